@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A repository that holds sources and the script, and nothing else."""
+    (tmp_path / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "gpu_record", tmp_path / "ci")
+    for name, text in {
+        "patches/torch/hooks.patch": "patch",
+        "torch_overlay/torch/a.py": "a = 1\n",
+        "triton_overlay/b.py": "b = 1\n",
+        "README.md": "read me\n",
+    }.items():
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return tmp_path
+
+
+def _load(path):
+    loader = importlib.machinery.SourceFileLoader(path.name, str(path))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(path.name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def _run(checkout, *arguments):
+    # Without the packages of this environment: checking needs none.
+    command = [sys.executable, "-I", "-S", str(checkout / "ci" / "gpu_record"), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def _result(checkout, name, **parts):
+    sources = _load(checkout / "ci" / "gpu_record").source_hash(checkout)
+    file = checkout / name
+    file.write_text(json.dumps({"sources": sources, "date": f"2026-01-01T{name}", **parts}))
+    return file
+
+
+def _case(name, us, suite="pi"):
+    return {"suite": suite, "name": name, "pygraph_us": us}
+
+
+def _record(checkout):
+    return json.loads((checkout / "ci" / "gpu_record.json").read_text())
+
+
+def test_hash_is_of_names_and_contents_of_the_sources(checkout):
+    source_hash = _load(checkout / "ci" / "gpu_record").source_hash
+    before = source_hash(checkout)
+
+    (checkout / "README.md").write_text("other\n")
+    cache = checkout / "torch_overlay/torch/__pycache__"
+    cache.mkdir()
+    (cache / "a.pyc").write_bytes(b"\0")
+    assert source_hash(checkout) == before
+
+    (checkout / "torch_overlay/torch/a.py").rename(checkout / "torch_overlay/torch/c.py")
+    renamed = source_hash(checkout)
+    assert renamed != before
+    (checkout / "torch_overlay/torch/c.py").write_text("a = 2\n")
+    assert source_hash(checkout) not in (before, renamed)
+
+
+def test_hash_keeps_names_and_contents_apart(checkout):
+    source_hash = _load(checkout / "ci" / "gpu_record").source_hash
+    overlay = checkout / "triton_overlay"
+    (overlay / "b.py").write_text("1")
+    (overlay / "c.py").write_text("")
+    before = source_hash(checkout)
+    (overlay / "b.py").write_text("")
+    (overlay / "c.py").write_text("1")
+    assert source_hash(checkout) != before
+
+
+def test_check(checkout):
+    answer = _run(checkout, "--check")
+    assert answer.returncode == 1 and len(answer.stdout.splitlines()) == 1
+
+    result = _result(checkout, "1.json", tests={"passed": 1}, cases=[_case("a", 1.0), _case("b", 2.0)])
+    assert _run(checkout, "--merge", result).returncode == 0
+    answer = _run(checkout, "--check")
+    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+
+    (checkout / "patches/torch/hooks.patch").write_text("changed")
+    answer = _run(checkout, "--check")
+    assert answer.returncode == 1
+    assert answer.stdout == ("ci/gpu_record.json is stale: 3 of 3 entries ran on other sources (tests, pi/a, pi/b)\n")
+
+    # Running one case again does not vouch for the rest.
+    _run(checkout, "--merge", _result(checkout, "2.json", cases=[_case("a", 1.0)]))
+    assert "2 of 3 entries" in _run(checkout, "--check").stdout
+
+
+def test_merge_replaces_what_ran_again_and_keeps_the_rest(checkout):
+    first = _result(
+        checkout, "1.json", device="old", tests={"passed": 1}, cases=[_case("a", 1.0), _case("a", 5.0, suite="other")]
+    )
+    (checkout / "torch_overlay/torch/a.py").write_text("a = 2\n")
+    second = _result(checkout, "2.json", device="new", cases=[_case("a", 2.0), _case("b", 3.0)])
+    # Given in any order, the newer one wins.
+    _run(checkout, "--merge", second, first)
+
+    record = _record(checkout)
+    old, new = (json.loads(file.read_text())["sources"] for file in (first, second))
+    assert record["sources"] == new
+    assert record["device"] == "new"
+    assert record["tests"] == {"passed": 1, "sources": old}
+    assert record["cases"] == [
+        {**_case("a", 2.0), "sources": new},
+        {**_case("a", 5.0, suite="other"), "sources": old},
+        {**_case("b", 3.0), "sources": new},
+    ]
+
+
+def test_merge_into_an_existing_record(checkout):
+    _run(checkout, "--merge", _result(checkout, "1.json", cases=[_case("a", 1.0)]))
+    _run(checkout, "--merge", _result(checkout, "2.json", upstream={"differs": {}}))
+    record = _record(checkout)
+    assert [case["name"] for case in record["cases"]] == ["a"]
+    assert record["upstream"]["sources"] == record["sources"]
+
+
+def test_the_checkout_hashes():
+    assert len(_load(ROOT / "ci" / "gpu_record").source_hash()) == 64
