@@ -1,0 +1,121 @@
+"""
+Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched build.
+
+    python -m pygraph --suite pi --output rows.json [--cases a,b] [--budget 420]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from . import cases
+from .report import format_table
+from .suite import run_suite
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .report import Row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--suite", default="pi")
+    parser.add_argument("--cases", help="comma-separated; all by default")
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
+    parser.add_argument("--output", type=Path, help="a JSON file for the rows, instead of a table")
+    parser.add_argument("--logs", type=Path, default=Path("."))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true", help="shrunk cases")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.worker:
+        _serve(args)
+        return
+    names = args.cases.split(",") if args.cases else None
+    try:
+        selected = cases.select(args.suite, names)
+    except ValueError as error:
+        parser.error(str(error))
+    if not selected:
+        parser.error(f"no suite {args.suite}")
+    args.logs.mkdir(parents=True, exist_ok=True)
+
+    def save(rows: list[Row]) -> None:
+        if args.output:
+            args.output.write_text(json.dumps(rows, indent=1, default=str) + "\n")
+
+    done: list[Row] = []
+
+    def on_row(row: Row) -> None:
+        done.append(row)
+        save(done)
+        print(f"{len(done)}/{len(selected)} {_progress(row)}", flush=True)
+
+    options = ["--device", args.device, "--rounds", str(args.rounds)]
+    rows, skipped = run_suite(
+        selected,
+        options=[*options, "--small"] if args.small else options,
+        logs=args.logs,
+        budget_s=args.budget,
+        memory=args.device == "cuda",
+        on_row=on_row,
+    )
+    save(rows)
+    if not args.output:
+        print(format_table(rows))
+    if skipped:
+        print(f"out of time, not run: {', '.join(skipped)}")
+
+
+def _progress(row: Row) -> str:
+    if "error" in row:
+        return f"{row['name']}: {row['error']}"
+    times = [row["no_cg_us"], row["stock_cg_us"], row["pygraph_us"]]
+    return f"{row['name']}: {' / '.join(map(str, times))} us, {row['choice']}"
+
+
+def _serve(args: argparse.Namespace) -> None:
+    """Answers each line of stdin with a line of JSON."""
+    # What libraries print must not end up between the answers.
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    from .worker import CaseRun, summary
+
+    def answer(produce: Callable[[], Row]) -> None:
+        try:
+            result = produce()
+        except Exception as error:
+            logging.exception("%s", args.worker)
+            result = {"error": summary(error)}
+        print(json.dumps(result, default=str), file=answers, flush=True)
+
+    run = None
+    for line in sys.stdin:
+        command, *arguments = line.split()
+
+        def produce(command: str = command, arguments: list[str] = arguments) -> Row:
+            nonlocal run
+            if run is None:
+                case = cases.CASES[args.worker]
+                run = CaseRun(case, args.device, small=args.small, rounds=args.rounds)
+            return getattr(run, command)(*arguments) or {}
+
+        answer(produce)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,74 @@
+"""Equality of everything a step leaves behind: outputs, gradients, buffers, inputs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._dynamo.utils import same
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How a result differs from the reference; ``where`` names what differs most."""
+
+    bitwise: bool = True
+    close: bool = True
+    max_diff: float = 0.0
+    where: str = ""
+
+    def __or__(self, other: Difference) -> Difference:
+        worst = max(self, other, key=lambda d: (not d.close, not d.bitwise, d.max_diff))
+        return Difference(
+            self.bitwise and other.bitwise,
+            self.close and other.close,
+            max(self.max_diff, other.max_diff),
+            worst.where,
+        )
+
+
+def snapshot(tree: Any) -> dict[str, Any]:
+    """A copy that later steps cannot overwrite, as the outputs of a graph are."""
+    leaves, _ = pytree.tree_flatten_with_path(tree)
+    return {
+        pytree.keystr(path): leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in leaves
+    }
+
+
+def compare(reference: dict[str, Any], result: dict[str, Any], tolerance: float) -> Difference:
+    if reference.keys() != result.keys():
+        missing = sorted(reference.keys() ^ result.keys())
+        return Difference(False, False, math.inf, f"only in one: {missing[0]}")
+    total = Difference()
+    for where, ref in reference.items():
+        total |= _compare_leaf(where, ref, result[where], tolerance)
+    return total
+
+
+def _compare_leaf(where: str, ref: Any, res: Any, tolerance: float) -> Difference:
+    if not isinstance(ref, torch.Tensor) or not isinstance(res, torch.Tensor):
+        equal = type(ref) is type(res) and ref == res
+        return Difference() if equal else Difference(False, False, math.inf, where)
+    for attribute in ("dtype", "device", "shape"):
+        if getattr(ref, attribute) != getattr(res, attribute):
+            return Difference(False, False, math.inf, f"{where}.{attribute}")
+    if ref.stride() != res.stride():
+        return Difference(False, False, math.inf, f"{where}.stride()")
+    if torch.equal(_bytes(ref), _bytes(res)):
+        return Difference()
+    if not ref.is_floating_point():
+        diff = (ref != res).sum().item()
+        return Difference(False, False, float(diff), where)
+    distance = (ref.float() - res.float()).abs_()
+    # Absolute tolerances say little about gradients, which can be small throughout.
+    norm = ref.float().norm().item()
+    relative = distance.norm().item() / norm if norm else math.inf
+    close = relative <= tolerance and same(ref, res, tol=tolerance, equal_nan=True)
+    return Difference(False, close, distance.max().item(), where)
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return t.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,1390 @@
+# Owner(s): ["module: inductor"]
+"""
+PyGraph's placeholders, binding and proof, on a machine that need not have a GPU: the driver
+is modelled, with its own structs, and parameters are read from memory as it reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import itertools
+import math
+import mmap
+import struct
+import unittest
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+from hypothesis import given, settings, strategies as st
+
+import torch
+from torch._inductor.pygraph import binding, driver, placeholder, proof, record
+from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.placeholder import (
+    GUARD_BYTES,
+    MAX_ALIGNMENT,
+    PAGE_BYTES,
+    Placeholder,
+    PlaceholderArena,
+    PlaceholderMap,
+)
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    subtest,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+try:
+    from cuda.bindings import driver as cu
+except ImportError:
+    cu = None
+
+needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
+
+GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
+LAUNCH_PARAM_BUFFER_SIZE = 2
+
+
+def u64(*values: int) -> bytes:
+    return struct.pack(f"<{len(values)}Q", *[v % (1 << 64) for v in values])
+
+
+@dataclasses.dataclass
+class Node:
+    "A node of the modelled graph that holds no address, or hides it."
+
+    kind: str
+
+    @property
+    def type(self) -> Any:
+        return getattr(cu.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{self.kind}")
+
+
+class KernelNode(Node):
+    """
+    Args:
+        parameters: bytes of each; of natural alignment, up to eight bytes
+        packed: launched with ``extra``, as one block
+        kern: ``func`` is null, as for kernels of a cuLibrary
+    """
+
+    def __init__(
+        self, *parameters: bytes, packed: bool = False, kern: bool = False
+    ) -> None:
+        super().__init__("KERNEL")
+        self.parameters = list(parameters)
+        self.packed = packed
+        self.kern = kern
+        self.layout: list[tuple[int, int]] = []
+        end = 0
+        for parameter in parameters:
+            size = len(parameter)
+            alignment = min(8, size & -size) or 1
+            start = -(-end // alignment) * alignment
+            self.layout.append((start, size))
+            end = start + size
+        self.nbytes = end
+
+    def block(self, parameters: Sequence[bytes]) -> bytes:
+        block = bytearray(b"\xcc" * self.nbytes)
+        for (start, size), parameter in zip(self.layout, parameters):
+            block[start : start + size] = parameter
+        return bytes(block)
+
+    def params(self, handle: int) -> Any:
+        params = cu.CUDA_KERNEL_NODE_PARAMS()
+        if self.kern:
+            params.kern = cu.CUkernel(handle + 0x10000)
+        else:
+            params.func = cu.CUfunction(handle + 0x20000)
+        params.gridDimX, params.blockDimX, params.sharedMemBytes = 7, 128, 4096
+        if self.packed:
+            block = self.block(self.parameters)
+            memory = ctypes.create_string_buffer(block, len(block))
+            size = ctypes.c_size_t(len(block))
+            extra = (ctypes.c_void_p * 5)(
+                LAUNCH_PARAM_BUFFER_SIZE,
+                ctypes.addressof(size),
+                binding.LAUNCH_PARAM_BUFFER_POINTER,
+                ctypes.addressof(memory),
+                binding.LAUNCH_PARAM_END,
+            )
+            params.extra = ctypes.addressof(extra)
+            self.memory = (memory, size, extra)
+        else:
+            buffers = [ctypes.create_string_buffer(p, len(p)) for p in self.parameters]
+            pointers = (ctypes.c_void_p * max(len(buffers), 1))(
+                *map(ctypes.addressof, buffers)
+            )
+            params.kernelParams = ctypes.addressof(pointers)
+            self.memory = (buffers, pointers)
+        return params
+
+
+class MemcpyNode(Node):
+    "A copy of one row between device addresses, or from host memory."
+
+    def __init__(
+        self, dst: int, src: int | bytes, nbytes: int | None = None
+    ) -> None:
+        super().__init__("MEMCPY")
+        self.dst = dst
+        self.src = src
+        self.nbytes = nbytes if nbytes is not None else len(src)
+
+    def params(self, handle: int) -> Any:
+        params = cu.CUDA_MEMCPY3D()
+        if isinstance(self.src, bytes):
+            self.host = ctypes.create_string_buffer(self.src, len(self.src))
+            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+            params.srcHost = ctypes.addressof(self.host)
+        else:
+            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            params.srcDevice = cu.CUdeviceptr(self.src)
+        params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+        params.dstDevice = cu.CUdeviceptr(self.dst)
+        params.WidthInBytes, params.Height, params.Depth = self.nbytes, 1, 1
+        return params
+
+
+class MemsetNode(Node):
+    def __init__(self, dst: int) -> None:
+        super().__init__("MEMSET")
+        self.dst = dst
+
+    def params(self, handle: int) -> Any:
+        params = cu.CUDA_MEMSET_NODE_PARAMS()
+        params.dst = cu.CUdeviceptr(self.dst)
+        params.value, params.elementSize, params.width, params.height = 9, 4, 64, 1
+        return params
+
+
+class ModelledDriver:
+    """
+    The part of cuda.bindings.driver that placeholders and binding call.
+
+    Attributes:
+        nodes: of the one graph, made before a NodeUpdateBinding is; a handle is an index
+        held: by the executable graph, for each node: for a kernel the bytes of each
+            parameter, for a copy its two addresses, for a memset its one
+        sets: the nodes that were set, in order
+        refused: nodes that cannot be set; what they hold then is unknown
+        failing: a call that fails
+    """
+
+    def __init__(self, nodes: Sequence[Node] = ()) -> None:
+        self.nodes = list(nodes)
+        self.sets: list[int] = []
+        self.refused: set[int] = set()
+        self.failing: str | None = None
+        self.pages: list[tuple[Any, bytearray]] = []
+        self.reserved: list[tuple[int, int]] = []
+        self.hints: list[int] = []
+        self.mapped: dict[int, int] = {}
+        self.accessible: list[tuple[int, int]] = []
+        self.occupied: list[tuple[int, int]] = []
+        if cu is not None:
+            self.success = cu.CUresult.CUDA_SUCCESS
+            self.invalid = cu.CUresult.CUDA_ERROR_INVALID_VALUE
+        self.held: list[Any] = [self._captured(i) for i in range(len(self.nodes))]
+
+    def __getattribute__(self, name: str) -> Any:
+        # Structs and enums are CU*, calls are cu*.
+        if name.startswith("CU"):
+            return getattr(cu, name)
+        if name.startswith("cu") and name == self.failing:
+            return lambda *args: (cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
+        return super().__getattribute__(name)
+
+    def _captured(self, i: int) -> Any:
+        node = self.nodes[i]
+        if isinstance(node, KernelNode):
+            return list(node.parameters)
+        if isinstance(node, (MemcpyNode, MemsetNode)):
+            return self._addresses(node.params(i))
+        return None
+
+    # Graphs
+
+    def cuGraphGetNodes(self, graph: Any, count: int = 0) -> Any:
+        if int(graph) != GRAPH:
+            return self.invalid, None, 0
+        nodes = [cu.CUgraphNode(i) for i in range(count)]
+        return self.success, nodes, count or len(self.nodes)
+
+    def cuGraphNodeGetType(self, node: Any) -> Any:
+        return self.success, self.nodes[int(node)].type
+
+    def _get_params(self, node: Any) -> Any:
+        return self.success, self.nodes[int(node)].params(int(node))
+
+    cuGraphKernelNodeGetParams = _get_params
+    cuGraphMemcpyNodeGetParams = _get_params
+    cuGraphMemsetNodeGetParams = _get_params
+
+    def cuKernelGetFunction(self, kern: Any) -> Any:
+        return self.success, cu.CUfunction(int(kern) + 0x10000)
+
+    def cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
+        layout = self.nodes[int(function) - 0x20000].layout
+        if index >= len(layout):
+            return self.invalid, 0, 0
+        return self.success, *layout[index]
+
+    def cuCtxGetCurrent(self) -> Any:
+        return self.success, cu.CUcontext(CONTEXT)
+
+    def _set(self, executable: Any, node: Any, read: Callable[[Node], Any]) -> Any:
+        i = int(node)
+        if int(executable) != EXECUTABLE:
+            return (self.invalid,)
+        self.sets.append(i)
+        if i in self.refused:
+            self.held[i] = None
+            return (self.invalid,)
+        self.held[i] = read(self.nodes[i])
+        return (self.success,)
+
+    def cuGraphExecKernelNodeSetParams(
+        self, executable: Any, node: Any, params: Any
+    ) -> Any:
+        def read(kernel: Node) -> list[bytes]:
+            function = int(params.func) or int(params.kern) + 0x10000
+            if function - 0x20000 != int(node):
+                raise AssertionError("another kernel")
+            if not params.kernelParams or params.extra:
+                raise AssertionError("either kernelParams or extra")
+            if (params.gridDimX, params.blockDimX, params.sharedMemBytes) != (7, 128, 4096):
+                raise AssertionError("another launch")
+            layout = kernel.layout
+            pointers = (ctypes.c_void_p * len(layout)).from_address(params.kernelParams)
+            return [
+                ctypes.string_at(pointer, size)
+                for pointer, (_, size) in zip(pointers, layout)
+            ]
+
+        return self._set(executable, node, read)
+
+    def _addresses(self, params: Any) -> tuple[int, ...]:
+        if isinstance(params, cu.CUDA_MEMSET_NODE_PARAMS):
+            if (params.value, params.elementSize, params.width) != (9, 4, 64):
+                raise AssertionError("another memset")
+            return (int(params.dst),)
+        if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
+            return int(params.dstDevice), int(params.srcHost)
+        return int(params.dstDevice), int(params.srcDevice)
+
+    def _set_addresses(
+        self, executable: Any, node: Any, params: Any, context: Any
+    ) -> Any:
+        if int(context) != CONTEXT:
+            return (self.invalid,)
+        return self._set(executable, node, lambda _: self._addresses(params))
+
+    cuGraphExecMemcpyNodeSetParams = _set_addresses
+    cuGraphExecMemsetNodeSetParams = _set_addresses
+
+    # Memory
+
+    def cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> Any:
+        self.pages.append((prop, bytearray(nbytes)))
+        return self.success, cu.CUmemGenericAllocationHandle(len(self.pages) - 1)
+
+    def cuMemAddressReserve(
+        self, nbytes: int, alignment: int, hint: Any, flags: int
+    ) -> Any:
+        start = int(hint)
+        self.hints.append(start)
+        if nbytes % PAGE_BYTES or start % PAGE_BYTES:
+            return self.invalid, None
+        for low, high in sorted(self.reserved + self.occupied):
+            if start < high and low < start + nbytes:
+                start = high
+        self.reserved.append((start, start + nbytes))
+        return self.success, cu.CUdeviceptr(start)
+
+    def cuMemMap(
+        self, address: int, nbytes: int, offset: int, handle: Any, flags: int
+    ) -> Any:
+        low_high = [r for r in self.reserved if r[0] <= address < r[1]]
+        if not low_high or nbytes != PAGE_BYTES or offset or address in self.mapped:
+            return (self.invalid,)
+        self.mapped[int(address)] = int(handle)
+        return (self.success,)
+
+    def cuMemSetAccess(
+        self, address: int, nbytes: int, descs: list[Any], count: int
+    ) -> Any:
+        pages = range(address, address + nbytes, PAGE_BYTES)
+        if not all(page in self.mapped for page in pages) or count != len(descs):
+            return (self.invalid,)
+        self.accessible.append((address, address + nbytes))
+        return (self.success,)
+
+    def tensor_at(self, address: int, like: torch.Tensor, device: int) -> torch.Tensor:
+        "Of bytes on the page that is mapped there."
+        low = address // PAGE_BYTES * PAGE_BYTES
+        if not any(start <= low < end for start, end in self.accessible):
+            raise AssertionError("no access")
+        _, page = self.pages[self.mapped[low]]
+        return torch.frombuffer(
+            page, dtype=like.dtype, count=like.numel(), offset=address - low
+        )
+
+
+@contextlib.contextmanager
+def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
+    model = ModelledDriver(nodes)
+    with contextlib.ExitStack() as stack:
+        for module in (driver, binding, placeholder):
+            stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
+        stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
+        yield model
+
+
+def place(*sizes: int, alignment: int = 16) -> PlaceholderMap:
+    with modelled():
+        return PlaceholderMap(PlaceholderArena(0, 0xFF).place(sizes, alignment))
+
+
+@needs_structs
+class ModelTest(TestCase):
+    "What binding assumes of the structs."
+
+    def test_sizes(self):
+        params = cu.CUDA_MEMCPY3D()
+        params.srcXInBytes, params.Depth = 1, 2
+        words = struct.unpack("<25Q", ctypes.string_at(params.getPtr(), 200))
+        self.assertEqual((words[0], words[-1]), (1, 2))
+        self.assertEqual(binding.MEMCPY_BYTES, 200)
+        params = cu.CUDA_MEMSET_NODE_PARAMS()
+        params.dst, params.height = cu.CUdeviceptr(1), 2
+        words = struct.unpack("<5Q", ctypes.string_at(params.getPtr(), 40))
+        self.assertEqual((words[0], words[-1]), (1, 2))
+        self.assertEqual(binding.MEMSET_BYTES, 40)
+
+    def test_struct_is_written_in_place(self):
+        params = cu.CUDA_MEMCPY3D()
+        params.dstDevice = cu.CUdeviceptr(0x1234)
+        buffer = binding.struct_buffer(params, binding.MEMCPY_BYTES)
+        at = bytes(buffer).index(u64(0x1234))
+        ctypes.c_uint64.from_buffer(buffer, at).value = 0x5678
+        self.assertEqual(int(params.dstDevice), 0x5678)
+
+    def test_check(self):
+        ok, bad = cu.CUresult.CUDA_SUCCESS, cu.CUresult.CUDA_ERROR_INVALID_VALUE
+        self.assertEqual(
+            [driver.check((ok,)), driver.check((ok, 1)), driver.check((ok, 1, 2))],
+            [None, 1, (1, 2)],
+        )
+        with self.assertRaisesRegex(DriverError, "CUDA_ERROR_INVALID_VALUE"):
+            driver.check((bad, 1))
+
+
+# Real addresses, as the caching allocator gives them.
+NEAR, FAR, OTHER = 0x7F2A_4000_0000, 0x7F2A_5000_0200, 0x3_1280_0000
+
+
+@needs_structs
+class BindingTest(TestCase):
+    @contextlib.contextmanager
+    def bound(self, places: PlaceholderMap, *nodes: Node) -> Iterator[Any]:
+        with modelled(*nodes) as model:
+            yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places)
+
+    @parametrize("packed", (False, True))
+    @parametrize("kern", (False, True))
+    def test_parameters(self, packed, kern):
+        places = place(4096, 64)
+        x, y = (p.address for p in places.placeholders)
+        kernel = KernelNode(
+            b"\1\2\3\4", u64(x), u64(OTHER), b"\5", u64(y + 16), packed=packed, kern=kern
+        )
+        with self.bound(places, kernel) as (model, bound):
+            self.assertEqual((bound.num_nodes, len(bound.updates)), (1, 1))
+            for pointers in ((NEAR, FAR), (FAR, FAR), (OTHER, NEAR)):
+                bound.update(pointers)
+                self.assertEqual(
+                    model.held[0],
+                    [
+                        b"\1\2\3\4",
+                        u64(pointers[0]),
+                        u64(OTHER),
+                        b"\5",
+                        u64(pointers[1] + 16),
+                    ],
+                )
+
+    @parametrize("packed", (False, True))
+    def test_every_occurrence_in_a_block(self, packed):
+        "cuBLAS keeps an operand several times, descriptors of TMA among them."
+        places = place(1 << 20)
+        (x,) = (p.address for p in places.placeholders)
+        offsets = {0: 0, 64: 4096, 128: -192, 1024: 1 << 20, 1712: 0}
+
+        def block(address: int) -> bytes:
+            block = bytearray(i * 37 % 251 for i in range(1720))
+            for at, offset in offsets.items():
+                block[at : at + 8] = u64(address + offset)
+            return bytes(block)
+
+        with self.bound(places, KernelNode(block(x), packed=packed)) as (model, bound):
+            (update,) = bound.updates
+            self.assertEqual([w.offset for w in update.words], list(offsets.values()))
+            for address in (NEAR, FAR, OTHER):
+                bound.update([address])
+                self.assertEqual(model.held[0], [block(address)])
+            self.assertEqual(model.sets, [0, 0, 0])
+
+    @parametrize("alignment", record.ALIGNMENTS)
+    def test_offsets_up_to_the_guards(self, alignment):
+        "Padded convolutions start before the tensor; ends lie past it."
+        places = place(PAGE_BYTES, 100, 100, alignment=alignment)
+        offsets = (-GUARD_BYTES, -8, -1, 0, 100, 101, 100 + GUARD_BYTES)
+        address = places.placeholders[1].address
+        kernel = KernelNode(*[u64(address + offset) for offset in offsets])
+        with self.bound(places, kernel) as (model, bound):
+            bound.update([OTHER, NEAR, OTHER])
+            self.assertEqual(model.held[0], [u64(NEAR + offset) for offset in offsets])
+
+    def test_other_values_stay(self):
+        places = place(4096, 4096)
+        low, high = places.low, places.high
+        values = (0, 1, low - 1, high, high + 1, (1 << 64) - 1, OTHER, low << 1, low >> 1)
+        values += (low | 1 << 63, low & 0xFFFFFFFF)
+        x = places.placeholders[0].address
+        with self.bound(places, KernelNode(u64(*values), u64(x))) as (model, bound):
+            bound.update([NEAR, FAR])
+            self.assertEqual(model.held[0], [u64(*values), u64(NEAR)])
+
+    @parametrize("packed", (False, True))
+    @parametrize("shift", range(1, 8))
+    def test_overlap_of_two_words_is_no_address(self, packed, shift):
+        "It was one in an nvjet kernel, and writing it hung the device."
+        places = place(4096)
+        address = places.placeholders[0].address
+        overlap = b"\xee" * shift + u64(address) + b"\xee" * (8 - shift)
+        for word in struct.unpack("<2Q", overlap):
+            self.assertIsNone(places.find(word))
+        block = overlap + u64(address)
+        with self.bound(places, KernelNode(block, packed=packed)) as (model, bound):
+            self.assertEqual(len(bound.updates[0].words), 1)
+            bound.update([NEAR])
+            self.assertEqual(model.held[0], [overlap + u64(NEAR)])
+
+    @parametrize("size", range(1, 8))
+    def test_parameter_smaller_than_a_word(self, size):
+        places = place(4096)
+        address = places.placeholders[0].address
+        small = u64(address)[:size]
+        nodes = (KernelNode(small, u64(address) + small), KernelNode(small))
+        with self.bound(places, *nodes) as (model, bound):
+            bound.update([NEAR])
+            self.assertEqual(model.held, [[small, u64(NEAR) + small], [small]])
+            self.assertEqual(model.sets, [0])
+
+    def test_only_nodes_whose_inputs_moved_are_set(self):
+        places = place(64, 64, 64)
+        x, y, z = (p.address for p in places.placeholders)
+        nodes = (
+            KernelNode(u64(x)),
+            KernelNode(u64(x), u64(y)),
+            KernelNode(u64(OTHER)),
+            MemcpyNode(OTHER, z, 64),
+            KernelNode(u64(x), packed=True),
+            MemsetNode(y),
+        )
+        with self.bound(places, *nodes) as (model, bound):
+            self.assertEqual((bound.num_nodes, len(bound.updates)), (6, 5))
+
+            def sets(*pointers: int) -> list[int]:
+                model.sets.clear()
+                bound.update(pointers)
+                self.assertEqual(
+                    model.held,
+                    [
+                        [u64(pointers[0])],
+                        [u64(pointers[0]), u64(pointers[1])],
+                        [u64(OTHER)],
+                        (OTHER, pointers[2]),
+                        [u64(pointers[0])],
+                        (pointers[1],),
+                    ],
+                )
+                return sorted(model.sets)
+
+            self.assertEqual(sets(NEAR, FAR, OTHER), [0, 1, 3, 4, 5])
+            self.assertEqual(sets(NEAR, FAR, OTHER), [])
+            self.assertEqual(sets(NEAR, FAR, NEAR), [3])
+            self.assertEqual(sets(FAR, FAR, NEAR), [0, 1, 4])
+            self.assertEqual(sets(FAR, NEAR, NEAR), [1, 5])
+            # Two inputs that alias, and then do not.
+            self.assertEqual(sets(NEAR, NEAR, NEAR), [0, 1, 4])
+            self.assertEqual(sets(NEAR, FAR, FAR), [1, 3, 5])
+
+    def test_pointers_are_what_the_graph_holds(self):
+        "record.py compares them with those of the next call."
+        places = place(64, 64)
+        addresses = [p.address for p in places.placeholders]
+        with self.bound(places, KernelNode(u64(*addresses))) as (model, bound):
+            self.assertEqual(bound.pointers, addresses)
+            pointers = [NEAR, FAR]
+            bound.update(pointers)
+            pointers[0] = OTHER
+            self.assertEqual(bound.pointers, [NEAR, FAR])
+
+    @parametrize("input_is", ("src", "dst", "both"))
+    def test_memcpy(self, input_is):
+        places = place(4096)
+        address = places.placeholders[0].address
+        dst = OTHER if input_is == "src" else address + 512
+        src = OTHER if input_is == "dst" else address
+        with self.bound(places, MemcpyNode(dst, src, 256)) as (model, bound):
+            for pointer in (NEAR, FAR):
+                bound.update([pointer])
+                self.assertEqual(
+                    model.held[0],
+                    (
+                        OTHER if input_is == "src" else pointer + 512,
+                        OTHER if input_is == "dst" else pointer,
+                    ),
+                )
+
+    def test_memset(self):
+        places = place(4096)
+        address = places.placeholders[0].address
+        with self.bound(places, MemsetNode(address + 8), MemsetNode(OTHER)) as (
+            model,
+            bound,
+        ):
+            bound.update([NEAR])
+            self.assertEqual(model.held, [(NEAR + 8,), (OTHER,)])
+            self.assertEqual(model.sets, [0])
+
+    def test_host_copy_into_an_input(self):
+        places = place(4096)
+        node = MemcpyNode(places.placeholders[0].address, u64(1, 2, 3))
+        with self.bound(places, node) as (model, bound):
+            bound.update([NEAR])
+            self.assertEqual(model.held[0], (NEAR, ctypes.addressof(node.host)))
+
+    @parametrize("position", (0, 3, 511))
+    def test_address_in_host_memory(self, position):
+        "Grouped GEMMs read their pointers from memory, where a replay cannot set them."
+        places = place(4096)
+        table = [OTHER] * 512
+        table[position] = places.placeholders[0].address + 16
+        with self.assertRaisesRegex(BindingError, "copied from the host"):
+            with self.bound(places, MemcpyNode(OTHER, u64(*table))):
+                pass
+
+    def test_host_memory_that_is_gone(self):
+        "Its pages may be unmapped by now: reading must fail, and not the process."
+        page = mmap.mmap(-1, 1 << 20)
+        view = ctypes.c_char.from_buffer(page)
+        address = ctypes.addressof(view)
+        page[:4] = b"here"
+        self.assertEqual(binding.read_host_memory(address, 4).raw, b"here")
+        del view
+        page.close()
+        with self.assertRaisesRegex(BindingError, "gone"):
+            binding.read_host_memory(address, 4)
+
+    def test_large_host_copy_is_not_read(self):
+        places = place(4096)
+        table = u64(places.placeholders[0].address)
+        node = MemcpyNode(OTHER, table, binding.MAX_HOST_COPY_BYTES + 1)
+        with self.bound(places, node) as (_, bound):
+            self.assertEqual(bound.updates, [])
+
+    def test_kinds_of_nodes(self):
+        "A kind that a new driver brings is refused until someone looked at it."
+        allowed = []
+        for kind in cu.CUgraphNodeType:
+            name = kind.name.removeprefix("CU_GRAPH_NODE_TYPE_")
+            if name in ("KERNEL", "MEMCPY", "MEMSET"):
+                continue
+            try:
+                with self.bound(place(64), Node(name)) as (_, bound):
+                    self.assertEqual((bound.num_nodes, bound.updates), (1, []))
+            except BindingError as e:
+                self.assertEqual(str(e), f"the graph holds a {kind.name} node")
+            else:
+                allowed.append(name)
+        self.assertEqual(
+            sorted(allowed),
+            ["EMPTY", "EVENT_RECORD", "MEM_ALLOC", "MEM_FREE", "WAIT_EVENT"],
+        )
+
+    @parametrize("kind", ("HOST", "GRAPH", "CONDITIONAL"))
+    def test_refused_node_after_bound_ones(self, kind):
+        places = place(64)
+        with self.assertRaisesRegex(BindingError, kind):
+            with self.bound(
+                places, KernelNode(u64(places.placeholders[0].address)), Node(kind)
+            ):
+                pass
+
+    def test_empty_graph(self):
+        with self.bound(place(64)) as (model, bound):
+            bound.update([NEAR])
+            self.assertEqual((bound.num_nodes, model.sets), (0, []))
+
+    def test_kernel_without_parameters(self):
+        places = place(64)
+        kernel = KernelNode(u64(places.placeholders[0].address))
+        with self.bound(places, KernelNode(), kernel) as (model, bound):
+            bound.update([NEAR])
+            self.assertEqual(model.held, [[], [u64(NEAR)]])
+
+    @parametrize(
+        "call",
+        (
+            "cuGraphGetNodes",
+            "cuGraphNodeGetType",
+            "cuGraphKernelNodeGetParams",
+            "cuKernelGetFunction",
+            "cuGraphMemcpyNodeGetParams",
+            "cuGraphMemsetNodeGetParams",
+            "cuCtxGetCurrent",
+        ),
+    )
+    def test_graph_that_cannot_be_read(self, call):
+        places = place(64)
+        address = places.placeholders[0].address
+        nodes = (
+            KernelNode(u64(address), kern=True),
+            MemcpyNode(OTHER, address, 64),
+            MemsetNode(address),
+        )
+        with modelled(*nodes) as model:
+            model.failing = call
+            with self.assertRaisesRegex(DriverError, "CUDA_ERROR_OUT_OF_MEMORY"):
+                NodeUpdateBinding(GRAPH, EXECUTABLE, places)
+
+    @parametrize("refused", (0, 1, 2))
+    def test_node_that_cannot_be_set(self, refused):
+        places = place(64, 64)
+        x, y = (p.address for p in places.placeholders)
+        nodes = (KernelNode(u64(x)), MemcpyNode(OTHER, x, 64), MemsetNode(y))
+        with self.bound(places, *nodes) as (model, bound):
+            bound.update([NEAR, FAR])
+            model.refused = {refused}
+            with self.assertRaises(DriverError):
+                bound.update([FAR, NEAR])
+            # Nothing may pass for up to date: neither the new addresses nor the old.
+            self.assertNotIn(bound.pointers, ([FAR, NEAR], [NEAR, FAR]))
+            model.refused = set()
+            model.sets.clear()
+            bound.update([NEAR, FAR])
+            self.assertEqual(sorted(model.sets), [0, 1, 2])
+            self.assertEqual(model.held, [[u64(NEAR)], (OTHER, NEAR), (FAR,)])
+
+    def test_find_words(self):
+        places = place(64)
+        address = places.placeholders[0].address
+        buffer = ctypes.create_string_buffer(u64(1, address + 4, 2) + b"123", 27)
+        (word,) = binding.find_words(buffer, places)
+        self.assertEqual((word.input, word.offset), (0, 4))
+        word.value.value = NEAR
+        self.assertEqual(bytes(buffer), u64(1, NEAR, 2) + b"123")
+
+
+instantiate_parametrized_tests(BindingTest)
+
+
+# Sizes of the inputs of random graphs, apart and next to each other.
+SIZES = (4096, 1, 3 * PAGE_BYTES, 0)
+
+# (input, offset), or a word that is none.
+input_words = st.tuples(
+    st.integers(0, len(SIZES) - 1),
+    st.one_of(
+        st.integers(-GUARD_BYTES, GUARD_BYTES),
+        st.sampled_from((-GUARD_BYTES, -1, 0, 0, 0, 1, GUARD_BYTES - 16)),
+    ),
+)
+other_words = st.one_of(
+    st.integers(0, 4096),
+    st.integers(0, (1 << 64) - 1),
+    st.sampled_from((NEAR, FAR, OTHER, (1 << 64) - 1, "low", "high", "between")),
+)
+parameters = st.one_of(
+    st.tuples(st.just([]), st.binary(min_size=1, max_size=4)),
+    st.tuples(
+        st.lists(st.one_of(input_words, other_words), min_size=1, max_size=16),
+        st.sampled_from((b"", b"", b"tail", b"longer_")),
+    ),
+)
+kernels = st.tuples(
+    st.just("kernel"),
+    st.lists(parameters, min_size=1, max_size=6),
+    st.booleans(),
+    st.booleans(),
+)
+copies = st.tuples(st.just("memcpy"), input_words, st.one_of(input_words, st.just(FAR)))
+fills = st.tuples(st.just("memset"), st.one_of(input_words, st.just(FAR)))
+graphs = st.lists(st.one_of(kernels, kernels, copies, fills), min_size=1, max_size=8)
+pointers = st.one_of(
+    st.sampled_from((NEAR, FAR, OTHER)), st.integers(0, 1 << 43).map(lambda p: p * 16)
+)
+# Of each call: the inputs' addresses, None for those of the last call, and a node that
+# cannot be set.
+calls = st.lists(
+    st.tuples(
+        st.lists(
+            st.one_of(st.none(), pointers), min_size=len(SIZES), max_size=len(SIZES)
+        ),
+        st.one_of(st.none(), st.none(), st.integers(0, 7)),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@needs_structs
+class RandomGraphTest(TestCase):
+    @settings(deadline=None, max_examples=150)
+    @given(graphs, calls)
+    def test_executable_graph_holds_the_inputs(self, graph, calls):
+        with modelled():
+            near = PlaceholderArena(0, 0xFF).place(SIZES[:2], 16)
+            far = PlaceholderArena(0, 0).place(SIZES[2:], 16)
+        places = PlaceholderMap(near + far)
+        self.assertIsNone(places.find(far[-1].end))
+        named = {"low": places.low - 1, "high": places.high, "between": far[-1].end}
+
+        def word(spec: Any, addresses: Sequence[int]) -> int:
+            if isinstance(spec, tuple):
+                # An empty tensor's address is zero.
+                return (addresses[spec[0]] + spec[1]) % (1 << 64)
+            value = named.get(spec, spec)
+            return value if places.find(value) is None else 0
+
+        def holds(spec: Any, addresses: Sequence[int]) -> Any:
+            kind, *rest = spec
+            if kind != "kernel":
+                return tuple(word(w, addresses) for w in rest)
+            return [
+                u64(*[word(w, addresses) for w in words]) + tail for words, tail in rest[0]
+            ]
+
+        def inputs(spec: Any) -> set[int]:
+            kind, *rest = spec
+            words = (
+                itertools.chain(*[words for words, _ in rest[0]])
+                if kind == "kernel"
+                else rest
+            )
+            return {w[0] for w in words if isinstance(w, tuple)}
+
+        captured = [p.address for p in places.placeholders]
+        nodes: list[Node] = []
+        for spec in graph:
+            held = holds(spec, captured)
+            if spec[0] == "kernel":
+                nodes.append(KernelNode(*held, packed=spec[2], kern=spec[3]))
+            elif spec[0] == "memcpy":
+                nodes.append(MemcpyNode(*held, 64))
+            else:
+                nodes.append(MemsetNode(*held))
+        with modelled(*nodes) as model:
+            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places)
+            last, current, failed = captured, captured, False
+            for given_pointers, refused in calls:
+                current = [
+                    old if new is None else new for old, new in zip(last, given_pointers)
+                ]
+                moved = {
+                    k for k, (a, b) in enumerate(zip(last, current)) if a != b or failed
+                }
+                due = [i for i, spec in enumerate(graph) if inputs(spec) & moved]
+                model.sets.clear()
+                model.refused = {refused}
+                last = current
+                failed = refused in due
+                if failed:
+                    with self.assertRaises(DriverError):
+                        bound.update(current)
+                    continue
+                bound.update(current)
+                self.assertEqual(sorted(model.sets), due)
+                expected = [holds(spec, current) for spec in graph]
+                self.assertTrue(model.held == expected, (model.held, expected))
+
+
+@needs_structs
+class PlaceholderTest(TestCase):
+    @settings(deadline=None, max_examples=60)
+    @given(
+        st.lists(
+            st.one_of(
+                st.integers(0, 4096),
+                st.sampled_from((PAGE_BYTES - 256, PAGE_BYTES - 1, PAGE_BYTES)),
+                st.integers(0, 1 << 26),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+        st.sampled_from(record.ALIGNMENTS),
+    )
+    def test_place(self, sizes, alignment):
+        with modelled() as model:
+            arena = PlaceholderArena(0, 0xFF)
+            placed = arena.place(sizes, alignment)
+            self.assertEqual(len(placed), len(sizes))
+            ((low, high),) = model.reserved
+            for p, nbytes in zip(placed, sizes):
+                self.assertEqual(p.address % alignment, 0)
+                self.assertNotEqual(p.address % (2 * alignment), 0)
+                self.assertGreaterEqual(p.address - p.start, GUARD_BYTES)
+                self.assertGreaterEqual(p.end - (p.address + nbytes), GUARD_BYTES)
+                self.assertLessEqual(low, p.start)
+                self.assertLessEqual(p.end, high)
+                for page in range(p.start, p.end, PAGE_BYTES):
+                    self.assertIn(page, model.mapped)
+            for p, q in itertools.pairwise(placed):
+                self.assertLessEqual(p.end, q.start)
+            # All of it is one page.
+            self.assertEqual([len(page) for _, page in model.pages], [PAGE_BYTES])
+            self.assertEqual(model.accessible, model.reserved)
+            for k, p in enumerate(placed):
+                places = PlaceholderMap(placed)
+                for offset in (0, sizes[k], -GUARD_BYTES, sizes[k] + GUARD_BYTES - 1):
+                    self.assertEqual(places.find(p.address + offset), (k, offset))
+
+    def test_no_sizes(self):
+        with modelled() as model:
+            self.assertEqual(PlaceholderArena(0, 0).place([], 16), [])
+            self.assertEqual((model.pages, model.reserved), ([], []))
+
+    def test_next_recording_uses_the_range_again(self):
+        with modelled() as model:
+            arena = PlaceholderArena(0, 0xFF)
+            first = arena.place([4096, 100], 16)
+            self.assertEqual(arena.place([4096, 100], 16), first)
+            (smaller,) = arena.place([64], 16)
+            self.assertEqual(smaller.address, first[0].address)
+            self.assertEqual(len(model.reserved), 1)
+
+    def test_growth(self):
+        "A larger range is reserved elsewhere; the page stays the only one."
+        with modelled() as model:
+            arena = PlaceholderArena(0, 0xFF)
+            arena.place([64], 16)
+            (large,) = arena.place([64 << 20], 16)
+            self.assertEqual(len(model.pages), 1)
+            (_, small_end), (start, end) = model.reserved
+            self.assertGreaterEqual(start, small_end)
+            self.assertLessEqual((start, large.end), (large.start, end))
+            self.assertEqual({model.mapped[p] for p in model.mapped}, {0})
+            self.assertEqual(arena.place([64], 16)[0].start, start)
+
+    @parametrize("device_index", (0, 3))
+    def test_page_is_of_the_device(self, device_index):
+        with modelled() as model:
+            PlaceholderArena(device_index, 0).place([64], 16)
+            ((prop, _),) = model.pages
+            self.assertEqual(prop.location.id, device_index)
+            self.assertEqual(
+                prop.location.type, cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            )
+
+    def test_hint(self):
+        with modelled() as model:
+            nan, zero = PlaceholderArena(0, 0xFF), PlaceholderArena(0, 0)
+            placed = nan.place([64], 16) + zero.place([64], 16)
+            self.assertEqual([p.start for p in placed], model.hints)
+            for p in placed:
+                # A user-space address in which few bits are zero.
+                self.assertLess(p.start, 1 << 47)
+                self.assertGreaterEqual(p.address.bit_count(), 10)
+
+    def test_hint_is_no_promise(self):
+        with modelled() as model:
+            taken = placeholder.ADDRESS_HINT
+            model.occupied = [(taken, taken + (1 << 30))]
+            (p,) = PlaceholderArena(0, 0).place([64], 16)
+            self.assertEqual(p.start, taken + (1 << 30))
+
+    @parametrize(
+        "call", ("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
+    )
+    def test_driver_fails(self, call):
+        with modelled() as model:
+            arena = PlaceholderArena(0, 0xFF)
+            model.failing = call
+            with self.assertRaisesRegex(DriverError, "CUDA_ERROR_OUT_OF_MEMORY"):
+                arena.place([64], 16)
+            self.assertFalse(arena.take_damage())
+            model.failing = None
+            (p,) = arena.place([64], 16)
+            self.assertIn((p.start, p.end), model.accessible)
+            self.assertEqual(len(model.pages), 1)
+
+    @parametrize("poison", (0, 0xFF))
+    def test_damage(self, poison):
+        with modelled() as model:
+            arena = PlaceholderArena(0, poison)
+            self.assertFalse(arena.take_damage())
+            arena.place([4 * PAGE_BYTES], 16)
+            _, page = model.pages[0]
+            # Compared whole: assertEqual would look at each byte.
+            self.assertTrue(page == bytes([poison]) * PAGE_BYTES)
+            self.assertFalse(arena.take_damage())
+            for at, value in itertools.product((0, 4097, PAGE_BYTES - 1), (1, 0x80, 0x7F)):
+                page[at] = value
+                self.assertTrue(arena.take_damage())
+                self.assertTrue(page == bytes([poison]) * PAGE_BYTES)
+                self.assertFalse(arena.take_damage())
+            page[:] = bytes([0x55]) * PAGE_BYTES
+            self.assertTrue(arena.take_damage())
+
+    def test_arenas(self):
+        placeholder.arena.cache_clear()
+        self.addCleanup(placeholder.arena.cache_clear)
+        arenas = [placeholder.arena(d, f) for d in (0, 1) for f in (False, True)]
+        self.assertEqual([(a.device_index, a.poison) for a in arenas],
+                         [(0, 0), (0, 0xFF), (1, 0), (1, 0xFF)])
+        self.assertIs(placeholder.arena(1, True), arenas[-1])
+        poison = torch.full((8,), 0xFF, dtype=torch.uint8)
+        for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16,
+                      torch.float8_e4m3fn, torch.float8_e5m2):
+            values = poison.view(dtype).double()
+            self.assertTrue(values.isnan().all(), dtype)
+
+
+instantiate_parametrized_tests(PlaceholderTest)
+
+
+class PlaceholderMapTest(TestCase):
+    def test_find(self):
+        # The order is that of the inputs, not of the addresses; 300 to 400 is a gap.
+        places = PlaceholderMap(
+            [
+                Placeholder(200, 300, 250),
+                Placeholder(400, 500, 410),
+                Placeholder(100, 200, 116),
+            ]
+        )
+        expected = {
+            0: None,
+            99: None,
+            100: (2, -16),
+            116: (2, 0),
+            199: (2, 83),
+            200: (0, -50),
+            250: (0, 0),
+            299: (0, 49),
+            300: None,
+            399: None,
+            400: (1, -10),
+            499: (1, 89),
+            500: None,
+            (1 << 64) - 1: None,
+        }
+        self.assertEqual({a: places.find(a) for a in expected}, expected)
+
+    def test_no_placeholders(self):
+        places = PlaceholderMap([])
+        self.assertEqual([places.find(a) for a in (0, 1, (1 << 64) - 1)], [None] * 3)
+
+    @settings(deadline=None)
+    @given(
+        st.lists(st.tuples(st.integers(0, 9), st.integers(1, 9)), max_size=6),
+        st.randoms(use_true_random=False),
+    )
+    def test_find_is_a_linear_search(self, gaps_and_sizes, random):
+        placed, end = [], 1
+        for gap, size in gaps_and_sizes:
+            start, end = end + gap, end + gap + size
+            placed.append(Placeholder(start, end, start + random.randrange(size)))
+        random.shuffle(placed)
+        places = PlaceholderMap(placed)
+        for address in range(end + 2):
+            hits = [
+                (k, address - p.address)
+                for k, p in enumerate(placed)
+                if p.start <= address < p.end
+            ]
+            self.assertEqual([places.find(address)], hits or [None])
+
+    @parametrize(
+        "tensor,nbytes",
+        (
+            subtest((lambda: torch.empty(4, 6), 96), name="contiguous"),
+            subtest((lambda: torch.empty(4, 6).t(), 96), name="transposed"),
+            subtest((lambda: torch.empty(4, 6)[:, :2], (3 * 6 + 2) * 4), name="padded"),
+            subtest((lambda: torch.empty(4, 1).expand(4, 9), 16), name="expanded"),
+            subtest((lambda: torch.empty(8)[3:5], 8), name="offset"),
+            subtest((lambda: torch.empty(0, 8), 0), name="empty"),
+            subtest((lambda: torch.empty((), dtype=torch.int8), 1), name="scalar"),
+            subtest((lambda: torch.empty(2, dtype=torch.cfloat), 16), name="complex"),
+            subtest(
+                (lambda: torch.empty(10).as_strided((3, 3), (2, 1)), 28), name="overlaps"
+            ),
+        ),
+    )
+    def test_storage_extent(self, tensor, nbytes):
+        self.assertEqual(placeholder.storage_extent(tensor()), nbytes)
+
+
+instantiate_parametrized_tests(PlaceholderMapTest)
+
+
+class PoolTest(TestCase):
+    def ranges(self, *segments: tuple[int, int, tuple[int, int]]) -> record.PoolRanges:
+        snapshot = [
+            {"address": start, "total_size": size, "segment_pool_id": pool}
+            for start, size, pool in segments
+        ]
+        with mock.patch("torch.cuda.memory_snapshot", return_value=snapshot) as taken:
+            ranges = record.PoolRanges((0, 1))
+        taken.assert_called_once_with((0, 1), include_traces=False)
+        return ranges
+
+    def test_ranges(self):
+        ranges = self.ranges(
+            (500, 100, (0, 1)), (100, 50, (0, 1)), (150, 50, (0, 1)), (300, 50, (0, 2))
+        )
+        expected = [100, 149, 150, 199, 500, 599]
+        outside = [0, 99, 200, 300, 349, 499, 600, 1 << 47]
+        self.assertEqual([a for a in sorted(expected + outside) if a in ranges], expected)
+
+    def test_pool_that_holds_nothing(self):
+        self.assertNotIn(0, self.ranges())
+        self.assertNotIn(310, self.ranges((300, 50, (0, 2))))
+
+    def test_pool_id_may_be_a_list(self):
+        self.assertIn(310, self.ranges((300, 50, [0, 1])))
+
+    @parametrize(
+        "pointers,alignment",
+        (
+            subtest(((), MAX_ALIGNMENT), name="none"),
+            subtest(((512,), 256), name="larger"),
+            subtest(((256, 512), 256), name="256"),
+            subtest(((256, 128), 16), name="128"),
+            subtest(((256, 64 + 16), 16), name="16"),
+            subtest(((256, 8), 8), name="8"),
+            subtest(((16, 4), 4), name="4"),
+            subtest(((2, 16), 2), name="2"),
+            subtest(((256, 256, 7), 1), name="odd"),
+        ),
+    )
+    def test_common_alignment(self, pointers, alignment):
+        self.assertEqual(record.common_alignment(pointers), alignment)
+
+    @given(st.lists(st.integers(0, 1 << 48), min_size=1))
+    def test_common_alignment_divides_all(self, pointers):
+        alignment = record.common_alignment(pointers)
+        self.assertTrue(all(p % alignment == 0 for p in pointers))
+        for larger in record.ALIGNMENTS[: record.ALIGNMENTS.index(alignment)]:
+            self.assertTrue(any(p % larger for p in pointers))
+
+
+instantiate_parametrized_tests(PoolTest)
+
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+COMPLEX = (torch.complex32, torch.complex64, torch.complex128)
+FLOAT8 = (
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.float8_e4m3fnuz,
+    torch.float8_e5m2fnuz,
+    torch.float8_e8m0fnu,
+)
+INTEGERS = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+)
+DTYPES = FLOATS + COMPLEX + FLOAT8 + INTEGERS
+
+# Fewer elements than chunks, as many, a remainder, several in each.
+SHAPES = ((), (1,), (7,), (1024,), (1025,), (33, 77), (4, 32, 48))
+
+
+def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    if dtype in FLOATS:
+        return torch.randn(shape).to(dtype)
+    if dtype in COMPLEX:
+        return torch.view_as_complex(torch.randn(*shape, 2).to(dtype.to_real()))
+    nbytes = math.prod(shape) * dtype.itemsize
+    high = 2 if dtype == torch.bool else 100
+    raw = torch.randint(0, high, (nbytes,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
+    return proof.same(proof.fingerprint(expected), proof.fingerprint(actual))
+
+
+class ProofTest(TestCase):
+    @parametrize("dtype", DTYPES)
+    def test_equal(self, dtype):
+        for shape in SHAPES:
+            t = random_tensor(shape, dtype)
+            copy = t.clone()
+            self.assertTrue(same(t, copy), shape)
+
+    @parametrize("dtype", DTYPES)
+    def test_changed_element(self, dtype):
+        "To the poison of its dtype, or, where that is zero, by one bit."
+        for shape in SHAPES:
+            n = math.prod(shape)
+            for at in sorted({0, n // 2, n - 1}):
+                t = random_tensor(shape, dtype)
+                changed = t.clone()
+                element = changed.view(-1)[at : at + 1].view(torch.uint8)
+                if t.is_floating_point() or t.is_complex():
+                    element.fill_(0xFF)
+                else:
+                    element[0] ^= 1
+                self.assertFalse(same(t, changed), (shape, at))
+                self.assertFalse(same(changed, t), (shape, at))
+
+    @parametrize("dtype", FLOATS + COMPLEX + INTEGERS)
+    def test_element_that_was_not_written(self, dtype):
+        "In a tensor of which each chunk is one element."
+        t = torch.ones(1024).to(dtype)
+        for at in (0, 511, 1023):
+            changed = t.clone()
+            changed[at] = 0
+            self.assertFalse(same(t, changed))
+
+    @parametrize("dtype", FLOATS)
+    def test_small_differences_pass_for_floats(self, dtype):
+        t = torch.rand(64 * 1024, dtype=torch.float64).to(dtype)
+        t[0] = 1
+        next_value = t.clone()
+        next_value.view(proof._BITS[t.element_size()]).add_(1)
+        self.assertFalse(torch.equal(t, next_value))
+        self.assertTrue(same(t, next_value))
+        tolerance = proof.TOLERANCE[dtype]
+        self.assertFalse(same(t, (t.double() * (1 + 3 * tolerance)).to(dtype)))
+
+    # Sums of bits are equal where as many numbers become negative as become positive.
+    def test_sign(self):
+        t = torch.tensor([1.0, -2.0]).repeat(4096)
+        self.assertFalse(same(t, -t))
+
+    # Sums of eight-byte words wrap.
+    def test_sign_of_float64(self):
+        t = torch.rand(4096, dtype=torch.float64)
+        self.assertFalse(same(t, -t))
+
+    @parametrize("dtype", INTEGERS[1:] + FLOAT8[:2])
+    def test_no_difference_passes_for_others(self, dtype):
+        t = random_tensor((64 * 1024,), dtype)
+        for at in (0, 40_000, -1):
+            changed = t.clone()
+            changed[at : at + 1 or None].view(torch.uint8)[0] ^= 1
+            self.assertFalse(same(t, changed))
+
+    @parametrize("dtype", FLOATS)
+    @parametrize("shape", ((8,), (1024,), (64, 1024)))
+    def test_nan_never_passes(self, dtype, shape):
+        t = random_tensor(shape, dtype)
+        poisoned = t.clone()
+        poisoned.view(-1)[-1] = math.nan
+        self.assertFalse(same(t, poisoned))
+        self.assertFalse(same(poisoned, t))
+        poison = torch.full((t.numel() * t.element_size(),), 0xFF, dtype=torch.uint8)
+        self.assertFalse(same(t, poison.view(dtype).view(shape)))
+        # It is the program's own NaN where the bits are the same, and only there.
+        self.assertTrue(same(poisoned, poisoned.clone()))
+        poisoned.view(-1)[0] += 1
+        self.assertFalse(same(t, poisoned))
+
+    # An infinity makes the chunk's norm infinite, and with it the tolerance.
+    def test_infinity_is_in_no_tolerance(self):
+        masked = torch.randn(8).index_fill(0, torch.tensor([2]), -math.inf)
+        other = torch.zeros(8)
+        self.assertFalse(same(masked, other))
+
+    # All of a tensor with fewer elements than chunks is one chunk.
+    def test_element_of_small_tensor_that_was_not_written(self):
+        t = torch.ones(1000, dtype=torch.bfloat16)
+        changed = t.clone()
+        changed[5:15] = 0
+        self.assertFalse(same(t, changed))
+
+    @parametrize("dtype", FLOATS + (torch.int64, torch.uint8))
+    def test_permuted_chunks(self, dtype):
+        rows = torch.arange(1, 1025).remainder(120)[:, None].expand(1024, 3).to(dtype)
+        swapped = rows.clone()
+        swapped[[0, 500]] = rows[[500, 0]]
+        self.assertFalse(same(rows, swapped))
+        self.assertFalse(same(rows, rows.flip(0)))
+
+    @parametrize("shape", ((2, 3), (64, 64), (100, 33)))
+    def test_layouts(self, shape):
+        t = torch.randn(shape)
+        rows, columns = shape
+        padded = torch.full((rows, columns + 5), math.nan)
+        padded[:, :columns] = t
+        offset = torch.full((t.numel() + 3,), math.nan)
+        offset[3:] = t.flatten()
+        for other in (padded[:, :columns], offset[3:].view(shape)):
+            self.assertTrue(same(t, other))
+            self.assertTrue(same(other, t))
+        # Padding is not looked at, elements are.
+        padded[:, columns:] = 0
+        self.assertTrue(same(t, padded[:, :columns]))
+        padded[rows - 1, columns - 1] += 1 + rows * columns
+        self.assertFalse(same(t, padded[:, :columns]))
+
+    @parametrize("shape", ((2, 3), (64, 64), (100, 33)))
+    def test_transposed(self, shape):
+        t = torch.randn(shape).t()
+        self.assertTrue(same(t, t.clone(memory_format=torch.preserve_format)))
+        changed = t.clone(memory_format=torch.preserve_format)
+        changed[-1, -1] += 1 + t.numel()
+        self.assertFalse(same(t, changed))
+
+    def test_dense_tensor_is_not_copied(self):
+        for t in (
+            torch.randn(4, 5, 6),
+            torch.randn(4, 5, 6).permute(2, 0, 1),
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+            torch.randn(40)[8:],
+        ):
+            self.assertEqual(proof._dense(t).data_ptr(), t.data_ptr())
+            self.assertEqual(proof._dense(t).shape, (t.numel(),))
+
+    def test_expanded(self):
+        t = torch.randn(64, 1).expand(64, 80)
+        self.assertTrue(same(t, t.clone()))
+        self.assertTrue(same(t, t.contiguous()))
+        other = t.contiguous()
+        other[3, 4] += 100
+        self.assertFalse(same(t, other))
+
+    @parametrize("dtype", (torch.float32, torch.int64, torch.bool, torch.complex64))
+    def test_empty(self, dtype):
+        empty = torch.empty(0, 3, dtype=dtype)
+        self.assertTrue(same(empty, torch.empty(0, 3, dtype=dtype)))
+        self.assertFalse(same(empty, torch.zeros(3, dtype=dtype)))
+        self.assertFalse(same(torch.zeros(3, dtype=dtype), empty))
+
+    def test_scalar(self):
+        self.assertTrue(same(torch.tensor(2.5), torch.tensor(2.5)))
+        self.assertFalse(same(torch.tensor(2.5), torch.tensor(2.6)))
+        self.assertFalse(same(torch.tensor(2), torch.tensor(3)))
+
+    def test_zero(self):
+        "The tolerance is relative: nothing passes for zero but zero."
+        zero = torch.zeros(4096)
+        self.assertTrue(same(zero, -zero))
+        self.assertFalse(same(zero, torch.full((4096,), 1e-30)))
+
+    def test_needs_grad(self):
+        t = torch.randn(8, requires_grad=True)
+        self.assertFalse(proof.fingerprint(t).total.requires_grad)
+
+    # A lazy conjugate or negative has to be resolved first.
+    def test_conjugate(self):
+        t = torch.randn(8, dtype=torch.complex64)
+        self.assertTrue(same(t.conj(), t.conj().resolve_conj()))
+
+    def test_negative(self):
+        t = torch.randn(8, dtype=torch.complex64).conj().imag
+        self.assertTrue(same(t, t.resolve_neg()))
+
+    @settings(deadline=None)
+    @given(
+        st.integers(1, 5000), st.integers(0, 1 << 30), st.sampled_from((32, 16, 8))
+    )
+    def test_any_size(self, n, at, bits):
+        t = torch.arange(n).remainder(100).to(getattr(torch, f"int{bits}"))
+        self.assertTrue(same(t, t.clone()))
+        changed = t.clone()
+        changed[at % n] += 1
+        self.assertFalse(same(t, changed))
+
+    def test_fingerprint_is_small(self):
+        mark = proof.fingerprint(torch.randn(1 << 20))
+        self.assertLessEqual(mark.bits.numel(), proof.CHUNKS + 1)
+        self.assertEqual(mark.bits.shape, mark.total.shape)
+        self.assertEqual(mark.bits.shape, mark.norm.shape)
+
+    def test_failure(self):
+        def of_output(output: Any) -> proof.Fingerprint | None:
+            return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None
+
+        a, b, c = torch.randn(8), torch.randn(8), torch.randn(8)
+        x, y = torch.randn(64), torch.randn(2000)
+        with mock.patch.object(proof.Proof, "_of_output", staticmethod(of_output)):
+            checked = proof.Proof([a, b, c], [x, 3, None, y], mutated=[2])
+            self.assertIsNone(checked.failure([a, b, c], [x, 3, None, y]))
+            # An input that is not mutated is not looked at, nor is what is no tensor.
+            self.assertIsNone(checked.failure([a, b + 1, c], [x, 4, None, y]))
+            self.assertRegex(
+                checked.failure([a, b, c], [x, 3, None, y * 2]), "^output 3 .*differs"
+            )
+            self.assertRegex(
+                checked.failure([a, b, c], [x + 1, 3, None, y * 2]), "^output 0 .*differs"
+            )
+            c += 1
+            self.assertRegex(
+                checked.failure([a, b, c], [x, 3, None, y]), "^mutated input 2 .*differs"
+            )
+
+    def test_outputs_on_the_host_are_skipped(self):
+        checked = proof.Proof([], [torch.zeros(4), None, 1], mutated=[])
+        self.assertEqual(checked.outputs, [None, None, None])
+
+
+instantiate_parametrized_tests(ProofTest)
+
+
+class SavedInputTest(TestCase):
+    @parametrize(
+        "make",
+        (
+            lambda: torch.randn(8, 4),
+            lambda: torch.randn(8, 1).expand(8, 4),
+            lambda: torch.randn(8, 16)[:, 3:7],
+            lambda: torch.randn(4, 8).t(),
+            lambda: torch.randn(16).as_strided((5, 4), (2, 1), 3),
+            lambda: torch.randn(0, 4),
+            lambda: torch.tensor(3.0),
+        ),
+    )
+    def test_restores_the_memory(self, make):
+        t = make()
+        before = t.clone()
+        saved = record.SavedInput(t)
+        t.untyped_storage().fill_(0x55)
+        saved.restore(t)
+        self.assertEqual(t, before, atol=0, rtol=0)
+
+    def test_leaves_what_lies_outside(self):
+        base = torch.zeros(16)
+        saved = record.SavedInput(base[4:8])
+        base.fill_(1)
+        saved.restore(base[4:8])
+        self.assertEqual(base, torch.tensor([1.0] * 4 + [0.0] * 4 + [1.0] * 8))
+
+
+instantiate_parametrized_tests(SavedInputTest)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,832 @@
+# Owner(s): ["module: inductor"]
+"""
+How PyGraph chooses between candidates, on a machine that need not have a GPU: functions
+run on the CPU, and the times are those of a simulated host and device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import types
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+from hypothesis import given, settings, strategies as st
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees as trees
+from torch._inductor.cudagraph_utils import PlaceholderInfo
+from torch._inductor.pygraph import (
+    FunctionReport,
+    record,
+    report,
+    reset_report,
+    select,
+)
+from torch._inductor.pygraph.select import (
+    COPY,
+    Cost,
+    Function,
+    graph_is_faster,
+    NO_GRAPH,
+    NODE_UPDATE,
+    Selection,
+)
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    subtest,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+TIMED = select.WARMUP_SAMPLES + select.SAMPLES
+
+costs = st.builds(Cost, *[st.floats(1e-3, 1e6)] * 3)
+
+
+def launching(us: float) -> Cost:
+    "The device waits for the host."
+    return Cost(period=us, host=us, stream=us)
+
+
+class DecisionTest(TestCase):
+    @parametrize(
+        "graph,uncaptured,chosen",
+        (
+            subtest((launching(50), launching(100), True), name="launch_bound"),
+            subtest((launching(100), launching(100), False), name="same"),
+            subtest((launching(99), launching(100), False), name="within_noise"),
+            subtest((launching(97), launching(100), True), name="beyond_noise"),
+            subtest((launching(101), launching(100), False), name="slower"),
+            # The host is freed, and the device's work takes as long as it did.
+            subtest(
+                (Cost(80, 10, 80), Cost(100, 60, 80), True), name="host_of_program_gains"
+            ),
+            # Both hide behind the rest of the program; the function itself gains.
+            subtest(
+                (Cost(1000, 10, 20), Cost(1000, 60, 60), True), name="function_gains"
+            ),
+            # The same, but the program pays for it.
+            subtest(
+                (Cost(1100, 10, 20), Cost(1000, 60, 60), False), name="program_loses"
+            ),
+            # Another function was replayed in the same calls for the first time.
+            subtest(
+                (Cost(500, 70, 70), Cost(1000, 60, 60), False), name="neighbour_gains"
+            ),
+            # Updating nodes costs the host more than launching did, and the device less.
+            subtest(
+                (Cost(90, 70, 60), Cost(100, 60, 90), True), name="device_gains"
+            ),
+            subtest(
+                (Cost(100, 70, 90), Cost(100, 60, 90), False), name="nothing_gains"
+            ),
+            # The host does its other work while the device runs the graph, if slower.
+            subtest((Cost(80, 40, 70), Cost(100, 60, 60), True), name="host_gains"),
+            # The device's time does not depend on who launched.
+            subtest(
+                (Cost(1000, 5, 1000), Cost(1000, 90, 1000), False), name="device_bound"
+            ),
+        ),
+    )
+    def test_cases(self, graph, uncaptured, chosen):
+        self.assertEqual(graph_is_faster(graph, uncaptured), chosen)
+
+    @given(costs, costs)
+    def test_never_chooses_what_loses_by_both(self, graph, uncaptured):
+        if graph.program >= uncaptured.program and graph.call >= uncaptured.call:
+            self.assertFalse(graph_is_faster(graph, uncaptured))
+
+    @given(costs, costs)
+    def test_chooses_what_wins_by_all(self, graph, uncaptured):
+        # By twice the margin, so that rounding does not matter.
+        margin = select.MARGIN**2
+        if all(
+            getattr(graph, f) < margin * getattr(uncaptured, f)
+            for f in ("period", "host", "stream")
+        ):
+            self.assertTrue(graph_is_faster(graph, uncaptured))
+
+    @given(costs, costs)
+    def test_not_both_of_two(self, a, b):
+        self.assertFalse(graph_is_faster(a, b) and graph_is_faster(b, a))
+
+    @given(costs)
+    def test_equal(self, cost):
+        self.assertFalse(graph_is_faster(cost, cost))
+
+    @given(costs, costs, st.tuples(*[st.floats(0.1, 1)] * 3))
+    def test_monotone(self, graph, uncaptured, factors):
+        "A graph that is chosen still is when any part of it gets faster."
+        if not graph_is_faster(graph, uncaptured):
+            return
+        faster = Cost(*[a * b for a, b in zip(dataclasses.astuple(graph), factors)])
+        self.assertTrue(graph_is_faster(faster, uncaptured))
+        slower = Cost(*[a / b for a, b in zip(dataclasses.astuple(uncaptured), factors)])
+        self.assertTrue(graph_is_faster(graph, slower))
+
+    def test_cost(self):
+        self.assertEqual((Cost(9, 2, 3).call, Cost(9, 2, 3).program), (3, 9))
+        self.assertEqual((Cost(9, 4, 3).call, Cost(2, 4, 10).program), (4, 10))
+
+
+instantiate_parametrized_tests(DecisionTest)
+
+
+class Simulation:
+    """
+    Time, in microseconds, of one host and one stream of a device.
+
+    A program calls a function and then does something else for ``gap_host`` and
+    ``gap_device``.
+    """
+
+    def __init__(self) -> None:
+        self.host = 0.0
+        self.device = 0.0
+        self.cleared = 0
+        self.emptied = 0
+
+    def work(self, host: float, device: float) -> None:
+        start = self.host
+        self.host += host
+        self.device = max(self.device, start) + device
+        # Nothing ends on the device before the host has launched it all.
+        self.device = max(self.device, self.host)
+
+    def event(self, enable_timing: bool) -> Any:
+        if not enable_timing:
+            raise AssertionError("cannot be read")
+        event = types.SimpleNamespace(time=None)
+
+        def record(stream: Any) -> None:
+            event.time = max(self.device, self.host)
+
+        def synchronize() -> None:
+            self.host = max(self.host, event.time)
+
+        event.record = record
+        event.synchronize = synchronize
+        event.elapsed_time = lambda end: (end.time - event.time) / 1e3
+        return event
+
+    def clear(self) -> None:
+        self.cleared += 1
+
+    def empty(self) -> None:
+        self.emptied += 1
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[Simulation]:
+        clock = types.SimpleNamespace(perf_counter=lambda: self.host / 1e6)
+        with (
+            mock.patch.object(select, "time", clock),
+            mock.patch("torch.cuda.Event", self.event),
+            mock.patch("torch.cuda.current_stream", lambda device=None: None),
+            mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
+            mock.patch("torch.cuda.empty_cache", self.empty),
+            mock.patch("torch._C._cuda_clearCublasWorkspaces", self.clear, create=True),
+        ):
+            yield self
+
+
+class SelectTestCase(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+        reset_report()
+        self.simulation = Simulation()
+        stack = contextlib.ExitStack()
+        stack.enter_context(self.simulation.patched())
+        self.addCleanup(stack.close)
+        # Who ran each call.
+        self.ran: list[str] = []
+
+    def tearDown(self):
+        super().tearDown()
+        reset_report()
+
+    def candidate(self, who: str, host: float = 1, device: float = 1) -> Callable:
+        def run(inputs: list[Any]) -> list[Any]:
+            self.ran.append(who)
+            self.simulation.work(host, device)
+            return [inputs[0] + 1]
+
+        return run
+
+
+class SamplesTest(SelectTestCase):
+    def assertCost(self, actual: Cost, expected: Cost) -> None:
+        self.assertEqual(dataclasses.astuple(actual), dataclasses.astuple(expected))
+
+    def sample(self, host: float, device: float, gap: tuple[float, float]) -> Cost:
+        samples = select.Samples(0)
+        fn = self.candidate("fn", host, device)
+        for i in range(TIMED):
+            self.assertFalse(samples.complete)
+            (y,) = samples.call(fn, [torch.tensor(i)])
+            self.assertEqual(y, i + 1)
+            self.simulation.work(*gap)
+        self.assertTrue(samples.complete)
+        return samples.cost()
+
+    def test_launch_bound(self):
+        self.assertCost(self.sample(50, 10, (30, 5)), Cost(80, 50, 50))
+
+    def test_device_bound(self):
+        "The host runs ahead: all that counts is in the stream."
+        cost = self.sample(10, 100, (5, 20))
+        self.assertCost(cost, Cost(cost.period, 10, 100))
+
+    def test_first_calls_do_not_count(self):
+        samples = select.Samples(0)
+        for i in range(TIMED):
+            us = 1000 if i < select.WARMUP_SAMPLES else 10 * i
+            samples.call(self.candidate("fn", us, 10), [torch.tensor(1)])
+        median = 10 * (select.WARMUP_SAMPLES + (select.SAMPLES - 1) / 2)
+        self.assertCost(samples.cost(), launching(median))
+
+    def test_outliers_do_not_count(self):
+        samples = select.Samples(0)
+        for i in range(TIMED):
+            slow = 1000 if i % 4 == 0 else 0
+            samples.call(self.candidate("fn", 50 + slow, 10), [torch.tensor(1)])
+        self.assertCost(samples.cost(), launching(50))
+
+
+class SelectionTest(SelectTestCase):
+    def selection(
+        self,
+        uncaptured: tuple[float, float] = (100, 10),
+        graph: tuple[float, float] = (10, 10),
+        forget: Callable[[], bool] = lambda: True,
+        record: Callable | None = None,
+    ) -> Selection:
+        self.function = Function(FunctionReport("f", "inference"), False)
+        self.deployed: list[Callable] = []
+        self.uncaptured = self.candidate("uncaptured", *uncaptured)
+        self.replay = self.candidate("replay", *graph)
+
+        def record_it(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            return self.replay, self.candidate("record", 10_000, 10_000)(inputs)
+
+        def forgotten() -> bool:
+            self.ran.append("forget")
+            return forget()
+
+        return Selection(
+            self.function,
+            self.uncaptured,
+            record or record_it,
+            self.deployed.append,
+            forgotten,
+            0,
+        )
+
+    def call(self, selection: Callable, times: int = 1) -> list[str]:
+        "Who ran, each call's outputs checked."
+        self.ran.clear()
+        for i in range(times):
+            x = torch.tensor([float(i)])
+            (y,) = selection([x])
+            self.assertEqual(y, x + 1)
+            self.simulation.work(5, 5)
+        return list(self.ran)
+
+    def test_graph_wins(self):
+        selection = self.selection()
+        # The first call compiles, and the last decides.
+        self.assertEqual(self.call(selection, 1 + TIMED), ["uncaptured"] * (1 + TIMED))
+        self.assertEqual(selection.uncaptured_samples.complete, True)
+        self.assertFalse(self.function.warmed_up)
+        self.assertEqual(self.simulation.cleared, 0)
+        self.assertEqual(self.call(selection), ["record"])
+        self.assertTrue(self.function.warmed_up)
+        self.assertEqual(self.simulation.cleared, 1)
+        self.assertEqual(self.call(selection, TIMED), ["replay"] * TIMED)
+        self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
+        self.assertEqual(self.function.report.choice, "undecided")
+        self.assertEqual(self.call(selection, 3), ["replay"] * 3)
+        self.assertEqual(self.deployed, [self.replay])
+        self.assertEqual(self.simulation.emptied, 1)
+        timings = self.function.report.timings_us
+        timings.update({k: round(us) for k, us in timings.items()})
+        self.assertExpectedInline(
+            str(self.function.report),
+            """FunctionReport(name='f', mode='inference', choice='node_update', reason='measured faster', timings_us={'no_graph': 100, 'node_update': 10}, external_inputs=0, stock_copied_bytes=0, copied_bytes=0, kernel_nodes=0, updated_nodes=0)""",  # noqa: B950
+        )
+        self.assertEqual(dict(counters["pygraph"]), {"node_update": 1})
+
+    def test_graph_loses(self):
+        selection = self.selection(graph=(110, 10))
+        self.call(selection, 1 + TIMED + 1 + TIMED)
+        self.assertEqual(self.call(selection), ["uncaptured"])
+        # The last replay's outputs died by now.
+        self.assertEqual(self.deployed, [])
+        self.assertEqual(self.call(selection), ["forget", "uncaptured"])
+        self.assertEqual(self.deployed, [self.uncaptured])
+        self.assertEqual(self.call(selection, 3), ["uncaptured"] * 3)
+        entry = self.function.report
+        self.assertEqual((entry.choice, entry.reason), (NO_GRAPH, "measured not slower"))
+        self.assertEqual(entry.timings_us, {NO_GRAPH: 100.0, NODE_UPDATE: 110.0})
+        self.assertEqual(dict(counters["pygraph"]), {NO_GRAPH: 1})
+
+    def test_outputs_of_a_graph_that_lost_are_kept(self):
+        selection = self.selection(graph=(110, 10), forget=lambda: False)
+        self.call(selection, 1 + TIMED + 1 + TIMED + 1)
+        calls = select.RETIRE_CALLS
+        self.assertEqual(self.call(selection, calls - 1), ["forget", "uncaptured"] * (calls - 1))
+        self.assertEqual(self.deployed, [])
+        self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
+        self.assertEqual(self.deployed, [self.uncaptured])
+
+    def test_device_bound(self):
+        selection = self.selection(uncaptured=(10, 1000))
+        ran = self.call(selection, 50)
+        self.assertEqual(ran, ["uncaptured"] * 50)
+        self.assertEqual(self.deployed, [self.uncaptured])
+        self.assertExpectedInline(
+            self.function.report.reason,
+            """launching takes 10 us of the device's 1000""",
+        )
+        self.assertEqual(dict(counters["pygraph"]), {NO_GRAPH: 1})
+
+    @parametrize("ratio,recorded", ((0.5, True), (0.99, True), (1.01, False)))
+    def test_device_bound_limit(self, ratio, recorded):
+        device = 10 * select.DEVICE_BOUND * ratio
+        selection = self.selection(uncaptured=(10, device), graph=(1, device))
+        self.assertEqual("record" in self.call(selection, 50), recorded)
+
+    def test_decision_follows_the_samples(self):
+        for wins in (False, True):
+            losing, winning = launching(99), launching(9)
+            both = [losing, winning] if wins else [winning, losing]
+            selection = self.selection()
+            with mock.patch.object(select.Samples, "cost", mock.Mock(side_effect=both)):
+                self.call(selection, 50)
+            self.assertEqual(
+                self.function.report.choice, NODE_UPDATE if wins else NO_GRAPH
+            )
+
+    def test_unbound_while_recording(self):
+        selection = self.selection()
+
+        def record(inputs: list[Any]) -> Any:
+            self.function.unbind("output 0 differs")
+            return self.replay, self.candidate("record")(inputs)
+
+        selection.record = record
+        self.call(selection, 50)
+        entry = self.function.report
+        self.assertEqual(entry.choice, COPY)
+        self.assertExpectedInline(entry.reason, """output 0 differs; measured faster""")
+        self.assertEqual(set(entry.timings_us), {NO_GRAPH, COPY})
+        self.assertEqual(dict(counters["pygraph"]), {"unbound": 1, COPY: 1})
+
+    def test_not_capturable(self):
+        selection = self.selection()
+
+        def record(inputs: list[Any]) -> Any:
+            self.function.is_capturable = False
+            self.function.unbind("capture failed: reason")
+            return self.replay, self.candidate("rehearsal")(inputs)
+
+        selection.record = record
+        ran = self.call(selection, 50)
+        self.assertEqual(ran.count("rehearsal"), 1)
+        self.assertEqual(ran.count("uncaptured"), 49)
+        self.assertEqual(self.deployed, [self.uncaptured])
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertIn("capture failed: reason", self.function.report.reason)
+
+    # The step is taken before it has succeeded.
+    def test_recording_raises(self):
+        "The program may free memory and call again."
+        selection = self.selection()
+        recorded = selection.record
+        selection.record = mock.Mock(side_effect=torch.OutOfMemoryError("out of memory"))
+        self.call(selection, 1 + TIMED)
+        with self.assertRaises(torch.OutOfMemoryError):
+            self.call(selection)
+        selection.record = recorded
+        self.call(selection, 2)
+
+    def test_other_thread(self):
+        selection = self.selection()
+        ran = self.call(selection, 3)
+        step, samples = selection.step, len(selection.uncaptured_samples.host)
+        errors = []
+
+        def work() -> None:
+            try:
+                if trees.thread_containers() is not None:
+                    raise AssertionError("trees know this thread")
+                ran.extend(self.call(selection, 50))
+            except BaseException as e:
+                errors.append(e)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        self.assertEqual(errors, [])
+        self.assertEqual(ran, ["uncaptured"] * 53)
+        self.assertEqual(selection.step, step)
+        self.assertEqual(len(selection.uncaptured_samples.host), samples)
+
+    def test_inside_of_a_capture(self):
+        "The program captures a graph of its own."
+        selection = self.selection()
+        self.call(selection, 1 + TIMED)
+        with mock.patch("torch.cuda.is_current_stream_capturing", lambda: True):
+            self.assertEqual(self.call(selection, 20), ["uncaptured"] * 20)
+        self.assertEqual(self.call(selection), ["record"])
+
+    @settings(deadline=None, max_examples=40)
+    @given(*[st.tuples(st.floats(1, 1e4), st.floats(1, 1e4))] * 3)
+    def test_any_times(self, uncaptured, graph, gap):
+        self.ran.clear()
+        counters.clear()
+        selection = self.selection(uncaptured, graph)
+        for i in range(60):
+            self.assertEqual(selection([torch.tensor(i)])[0].item(), i + 1)
+            self.simulation.work(*gap)
+        ran = [who for who in self.ran if who != "forget"]
+        # Each call ran once, the graph was recorded once at most, and one was deployed.
+        self.assertEqual(len(ran), 60)
+        self.assertLessEqual(ran.count("record"), 1)
+        choice = self.function.report.choice
+        final = self.replay if choice == NODE_UPDATE else self.uncaptured
+        self.assertEqual(self.deployed, [final])
+        self.assertEqual(ran[-1], "replay" if choice == NODE_UPDATE else "uncaptured")
+        self.assertEqual(dict(counters["pygraph"]), {choice: 1})
+        if graph[0] > 1.05 * uncaptured[0] and graph[1] > 1.05 * uncaptured[1]:
+            self.assertEqual(choice, NO_GRAPH)
+
+
+instantiate_parametrized_tests(SelectionTest)
+
+
+class DeployTest(SelectTestCase):
+    def setUp(self):
+        super().setUp()
+        self.manager = mock.Mock()
+        self.recorded: list[dict[str, Any]] = []
+        self.forgotten: list[Any] = []
+
+        def cudagraphify(model, inputs, static_idxs, **kwargs):
+            self.recorded.append({"static": list(static_idxs), **kwargs})
+            kwargs["pygraph"].id = "id"
+            outputs = model(inputs)
+            self.ran[-1] = "record"
+
+            def replay(inputs):
+                outputs = model(inputs)
+                self.ran[-1] = "replay"
+                return outputs
+
+            return replay, outputs
+
+        def forget(manager, function_id):
+            self.forgotten.append((manager, function_id))
+            return True
+
+        for target, name, value in (
+            (select, "cudagraphify", cudagraphify),
+            (select, "get_manager", lambda device_index: self.manager),
+            (record, "forget", forget),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def deploy(self, model: Callable | None = None, **kwargs: Any) -> Callable:
+        model = model or self.candidate("uncaptured", 100, 10)
+        self.inputs = kwargs.pop("inputs", [torch.zeros(4)])
+        self.deployed: list[Callable] = []
+        self.fn = select.deploy(
+            model,
+            self.inputs,
+            kwargs.pop("static_input_idxs", ()),
+            self.deployed.append,
+            **{
+                "device_index": 0,
+                "is_backward": False,
+                "is_inference": True,
+                "stack_traces": None,
+                **kwargs,
+            },
+        )
+        return self.fn
+
+    def call(self, times: int) -> list[str]:
+        "As a program does: what was deployed last is called."
+        self.ran.clear()
+        for i in range(times):
+            fn = self.deployed[-1] if self.deployed else self.fn
+            (y,) = fn([torch.tensor(i)])
+            self.assertEqual(y, torch.tensor(i + 1))
+        return list(self.ran)
+
+    def test_force_no_graph(self):
+        self.deploy(force=NO_GRAPH)
+        self.assertEqual(self.call(30), ["uncaptured"] * 30)
+        self.assertEqual((self.recorded, self.deployed), ([], []))
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.reason), (NO_GRAPH, "forced"))
+
+    @parametrize("force", (COPY, NODE_UPDATE))
+    def test_force_graph(self, force):
+        self.deploy(force=force)
+        self.assertEqual(self.call(5), ["record"] + ["replay"] * 4)
+        (recorded,) = self.recorded
+        self.assertEqual(recorded["pygraph"].binds_inputs, force == NODE_UPDATE)
+        # Trees warm it up themselves.
+        self.assertFalse(recorded["pygraph"].warmed_up)
+        self.assertEqual(len(self.deployed), 1)
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+        self.assertEqual(dict(counters["pygraph"]), {force: 1})
+
+    def test_selection(self):
+        self.deploy()
+        ran = self.call(60)
+        first = 1 + TIMED
+        self.assertEqual(ran[:first], ["uncaptured"] * first)
+        self.assertEqual(ran[first], "record")
+        self.assertEqual(ran[first + 1 : first + 1 + TIMED], ["replay"] * TIMED)
+        # It replays the same function, in the same time.
+        self.assertEqual(ran[-1], "uncaptured")
+        self.assertEqual(self.forgotten, [(self.manager, "id")])
+        self.assertEqual(len(self.deployed), 1)
+        (recorded,) = self.recorded
+        self.assertTrue(recorded["pygraph"].warmed_up)
+        self.assertTrue(recorded["pygraph"].binds_inputs)
+
+    def test_arguments_reach_trees(self):
+        traces = ["trace"]
+        self.deploy(
+            force=NODE_UPDATE,
+            device_index=3,
+            is_inference=False,
+            mutated_input_idxs=(1,),
+            stack_traces=traces,
+            inputs=[torch.zeros(4), torch.zeros(9)[1:], torch.zeros(4)],
+            static_input_idxs=[0, 1],
+        )
+        self.call(1)
+        (recorded,) = self.recorded
+        recorded.pop("pygraph")
+        self.assertEqual(
+            recorded,
+            {
+                # The other is not aligned.
+                "static": [0],
+                "device_index": 3,
+                "is_backward": False,
+                "is_inference": False,
+                "mutated_input_idxs": (1,),
+                "stack_traces": traces,
+            },
+        )
+
+    @parametrize(
+        "is_backward,is_inference,mode",
+        ((True, False, "backward"), (False, True, "inference"), (False, False, "forward")),
+    )
+    def test_report(self, is_backward, is_inference, mode):
+        def partition_7(inputs):
+            return [inputs[0] + 1]
+
+        self.deploy(partition_7, is_backward=is_backward, is_inference=is_inference)
+        (entry,) = report()
+        self.assertEqual(
+            (entry.name, entry.mode, entry.choice), ("partition_7", mode, "undecided")
+        )
+
+    def test_uncaptured_backward_belongs_to_its_generation(self):
+        self.deploy(is_backward=True, is_inference=False)
+        self.call(3)
+        self.assertEqual(self.manager.set_to_running_backward.call_count, 3)
+
+    @parametrize("force", (None, NODE_UPDATE, COPY, NO_GRAPH))
+    def test_thread_that_trees_do_not_know(self, force):
+        errors = []
+
+        def work() -> None:
+            try:
+                self.deploy(force=force, is_backward=True, is_inference=False)
+                self.assertEqual(self.call(40), ["uncaptured"] * 40)
+            except BaseException as e:
+                errors.append(e)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        self.assertEqual(errors, [])
+        (entry,) = report()
+        self.assertEqual(
+            (entry.choice, entry.reason), (NO_GRAPH, "trees do not know this thread")
+        )
+        self.assertEqual((self.recorded, self.deployed), ([], []))
+        self.manager.set_to_running_backward.assert_not_called()
+
+    def test_other_thread_after_deployment(self):
+        self.deploy(force=NODE_UPDATE)
+        self.assertEqual(self.call(3), ["record", "replay", "replay"])
+        thread = threading.Thread(target=self.call, args=(4,))
+        thread.start()
+        thread.join()
+        self.assertEqual(self.ran, ["uncaptured"] * 4)
+        self.assertEqual(self.call(2), ["replay"] * 2)
+
+    @parametrize("force", (NO_GRAPH, NODE_UPDATE, None))
+    def test_misaligned_input_is_written_back(self, force):
+        "An input that is cloned for alignment is the program's all the same."
+        seen = []
+
+        def model(inputs):
+            self.ran.append("model")
+            seen.append(inputs[0].data_ptr() % 16)
+            return [inputs[0].add_(1).sum()]
+
+        with mock.patch.object(select, "get_input_idxs_to_check", lambda *_: [0]):
+            self.deploy(model, force=force, mutated_input_idxs=(0,))
+        x = torch.zeros(9)[1:]
+        self.assertNotEqual(x.data_ptr() % 16, 0)
+        for i in range(50):
+            fn = self.deployed[-1] if self.deployed else self.fn
+            (y,) = fn([x])
+            self.assertEqual((x, y), (torch.full((8,), i + 1.0), torch.tensor(8 * (i + 1.0))))
+        self.assertEqual(set(seen), {0})
+
+    def test_collectives_are_chosen_alike_by_all_ranks(self):
+        def model(inputs):
+            torch.ops._c10d_functional
+            self.ran.append("uncaptured")
+            return [inputs[0] + 1]
+
+        self.deploy(model)
+        self.assertEqual(self.call(3), ["record", "replay", "replay"])
+        self.assertFalse(self.recorded[0]["pygraph"].binds_inputs)
+        self.assertEqual(report()[0].choice, COPY)
+
+    def test_log(self):
+        with self.assertLogs(select.log, "INFO") as logs:
+            self.deploy(force=NO_GRAPH)
+        self.assertExpectedInline(
+            logs.records[0].getMessage(), """run (inference): no_graph, forced"""
+        )
+
+
+instantiate_parametrized_tests(DeployTest)
+
+
+class FunctionTest(SelectTestCase):
+    def setUp(self):
+        super().setUp()
+        self.function = Function(FunctionReport("f", "forward"), False)
+
+    def may_run(self, holds_gradients=False, continues_path=False, **states) -> bool:
+        self.manager = mock.Mock(in_recording=False, in_warmup=False)
+        self.manager.configure_mock(**states)
+        with (
+            mock.patch.object(record, "holds_gradients", lambda *_: holds_gradients),
+            mock.patch.object(record, "continues_path", lambda *_: continues_path),
+            mock.patch.object(record, "keep_last_generation") as self.keep,
+        ):
+            return self.function.may_run(self.manager, [])
+
+    def test_may_run(self):
+        self.assertTrue(self.may_run())
+        self.keep.assert_not_called()
+        for state in ("in_recording", "in_warmup"):
+            self.assertTrue(self.may_run(**{state: True}))
+            self.keep.assert_called_once_with(self.manager, [])
+
+    def test_held_gradients(self):
+        self.assertFalse(self.may_run(holds_gradients=True))
+        self.assertEqual(counters["pygraph"]["held_gradients"], 1)
+        self.manager.update_generation.assert_not_called()
+        self.assertTrue(self.may_run(holds_gradients=True, continues_path=True))
+        self.assertEqual(counters["pygraph"]["held_gradients"], 1)
+
+    def test_not_capturable(self):
+        self.function.is_capturable = False
+        self.assertFalse(self.may_run())
+
+    def test_unbind(self):
+        self.assertIs(self.function.node_type(), record.BoundGraphNode)
+        with self.assertLogs(select.log, "INFO") as logs:
+            self.function.unbind("why")
+        self.assertIs(self.function.node_type(), trees.CUDAGraphNode)
+        self.assertEqual(logs.records[0].getMessage(), "f: inputs are copied: why")
+        self.assertEqual(self.function.report.reason, "why")
+
+    def test_decide(self):
+        entry = self.function.report
+        entry.stock_copied_bytes = 4096
+        for choice, copied in ((COPY, 4096), (NODE_UPDATE, 0), (NO_GRAPH, 0)):
+            entry.reason = ""
+            select.decide(self.function, choice, "why")
+            self.assertEqual(
+                (entry.choice, entry.copied_bytes, entry.reason), (choice, copied, "why")
+            )
+
+    def test_report(self):
+        self.assertEqual(report(), [])
+        first = select.new_report("a", "forward")
+        second = select.new_report("a", "forward")
+        entries = report()
+        self.assertEqual([id(e) for e in entries], [id(first), id(second)])
+        self.assertIsNot(first.timings_us, second.timings_us)
+        # A list of its own, of the entries themselves.
+        entries.clear()
+        first.choice = COPY
+        self.assertEqual([e.choice for e in report()], [COPY, "undecided"])
+        reset_report()
+        self.assertEqual(report(), [])
+        self.assertEqual(first.choice, COPY)
+
+
+class InputsTest(TestCase):
+    "What record.py knows of inputs without having recorded anything."
+
+    @parametrize(
+        "name,expected",
+        (
+            ("primals_1", False),
+            ("tangents_1", False),
+            ("arg0_1", False),
+            ("relu", True),
+            ("mm_1", True),
+            ("getitem_3", True),
+        ),
+    )
+    def test_saved_activation(self, name, expected):
+        info = PlaceholderInfo(name, None, [], None)
+        self.assertEqual(record.is_saved_activation(info), expected)
+
+    # An input of an inference graph is arg0_1; argmax is an operation.
+    def test_saved_argmax(self):
+        for name in ("argmax", "argmin_1", "argsort"):
+            info = PlaceholderInfo(name, None, [], None)
+            self.assertTrue(record.is_saved_activation(info), name)
+
+    def node(self, *outputs: torch.Tensor | None, parent: Any = None) -> Any:
+        refs = [
+            None
+            if t is None
+            else types.SimpleNamespace(data_ptr=t.untyped_storage().data_ptr)
+            for t in outputs
+        ]
+        pooled = {t.untyped_storage().data_ptr() for t in outputs if t is not None}
+        return types.SimpleNamespace(
+            outputs_weakrefs=refs,
+            parent=parent,
+            _is_cuda_graph_recorded_tensor=lambda t: t.untyped_storage().data_ptr() in pooled,
+        )
+
+    def test_continues_path(self):
+        root, leaf, other = torch.zeros(4), torch.zeros(4), torch.zeros(4)
+        path = self.node(leaf, None, parent=self.node(root))
+        manager = types.SimpleNamespace(current_node=path)
+        for inputs, expected in (
+            ([], False),
+            ([other, 3], False),
+            ([other, leaf], True),
+            ([root[2:]], True),
+        ):
+            self.assertEqual(record.continues_path(manager, inputs), expected)
+        manager.current_node = None
+        self.assertFalse(record.continues_path(manager, [root]))
+
+    def test_keep_last_generation(self):
+        pooled, other = torch.arange(12.0).view(3, 4), torch.zeros(4)
+        manager = mock.Mock(current_node=self.node(pooled))
+        view = pooled.t()[1:]
+        inputs = [other, view, 7]
+        manager.can_start_new_generation.return_value = False
+        record.keep_last_generation(manager, inputs)
+        self.assertIs(inputs[1], view)
+        manager.can_start_new_generation.return_value = True
+        record.keep_last_generation(manager, inputs)
+        self.assertIs(inputs[0], other)
+        self.assertEqual(inputs[2], 7)
+        copy = inputs[1]
+        self.assertEqual((copy, copy.stride()), (view, view.stride()))
+        pooled.zero_()
+        self.assertNotEqual(copy.sum().item(), 0)
+
+
+instantiate_parametrized_tests(InputsTest)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,29 @@
+"""
+PyGraph: CUDA graphs that replay without copying their inputs, deployed only where
+they are faster.
+
+With ``config.pygraph`` every function that cudagraph trees would record goes through
+the steps below, one module each. Terms (node, path, generation, liveness) are those of
+cudagraph_trees.py; sections are those of "PyGraph: Robust Compiler Support for CUDA
+Graphs in PyTorch" (https://arxiv.org/abs/2503.19779).
+
+select       the function first runs uncaptured and is timed; a function that keeps the
+             device busy by itself is never recorded (section 3.4)
+placeholder  the external inputs, which trees would copy at every replay, are captured at
+             addresses that belong to nothing else and cost no memory
+record       a BoundGraphNode captures the function on the placeholders
+binding      every parameter word that points into a placeholder is found in the nodes of
+             the captured graph; setting those words moves the input (section 3.3)
+proof        the bound graph, run on the inputs of the call, must reproduce what the
+             uncaptured function gave; otherwise trees record it as before, with copies
+select       replays are timed in the program itself, and the fastest candidate stays
+report       what was recorded, bound, chosen, and why
+
+Nothing here runs unless ``config.pygraph`` is set, and nothing here may fail a program:
+what cannot be bound is copied, what cannot be captured runs uncaptured.
+"""
+
+from torch._inductor.pygraph.report import FunctionReport, report, reset_report
+
+
+__all__ = ["FunctionReport", "report", "reset_report"]

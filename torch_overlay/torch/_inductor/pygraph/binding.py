@@ -1,0 +1,307 @@
+"""
+Parameter indirection by node update.
+
+Every parameter of every node of a captured graph can be read back. A word that points
+into a placeholder (placeholder.py) is that input plus an offset: an argument of a Triton
+kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
+descriptor, an end of a memcpy. Writing the address of another buffer into those words and
+setting the node in the executable graph moves the input there: one driver call a node, and
+nothing on the device.
+
+cuGraphExecKernelNodeSetParams: launches that are already enqueued keep their parameters,
+so the next call's addresses can be set while this call's graph still runs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor.pygraph.driver import bindings, check, DriverError
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch._inductor.pygraph.placeholder import PlaceholderMap
+
+
+# Parameters that a kernel reads from memory are out of reach. What is copied from the
+# host during capture is looked at up to this size: arrays of pointers are smaller.
+MAX_HOST_COPY_BYTES = 1 << 20
+
+# CU_LAUNCH_PARAM_* tags of CUDA_KERNEL_NODE_PARAMS.extra
+LAUNCH_PARAM_END = 0
+LAUNCH_PARAM_BUFFER_POINTER = 1
+
+WORD_BYTES = 8
+
+
+class BindingError(RuntimeError):
+    """The graph holds, or may hold, an input where it cannot be set."""
+
+
+class Word:
+    """A parameter word that holds the address of an input plus an offset."""
+
+    __slots__ = ("input", "offset", "value")
+
+    def __init__(self, input: int, offset: int, value: ctypes.c_uint64) -> None:
+        self.input = input
+        self.offset = offset
+        self.value = value
+
+
+class NodeUpdate:
+    """
+    One node of the executable graph: the words to write, and the call that sets it.
+
+    ``set`` takes (executable graph, node, parameters, ...) and was bound at record time;
+    ``keep`` owns the memory that the parameters point to.
+    """
+
+    __slots__ = ("words", "set", "args", "keep")
+
+    def __init__(
+        self,
+        words: list[Word],
+        set: Callable[..., Any],
+        args: tuple[Any, ...],
+        keep: object,
+    ) -> None:
+        self.words = words
+        self.set = set
+        self.args = args
+        self.keep = keep
+
+
+def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
+    """
+    Every aligned word of a parameter buffer that lies in a placeholder's range.
+
+    Words at other offsets are not looked at: a compiler aligns pointers, and bytes of two
+    neighbours read as one word have passed for an address.
+    """
+    words = []
+    whole = len(buffer) // WORD_BYTES * WORD_BYTES
+    for i, value in enumerate(memoryview(bytes(buffer))[:whole].cast("Q")):
+        if (hit := placeholders.find(value)) is not None:
+            index, offset = hit
+            word = ctypes.c_uint64.from_buffer(buffer, i * WORD_BYTES)
+            words.append(Word(index, offset, word))
+    return words
+
+
+def kernel_parameter_buffers(params: Any) -> list[ctypes.Array[Any]]:
+    """
+    Copies of the parameters of a kernel node, one buffer each.
+
+    The driver API is needed for the layout: the runtime API fails for kernels that
+    another library loaded.
+    """
+    cu = bindings()
+    function = params.func
+    if int(function) == 0:
+        # cuLibrary kernels (Triton's, cuDNN's) fill ``kern`` instead.
+        function = check(cu.cuKernelGetFunction(params.kern))
+    block = 0
+    if not params.kernelParams:
+        if not params.extra:
+            return []
+        # One packed block, as nvjet kernels of cuBLAS launch.
+        extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
+        i = 0
+        while (tag := extra[i] or LAUNCH_PARAM_END) != LAUNCH_PARAM_END:
+            if tag == LAUNCH_PARAM_BUFFER_POINTER:
+                block = extra[i + 1]
+            i += 2
+    buffers = []
+    while True:
+        result = cu.cuFuncGetParamInfo(function, len(buffers))
+        if result[0] == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
+            # Past the last parameter.
+            return buffers
+        offset, size = check(result)
+        if params.kernelParams:
+            pointers = ctypes.cast(
+                int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p)
+            )
+            address = pointers[len(buffers)]
+        else:
+            address = block + offset
+        buffers.append(
+            ctypes.create_string_buffer(ctypes.string_at(address, size), size)
+        )
+
+
+def kernel_update(
+    executable: Any, node: Any, placeholders: PlaceholderMap
+) -> NodeUpdate | None:
+    cu = bindings()
+    params = check(cu.cuGraphKernelNodeGetParams(node))
+    buffers = kernel_parameter_buffers(params)
+    words = [word for b in buffers for word in find_words(b, placeholders)]
+    if not words:
+        return None
+    pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(b) for b in buffers])
+    params.kernelParams = ctypes.addressof(pointers)
+    params.extra = 0
+    return NodeUpdate(
+        words,
+        cu.cuGraphExecKernelNodeSetParams,
+        (executable, node, params),
+        (buffers, pointers),
+    )
+
+
+def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
+    """
+    A copy of this process's memory. The source of a captured copy may have been freed
+    since, so that it can not be read through a pointer.
+
+    Raises:
+        BindingError: nothing is mapped there.
+    """
+    try:
+        with open("/proc/self/mem", "rb", buffering=0) as memory:
+            content = os.pread(memory.fileno(), nbytes, address)
+    except OSError:
+        content = b""
+    if len(content) != nbytes:
+        raise BindingError("what a copy from the host reads is gone")
+    return ctypes.create_string_buffer(content, nbytes)
+
+
+def struct_buffer(params: Any, nbytes: int) -> ctypes.Array[Any]:
+    "The memory of a cuda.bindings struct, in place."
+    return (ctypes.c_char * nbytes).from_address(int(params.getPtr()))
+
+
+def struct_update(
+    executable: Any,
+    node: Any,
+    params: Any,
+    words: list[Word],
+    set: Callable[..., Any],
+) -> NodeUpdate | None:
+    "The update of a node whose parameters are one struct, which holds the words itself."
+    if not words:
+        return None
+    context = check(bindings().cuCtxGetCurrent())
+    return NodeUpdate(words, set, (executable, node, params, context), None)
+
+
+# sizeof(CUDA_MEMCPY3D) and sizeof(CUDA_MEMSET_NODE_PARAMS) on 64-bit hosts
+MEMCPY_BYTES = 200
+MEMSET_BYTES = 40
+
+
+def memcpy_update(
+    executable: Any, node: Any, placeholders: PlaceholderMap
+) -> NodeUpdate | None:
+    cu = bindings()
+    params = check(cu.cuGraphMemcpyNodeGetParams(node))
+    if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
+        rows = params.Height * params.Depth
+        nbytes = params.srcPitch * (rows - 1) + params.WidthInBytes
+        if nbytes <= MAX_HOST_COPY_BYTES:
+            host = read_host_memory(int(params.srcHost), nbytes)
+            if find_words(host, placeholders):
+                raise BindingError("an input's address is copied from the host")
+    words = find_words(struct_buffer(params, MEMCPY_BYTES), placeholders)
+    return struct_update(
+        executable, node, params, words, cu.cuGraphExecMemcpyNodeSetParams
+    )
+
+
+def memset_update(
+    executable: Any, node: Any, placeholders: PlaceholderMap
+) -> NodeUpdate | None:
+    cu = bindings()
+    params = check(cu.cuGraphMemsetNodeGetParams(node))
+    words = find_words(struct_buffer(params, MEMSET_BYTES), placeholders)
+    return struct_update(
+        executable, node, params, words, cu.cuGraphExecMemsetNodeSetParams
+    )
+
+
+def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
+    "(node, type) of each node of a graph, in the order of their creation."
+    cu = bindings()
+    _, count = check(cu.cuGraphGetNodes(graph))
+    nodes, _ = check(cu.cuGraphGetNodes(graph, count))
+    for node in nodes:
+        yield node, check(cu.cuGraphNodeGetType(node))
+
+
+class NodeUpdateBinding:
+    """
+    The external inputs of one executable graph.
+
+    ``pointers`` are the addresses that the graph now holds. An instantiated graph must
+    not be updated by two threads; trees keep a manager, and so its graphs, per thread.
+    """
+
+    def __init__(
+        self, raw_graph: int, raw_executable: int, placeholders: PlaceholderMap
+    ) -> None:
+        """
+        Raises:
+            BindingError: a node may hide an input.
+            DriverError: a node's parameters could not be read.
+        """
+        cu = bindings()
+        kind = cu.CUgraphNodeType
+        find = {
+            kind.CU_GRAPH_NODE_TYPE_KERNEL: kernel_update,
+            kind.CU_GRAPH_NODE_TYPE_MEMCPY: memcpy_update,
+            kind.CU_GRAPH_NODE_TYPE_MEMSET: memset_update,
+        }
+        no_parameters = (
+            kind.CU_GRAPH_NODE_TYPE_EMPTY,
+            kind.CU_GRAPH_NODE_TYPE_EVENT_RECORD,
+            kind.CU_GRAPH_NODE_TYPE_WAIT_EVENT,
+            kind.CU_GRAPH_NODE_TYPE_MEM_ALLOC,
+            kind.CU_GRAPH_NODE_TYPE_MEM_FREE,
+        )
+        executable = cu.CUgraphExec(raw_executable)
+        self.updates: list[NodeUpdate] = []
+        self.num_nodes = 0
+        for node, node_type in graph_nodes(cu.CUgraph(raw_graph)):
+            self.num_nodes += 1
+            if node_type in find:
+                update = find[node_type](executable, node, placeholders)
+                if update is not None:
+                    self.updates.append(update)
+            elif node_type not in no_parameters:
+                raise BindingError(f"the graph holds a {node_type.name} node")
+        self.pointers = [p.address for p in placeholders.placeholders]
+        # For each input the nodes to set when it moves.
+        self.nodes_of: list[list[int]] = [[] for _ in self.pointers]
+        for i, update in enumerate(self.updates):
+            for index in OrderedSet(word.input for word in update.words):
+                self.nodes_of[index].append(i)
+
+    def update(self, pointers: Sequence[int]) -> None:
+        """
+        Moves the inputs to new addresses (bytes, one for each input).
+
+        Raises:
+            DriverError: a node refused. The graph must not be launched then.
+        """
+        old = self.pointers
+        dirty: set[int] = set()  # noqa: set_linter
+        for index, pointer in enumerate(pointers):
+            if pointer != old[index]:
+                dirty.update(self.nodes_of[index])
+        for i in dirty:
+            update = self.updates[i]
+            for word in update.words:
+                word.value.value = pointers[word.input] + word.offset
+            if update.set(*update.args)[0] != 0:
+                # Unknown what the graph holds now: no address may count as unchanged.
+                self.pointers = [-1] * len(old)
+                raise DriverError("a node of the graph could not be set")
+        self.pointers = list(pointers)

@@ -1,0 +1,203 @@
+"""
+Addresses to capture external inputs at.
+
+While a function is captured, memory of inputs that died is reused for its
+intermediates, so an address that merely equals an input's says nothing about what a
+kernel reads. A placeholder's addresses belong to nothing else in the process: a range of
+virtual addresses is reserved, and each of its 2 MiB pages is mapped to the same physical
+page. It is a device pointer to every library that looks at it, and all placeholders of a
+device cost 2 MiB for each kind of poison.
+
+The page is poisoned. A kernel that still reads it after its parameters were set to the
+real input gives a wrong result, and one that writes it leaves a trace; see proof.py.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.driver import bindings, check
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# The granularity of cuMemCreate and cuMemMap on every device that has them.
+PAGE_BYTES = 2 << 20
+
+# Kernels are handed addresses outside of the tensor too: one past its end, or, for
+# padded convolutions, before its start. Each placeholder owns this much on either side.
+GUARD_BYTES = PAGE_BYTES
+
+# Where to reserve, if the driver lets us choose. Device addresses are small otherwise
+# (0x3_1280_0000), and few bits of one tell it from another parameter.
+ADDRESS_HINT = 0x5A3C_9600_0000
+
+# Vendor libraries pick kernels by the alignment they see, up to this (cublasLt).
+MAX_ALIGNMENT = 256
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Placeholder:
+    """The range [start, end) belongs to one input whose first element is at address."""
+
+    start: int
+    end: int
+    address: int
+
+
+def _round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+class PlaceholderArena:
+    """
+    The placeholders of one device and one kind of poison.
+
+    A recording finds its placeholders in its own nodes and moves them to real addresses
+    before it first runs, so the next recording uses the same addresses again.
+    """
+
+    def __init__(self, device_index: int, poison: int) -> None:
+        self.device_index = device_index
+        self.poison = poison
+        self.page: int | None = None
+        self.start = 0
+        self.nbytes = 0
+
+    def place(self, sizes: Sequence[int], alignment: int) -> list[Placeholder]:
+        """
+        Places one placeholder for each size in bytes.
+
+        Each address is a multiple of ``alignment`` and of no larger power of two: a
+        kernel chosen by alignment must not need more than replay guarantees.
+
+        Raises:
+            DriverError: no address space or no page could be had.
+        """
+        spans = [
+            2 * GUARD_BYTES + _round_up(nbytes + alignment, PAGE_BYTES)
+            for nbytes in sizes
+        ]
+        self._reserve(sum(spans))
+        placeholders = []
+        start = self.start
+        for span in spans:
+            placeholders.append(
+                Placeholder(start, start + span, start + GUARD_BYTES + alignment)
+            )
+            start += span
+        return placeholders
+
+    def _reserve(self, nbytes: int) -> None:
+        if nbytes <= self.nbytes:
+            return
+        cu = bindings()
+        if self.page is None:
+            prop = cu.CUmemAllocationProp()
+            prop.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+            prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+            prop.location.id = self.device_index
+            self.page = check(cu.cuMemCreate(PAGE_BYTES, prop, 0))
+        # A smaller range reserved before stays as it is: it costs addresses, not memory.
+        hint = cu.CUdeviceptr(ADDRESS_HINT + (self.poison << 36))
+        start = int(check(cu.cuMemAddressReserve(nbytes, 0, hint, 0)))
+        for offset in range(0, nbytes, PAGE_BYTES):
+            check(cu.cuMemMap(start + offset, PAGE_BYTES, 0, self.page, 0))
+        access = cu.CUmemAccessDesc()
+        access.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        access.location.id = self.device_index
+        access.flags = cu.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        check(cu.cuMemSetAccess(start, nbytes, [access], 1))
+        self.start, self.nbytes = start, nbytes
+        self._page_bytes().fill_(self.poison)
+
+    def _page_bytes(self) -> torch.Tensor:
+        "The physical page, as [PAGE_BYTES] uint8."
+        return tensor_at(
+            self.start,
+            torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"),
+            self.device_index,
+        )
+
+    def take_damage(self) -> bool:
+        "Whether the page was written since it was last poisoned; poisons it again."
+        if not self.nbytes:
+            return False
+        page = self._page_bytes()
+        # No temporary: a segment of the caching allocator would stay behind.
+        low, high = page.aminmax()
+        damaged = not low.item() == high.item() == self.poison
+        if damaged:
+            page.fill_(self.poison)
+        return damaged
+
+
+@functools.cache
+def arena(device_index: int, is_floating: bool) -> PlaceholderArena:
+    """
+    The arena for inputs of one kind on one device.
+
+    Floating-point inputs are poisoned with NaN in every dtype. Integers may be indices,
+    so their poison has to stay in bounds: zero.
+    """
+    return PlaceholderArena(device_index, 0xFF if is_floating else 0)
+
+
+def take_damage(device_index: int) -> bool:
+    "Whether a placeholder of a device was written since this was last asked."
+    damaged = [arena(device_index, kind).take_damage() for kind in (True, False)]
+    return any(damaged)
+
+
+def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
+    """A tensor at a device address, with size, stride and dtype of ``like``. Not owned."""
+    device = torch.device("cuda", device_index)
+    metadata = {
+        "nbytes": storage_extent(like),
+        "data_ptr": address,
+        "size": like.shape,
+        "stride": like.stride(),
+        "dtype": like.dtype,
+        "device": device,
+        "storage_offset": 0,
+    }
+    storage = torch._C._construct_storage_from_data_pointer(
+        address, device, metadata["nbytes"]
+    )
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
+def storage_extent(t: torch.Tensor) -> int:
+    "Bytes from the first element of a strided tensor to the end of its last."
+    if t.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+    return (last + 1) * t.element_size()
+
+
+class PlaceholderMap:
+    """Finds the input that an address belongs to."""
+
+    def __init__(self, placeholders: Sequence[Placeholder]) -> None:
+        order = sorted(range(len(placeholders)), key=lambda i: placeholders[i].start)
+        self.placeholders = placeholders
+        self.order = order
+        self.starts = [placeholders[i].start for i in order]
+        self.low = self.starts[0] if order else 0
+        self.high = max((p.end for p in placeholders), default=0)
+
+    def find(self, address: int) -> tuple[int, int] | None:
+        """(index of the placeholder, offset in bytes from its address), or None."""
+        if not self.low <= address < self.high:
+            return None
+        index = self.order[bisect.bisect_right(self.starts, address) - 1]
+        placeholder = self.placeholders[index]
+        if address >= placeholder.end:
+            return None
+        return index, address - placeholder.address

@@ -1,0 +1,162 @@
+"""
+Proof that a bound graph computes what the uncaptured function does.
+
+Finding parameter words says where inputs are, not that no other place holds them: a
+kernel may read pointers from memory, or keep an address in a form that is not a plain
+word. So before a recording is used, the function runs once uncaptured on the inputs of
+the call, and the graph, captured at poisoned placeholders and moved to the same inputs,
+has to reproduce it: outputs, mutated inputs, and no trace on the poisoned page.
+
+Results are compared by fingerprints of a few kilobytes, so that the outputs of the
+uncaptured run are gone before the graph is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+# Each tensor is summed in this many pieces, and what is left over element by element.
+CHUNKS = 1024
+
+# Where kernels are not deterministic (atomics), the sum over a chunk may differ by this
+# fraction of the chunk's L1 norm. NaN, the poison, is in no tolerance.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 2e-2,
+}
+
+# Not int64: a sum of those wraps, and an even number of flipped signs goes unseen.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """
+    bits: int64 [chunks], sums of the elements' bits as integers.
+    total, norm: float64 [chunks], sums and L1 norms; None where dtype has no TOLERANCE.
+    """
+
+    bits: torch.Tensor
+    total: torch.Tensor | None
+    norm: torch.Tensor | None
+    tolerance: float
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    "The elements of a tensor as one contiguous dimension, without a copy if it is dense."
+    t = t.resolve_conj().resolve_neg()
+    if torch.is_complex(t):
+        t = torch.view_as_real(t)
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        return t.as_strided((t.numel(),), (1,))
+    return t.reshape(-1)
+
+
+def fingerprint(t: torch.Tensor) -> Fingerprint:
+    flat = _dense(t.detach())
+    body = flat.numel() // CHUNKS * CHUNKS
+    pieces = [flat[:body].view(CHUNKS, -1)] if body else []
+    if body != flat.numel():
+        pieces.append(flat[body:].view(-1, 1))
+    if not pieces:
+        empty = torch.empty(0, dtype=torch.int64, device=t.device)
+        return Fingerprint(empty, None, None, 0.0)
+    as_bits = _BITS[flat.element_size()]
+    bits = torch.cat([p.view(as_bits).sum(1, dtype=torch.int64) for p in pieces])
+    tolerance = TOLERANCE.get(flat.dtype)
+    if tolerance is None:
+        return Fingerprint(bits, None, None, 0.0)
+    total = torch.cat([p.sum(1, dtype=torch.float64) for p in pieces])
+    norm = torch.cat(
+        [torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64) for p in pieces]
+    )
+    return Fingerprint(bits, total, norm, tolerance)
+
+
+def same(expected: Fingerprint, actual: Fingerprint) -> bool:
+    equal = torch.equal(expected.bits, actual.bits)
+    if expected.total is None or expected.norm is None or actual.total is None:
+        return equal
+    # Sums of bits can not tell [1, -2] from [-1, 2], sums of values can. As bits, since a
+    # NaN that the program itself computes is not equal to itself.
+    if equal and torch.equal(
+        expected.total.view(torch.int64), actual.total.view(torch.int64)
+    ):
+        return True
+    if expected.total.shape != actual.total.shape:
+        return False
+    difference = (expected.total - actual.total).abs()
+    allowed = expected.tolerance * expected.norm
+    # NaN compares false, so a chunk with NaN in either is not within tolerance.
+    return bool((allowed.isfinite() & (difference <= allowed)).all())
+
+
+# What outputs hold before the graph runs. A function may return memory that it never
+# wrote (``torch.empty``), which proves nothing either way.
+UNWRITTEN = 0xA5
+
+
+def _bytes(t: torch.Tensor) -> torch.Tensor:
+    return _dense(t.detach()).view(torch.uint8)
+
+
+def mark_unwritten(t: torch.Tensor) -> None:
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        _bytes(t).fill_(UNWRITTEN)
+
+
+def is_unwritten(t: torch.Tensor) -> bool:
+    return bool((_bytes(t) == UNWRITTEN).all())
+
+
+class Proof:
+    """
+    What the uncaptured function gave for the inputs of a call.
+
+    Args:
+        inputs: the inputs; those at ``mutated`` are fingerprinted after the run
+        outputs: what the function returned; what is no CUDA tensor is skipped
+    """
+
+    def __init__(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        mutated: Sequence[int],
+    ) -> None:
+        self.mutated = list(mutated)
+        self.outputs = [self._of_output(o) for o in outputs]
+        self.inputs = [fingerprint(inputs[i]) for i in self.mutated]
+
+    @staticmethod
+    def _of_output(output: Any) -> Fingerprint | None:
+        if not isinstance(output, torch.Tensor) or not output.is_cuda:
+            return None
+        if output.dim() == 0 and not output.is_floating_point():
+            # Attention returns the generator's seed and offset, and leaves them
+            # uninitialised where it draws nothing.
+            return None
+        return fingerprint(output)
+
+    def failure(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> str | None:
+        """Why the graph's results do not match, naming the first that differs, or None."""
+        for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
+            if expected is None or same(expected, self._of_output(output)):
+                continue
+            if not is_unwritten(output):
+                kind = f"{output.dtype} {list(output.shape)}"
+                return f"output {i} ({kind}) differs from the uncaptured function's"
+        for i, expected in zip(self.mutated, self.inputs):
+            if not same(expected, fingerprint(inputs[i])):
+                return f"mutated input {i} differs from the uncaptured function's"
+        return None

@@ -1,0 +1,662 @@
+"""
+A cudagraph-trees node whose external inputs are bound by address instead of copied.
+
+What trees copy at every replay, a BoundGraphNode captures at placeholders; a replay sets
+the nodes whose pointers changed and launches. Everything else (liveness, generations,
+pool checkpoints, static and managed inputs) is CUDAGraphNode's.
+
+Mutated external inputs need no care: the graph writes the caller's memory, as the
+uncaptured function does. Outputs that alias an external input are rebuilt on the input of
+the call.
+
+Trees' copies also separated an input from the pool: an output of an earlier generation
+passed back in (``y = f(y)``) lies where this graph writes. Such an input is staged, that
+is copied first, as trees do.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import re
+import warnings
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import static_input
+from torch._inductor.cudagraph_trees import (
+    AliasesBoundInput,
+    CompilationMode,
+    CUDAGraphNode,
+    is_live,
+    RecordingAbandoned,
+    UnaliasedStorage,
+)
+from torch._inductor.cudagraph_utils import CheckInvariantStatus
+from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.placeholder import (
+    arena,
+    MAX_ALIGNMENT,
+    Placeholder,
+    PlaceholderMap,
+    storage_extent,
+    take_damage,
+    tensor_at,
+)
+from torch._inductor.pygraph.proof import mark_unwritten, Proof
+from torch._inductor.utils import clone_preserve_strides
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from typing import NoReturn
+
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import (
+        FunctionID,
+        ModelType,
+        OutputType,
+        PlaceholderInfo,
+    )
+    from torch._inductor.pygraph.select import Function
+    from torch._inductor.utils import InputType
+    from torch.cuda import _POOL_HANDLE
+
+
+# A recording accepts inputs of one alignment in bytes, the largest of these that divides
+# all of its external inputs' addresses: at most this many recordings for alignment.
+ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
+
+
+def common_alignment(pointers: Sequence[int]) -> int:
+    combined = 0
+    for pointer in pointers:
+        combined |= pointer
+    return next(a for a in ALIGNMENTS if combined % a == 0)
+
+
+def is_saved_activation(info: PlaceholderInfo) -> bool:
+    """
+    Whether a backward's input is a tensor that the forward computed.
+
+    AOTAutograd names a backward's placeholders after the forward's nodes: inputs of the
+    forward are primals_*, gradients of its outputs tangents_*.
+    """
+    return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
+
+
+def holds_gradients(manager: CUDAGraphTreeManager) -> bool:
+    """
+    Whether a generation would begin over gradients that the program still has.
+
+    AccumulateGrad takes a backward's output for ``.grad`` as it is, so that gradients of
+    the last step lie where the graphs of this one write. Trees may overwrite outputs of
+    an earlier generation, but a program that accumulates never saw these as outputs.
+    What runs now has to run uncaptured, a forward and then its backward, and the backward
+    that was recorded hands out copies from then on.
+
+    Storages are looked at, not tensors: ``.grad`` is another tensor.
+    """
+    node = manager.current_node
+    if node is None or not manager.in_new_torch_compile_invocation():
+        return False
+    count = torch._C._storage_Use_Count
+    while node is not None:
+        function: Function | None = node.wrapped_function.pygraph
+        if function is not None and function.is_backward:
+            for ref in node.outputs_weakrefs:
+                # A cached output is held by its node: by the tensor and its storage.
+                held = 2 if ref is not None and ref.extra_ref_check else 0
+                if ref is not None and count(ref.ref.cdata) > held:
+                    function.copies_outputs = True
+                    return True
+        node = node.parent
+    return False
+
+
+def continues_path(manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
+    """
+    Whether a function takes an output of the current path: an optimizer that takes the
+    gradients belongs to the step that computed them, though it was compiled by itself.
+    """
+    node = manager.current_node
+    if node is None:
+        return False
+    outputs = OrderedSet[int]()
+    while node is not None:
+        outputs.update(
+            ref.data_ptr() for ref in node.outputs_weakrefs if ref is not None
+        )
+        node = node.parent
+    return any(
+        isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in outputs
+        for t in inputs
+    )
+
+
+def keep_last_generation(
+    manager: CUDAGraphTreeManager, inputs: list[InputType]
+) -> None:
+    """
+    Copies inputs that the end of a generation is about to take away: outputs of the
+    path that is being recorded, passed back in (``y = f(y)``).
+    """
+    node = manager.current_node
+    if node is None or not manager.can_start_new_generation():
+        return
+    for i, t in enumerate(inputs):
+        if isinstance(t, torch.Tensor) and node._is_cuda_graph_recorded_tensor(t):
+            inputs[i] = clone_preserve_strides(t)
+
+
+class PoolRanges:
+    """Address ranges of a memory pool's segments."""
+
+    def __init__(self, pool: tuple[int, int]) -> None:
+        self.bounds: list[int] = []
+        segments = torch.cuda.memory_snapshot(pool, include_traces=False)
+        for segment in sorted(segments, key=lambda s: s["address"]):
+            if tuple(segment["segment_pool_id"]) == tuple(pool):
+                start = segment["address"]
+                self.bounds += (start, start + segment["total_size"])
+
+    def __contains__(self, address: int) -> bool:
+        # Bounds alternate between the start and the end of a segment.
+        return bisect.bisect_right(self.bounds, address) % 2 == 1
+
+
+class SavedInput:
+    """
+    The memory of an input, from its first element to its last. As memory, since an
+    expanded or overlapping tensor can not be written as a tensor.
+    """
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.memory = self._memory(t).clone()
+
+    @staticmethod
+    def _memory(t: torch.Tensor) -> torch.Tensor:
+        return t.as_strided((storage_extent(t) // t.element_size(),), (1,))
+
+    def restore(self, t: torch.Tensor) -> None:
+        self._memory(t).copy_(self.memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class RngState:
+    """States of the generators that a function may draw from."""
+
+    generators: list[torch.Generator]
+    states: list[torch.Tensor]
+
+    @classmethod
+    def save(cls, device_index: int, inputs: Sequence[Any]) -> RngState:
+        generators = [torch.cuda.default_generators[device_index]]
+        generators += [g for g in inputs if isinstance(g, torch.Generator)]
+        return cls(generators, [g.get_state() for g in generators])
+
+    def restore(self) -> None:
+        for generator, state in zip(self.generators, self.states):
+            generator.set_state(state)
+
+
+class Rehearsal:
+    """
+    One uncaptured run of the function on the inputs that are about to be recorded.
+
+    It gives the proof something to compare with, and the caller its outputs should the
+    recording be abandoned. Afterwards inputs and generators are as they were before.
+    """
+
+    def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
+        function = node.wrapped_function
+        managed = OrderedSet(node.cudagraph_managed_idxs)
+        mutated = list(function.mutated_input_idxs)
+        # Inductor reuses the memory of donated activations and of other partitions'
+        # buffers in place. Which ones, the wrapper's code knows; all are saved.
+        written = OrderedSet(mutated) | OrderedSet(
+            i
+            for i, info in enumerate(function.placeholders)
+            if isinstance(inputs[i], torch.Tensor) and is_saved_activation(info)
+        )
+        self.model = function.model
+        # Managed inputs have to die during capture as they will in replay.
+        self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
+        self.mutated = mutated
+        self.rng = RngState.save(node.device, inputs)
+        self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
+        self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
+        try:
+            self._run(node, inputs, has_managed=bool(managed))
+        finally:
+            self.rng.restore()
+            for i, saved in self.before.items():
+                saved.restore(inputs[i])  # type: ignore[arg-type]
+        if self.kept is not None:
+            self.before.clear()
+
+    def _run(
+        self, node: BoundGraphNode, inputs: list[InputType], *, has_managed: bool
+    ) -> None:
+        # Not in the pool: inputs stay alive here that die during capture, and the pool
+        # would keep what that takes.
+        outputs = self.model(list(inputs))
+        self.proof = Proof(inputs, outputs, self.mutated)
+        if has_managed:
+            # The replay overwrites inputs that died, so there is no second run. An output
+            # in the memory of an input must neither be restored with it nor keep it alive.
+            reused = OrderedSet(
+                t.untyped_storage().data_ptr()
+                for i, t in enumerate(inputs)
+                if isinstance(t, torch.Tensor) and self.inputs[i] is None
+            )
+            self.kept = (
+                [
+                    o.clone()
+                    if isinstance(o, torch.Tensor)
+                    and o.untyped_storage().data_ptr() in reused
+                    else o
+                    for o in outputs
+                ],
+                {i: SavedInput(inputs[i]) for i in self.mutated},  # type: ignore[arg-type]
+                RngState.save(node.device, inputs),
+            )
+
+    def rerun(self) -> OutputType:
+        """The outputs of the uncaptured function, its mutations and its random draws."""
+        if self.kept is not None:
+            outputs, after, rng = self.kept
+            for i, saved in after.items():
+                saved.restore(self.inputs[i])
+            rng.restore()
+            return outputs
+        self.rng.restore()
+        for i, saved in self.before.items():
+            saved.restore(self.inputs[i])
+        return self.model(list(self.inputs))
+
+
+class BoundGraphNode(CUDAGraphNode):
+    """
+    See the module's docstring.
+
+    Raises:
+        RecordingAbandoned: the inputs could not be bound, or the proof failed. It carries
+            the outputs of the call, computed uncaptured; the function will be recorded
+            with copies from then on.
+    """
+
+    binding: NodeUpdateBinding | None = None
+    rehearsal: Rehearsal | None = None
+    # The external inputs of the current call, in the order of bound_input_idxs.
+    call_inputs: list[torch.Tensor]
+    call_pointers: list[int]
+    # (position in bound_input_idxs, copy that the graph reads) of the current call.
+    staged: list[tuple[int, torch.Tensor]]
+
+    def _declared_static_idxs(
+        self, inputs: list[InputType], mode: CompilationMode | None
+    ) -> Sequence[int]:
+        declared = super()._declared_static_idxs(inputs, mode)
+        if mode != CompilationMode.BACKWARD:
+            return declared
+        # Trees take every saved tensor for static, because a recorded forward leaves its
+        # activations in the pool. Without a recorded forward they move at every step.
+        managed = OrderedSet(self.cudagraph_managed_idxs)
+        placeholders = self.wrapped_function.placeholders
+        return [
+            i
+            for i in declared
+            if i in managed or not is_saved_activation(placeholders[i])
+        ]
+
+    def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
+        function: Function = self.wrapped_function.pygraph
+        managed = self.cudagraph_managed_idxs
+        self.call_inputs = []
+        self.staged = []
+        bound = [
+            i
+            for i in self.non_static_input_idx
+            if isinstance(t := inputs[i], torch.Tensor)
+            and t.is_cuda
+            and t.device.index == self.device
+        ]
+        function.report.external_inputs = len(bound)
+        if any(
+            isinstance(t := inputs[i], torch.Tensor) and not t.is_cuda and t.numel() > 0
+            for i in self.non_static_input_idx
+        ):
+            # Its value would be that of this call for ever.
+            function.is_capturable = False
+            self._abandon("an input lies on the CPU", inputs)
+        if not bound:
+            return bound
+        if any(i in managed for i in self.wrapped_function.mutated_input_idxs):
+            # Capture has to let go of managed inputs, so it could not be undone.
+            self._abandon("an earlier graph's output is mutated", inputs)
+        try:
+            self._place(bound, inputs, function)
+            self.rehearsal = Rehearsal(self, inputs)
+        except RecordingAbandoned:
+            raise
+        except Exception as e:
+            # The program's own error comes again from the uncaptured run.
+            failure = f"{type(e).__name__}: {e}".partition("\n")[0]
+            self._abandon(failure, inputs)
+        return bound
+
+    def _place(
+        self, bound: list[int], inputs: list[InputType], function: Function
+    ) -> None:
+        self.call_inputs = [inputs[i] for i in bound]  # type: ignore[misc]
+        self.call_pointers = [t.data_ptr() for t in self.call_inputs]
+        pool = PoolRanges(self.cuda_graphs_pool)
+        mutated = OrderedSet(self.wrapped_function.mutated_input_idxs)
+        for k, i in enumerate(bound):
+            if self.call_pointers[k] in pool:
+                if i in mutated:
+                    self._abandon("a mutated input lies in the graphs' memory", inputs)
+                inputs[i] = clone_preserve_strides(self.call_inputs[k])
+                self.call_pointers[k] = inputs[i].data_ptr()  # type: ignore[union-attr]
+        self.alignment = min(function.alignment, common_alignment(self.call_pointers))
+        function.alignment = self.alignment
+        placed: dict[int, Placeholder] = {}
+        for is_floating in (True, False):
+            ks = [
+                k
+                for k, t in enumerate(self.call_inputs)
+                if (t.is_floating_point() or t.is_complex()) == is_floating
+            ]
+            sizes = [storage_extent(self.call_inputs[k]) for k in ks]
+            placed.update(
+                zip(ks, arena(self.device, is_floating).place(sizes, self.alignment))
+            )
+        function.report.stock_copied_bytes = sum(map(storage_extent, self.call_inputs))
+        self.placeholders = PlaceholderMap([placed[k] for k in range(len(bound))])
+
+    def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
+        self.wrapped_function.pygraph.unbind(reason)
+        # Nothing that outlives this node may hold on to the pool.
+        self.recording_outputs = None
+        if self.rehearsal is not None:
+            outputs = self.rehearsal.rerun()
+        else:
+            outputs = self.wrapped_function.model(inputs)
+        raise RecordingAbandoned(reason, outputs)
+
+    def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
+        if idx not in self.bound_input_idxs:
+            return super()._recording_input(idx, inp)
+        k = self.bound_input_idxs.index(idx)
+        return tensor_at(self.placeholders.placeholders[k].address, inp, self.device)
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        # The nodes of the captured graph name those of the executable one.
+        return torch.cuda.CUDAGraph(keep_graph=bool(self.bound_input_idxs))
+
+    def _bound_input_alias(self, output: torch.Tensor) -> AliasesBoundInput | None:
+        if not self.bound_input_idxs:
+            return None
+        storage_address = output.untyped_storage().data_ptr()
+        hit = self.placeholders.find(storage_address)
+        if hit is None:
+            return None
+        k, _ = hit
+        address = storage_address + output.storage_offset() * output.element_size()
+        like = self.call_inputs[k]
+        offset = address - self.placeholders.placeholders[k].address
+        is_input = (
+            offset == 0
+            and output.shape == like.shape
+            and output.stride() == like.stride()
+            and output.dtype == like.dtype
+        )
+        return AliasesBoundInput(k, offset, is_input)
+
+    def _alias_of_bound_input(
+        self, alias: AliasesBoundInput, metadata: dict[str, Any]
+    ) -> torch.Tensor:
+        inp = self.call_inputs[alias.input]
+        if alias.is_input:
+            # The caller's own tensor, whose version counter autograd watches.
+            return inp
+        offset = inp.storage_offset() * inp.element_size() + alias.offset
+        metadata = {
+            **metadata,
+            "storage_offset": offset // metadata["dtype"].itemsize,
+        }
+        return self._reconstruct_from_tensor_metadata(metadata, inp.untyped_storage())
+
+    def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
+        if self.rehearsal is None:
+            return super()._record(model, inputs)
+        stream = torch.cuda.current_stream(self.device)
+        try:
+            return super()._record(model, inputs)
+        except Exception as e:
+            failure = str(e).partition("\n")[0]
+        clean_up_failed_capture(self, stream)
+        self.wrapped_function.pygraph.is_capturable = False
+        self._abandon(f"capture failed: {failure}")
+
+    def _first_replay(self) -> None:
+        with torch.cuda.device(self.device):
+            self._bind_and_prove()
+
+    def _bind_and_prove(self) -> None:
+        if self.rehearsal is None:
+            return super()._first_replay()
+        if self.graph is None or self.recording_outputs is None:
+            raise AssertionError("nothing was recorded")
+        self.recording_outputs = list(self.recording_outputs)
+        try:
+            self.graph.instantiate()
+            binding = NodeUpdateBinding(
+                self.graph.raw_cuda_graph(),
+                self.graph.raw_cuda_graph_exec(),
+                self.placeholders,
+            )
+            take_damage(self.device)
+            binding.update(self.call_pointers)
+        except (BindingError, DriverError) as e:
+            self._abandon(str(e))
+        if not self.cudagraph_managed_idxs:
+            # An output may lie where a managed input was, which the graph has yet to read.
+            for output, alias in zip(self.recording_outputs, self.output_storage_alias):
+                if alias is UnaliasedStorage and isinstance(output, torch.Tensor):
+                    mark_unwritten(output)
+        super()._first_replay()
+        for i, alias in enumerate(self.output_storage_alias):
+            if isinstance(alias, AliasesBoundInput):
+                self.recording_outputs[i] = self._alias_of_bound_input(
+                    alias,
+                    self.outputs_metadata[i],  # type: ignore[arg-type]
+                )
+        failure = self._difference()
+        if take_damage(self.device):
+            failure = "the graph wrote to an address it should not hold"
+        if failure is not None:
+            self._abandon(failure)
+        self.rehearsal = None
+        self.call_inputs = []
+        self.binding = binding
+        self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
+        self.mutated_bound = OrderedSet(
+            k
+            for k, i in enumerate(self.bound_input_idxs)
+            if i in self.wrapped_function.mutated_input_idxs
+        )
+        entry = self.wrapped_function.pygraph.report
+        entry.kernel_nodes = binding.num_nodes
+        entry.updated_nodes = len(binding.updates)
+        counters["pygraph"]["bound_inputs"] += len(self.bound_input_idxs)
+        counters["pygraph"]["updated_nodes"] += len(binding.updates)
+
+    def _difference(self) -> str | None:
+        "Why the first replay is not what the rehearsal was, or None."
+        if self.rehearsal is None or self.recording_outputs is None:
+            raise AssertionError("nothing was rehearsed")
+        try:
+            return self.rehearsal.proof.failure(
+                self.rehearsal.inputs, self.recording_outputs
+            )
+        except RuntimeError as e:
+            return f"the outputs can not be compared: {e}".partition("\n")[0]
+
+    def check_invariants(
+        self, inputs: list[InputType]
+    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+        if self.binding is not None:
+            pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
+            if pointers != self.binding.pointers:
+                combined = 0
+                for pointer in pointers:
+                    combined |= pointer
+                if combined % self.alignment:
+                    status = CheckInvariantStatus.BoundInputAlignmentMismatch
+                    return status, lambda: f"{status}"
+            self.call_pointers = pointers
+        return super().check_invariants(inputs)
+
+    def _copy_inputs_and_remove_from_src(
+        self, dsts: list[InputType], srcs: list[InputType]
+    ) -> None:
+        super()._copy_inputs_and_remove_from_src(dsts, srcs)
+        binding = self.binding
+        if binding is None:
+            return
+        self.call_inputs = [srcs[i] for i in self.bound_input_idxs]  # type: ignore[misc]
+        if self.call_pointers != binding.pointers:
+            self._stage_pool_owned()
+            binding.update(self.call_pointers)
+
+    def _stage_pool_owned(self) -> None:
+        for k, pointer in enumerate(self.call_pointers):
+            if pointer in self.pool_ranges:
+                original = self.call_inputs[k]
+                staged = clone_preserve_strides(original)
+                self.call_pointers[k] = staged.data_ptr()
+                counters["pygraph"]["staged_inputs"] += 1
+                # Alive until the launch; the caching allocator orders what comes after.
+                self.staged.append((k, staged))
+
+    def run_graph(self) -> None:
+        super().run_graph()
+        if self.staged:
+            for k, staged in self.staged:
+                if k in self.mutated_bound:
+                    self.call_inputs[k].copy_(staged)
+            self.staged = []
+
+    def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
+        return self._handed_out(super().run_first_inputs(new_inputs))
+
+    def run(self, new_inputs: list[InputType]) -> OutputType:
+        outputs = self._handed_out(super().run(new_inputs))
+        self.call_inputs = []
+        return outputs
+
+    def _handed_out(self, outputs: OutputType) -> OutputType:
+        if not self.wrapped_function.pygraph.copies_outputs:
+            return outputs
+        # Only what lies in the pool, once for each storage, so that aliases stay aliases.
+        idxs = [
+            i
+            for i, unaliased in enumerate(self.unaliased_in_all_paths)
+            if unaliased and isinstance(outputs[i], torch.Tensor)
+        ]
+        pooled = [outputs[i] for i in idxs]
+        copies = [static_input(t) for t in pooled]  # type: ignore[arg-type]
+        if copies:
+            torch._foreach_copy_(copies, pooled)  # type: ignore[arg-type]
+        outputs = list(outputs)
+        for i, copy in zip(idxs, copies):
+            outputs[i] = copy
+        return outputs
+
+
+def empty_capture(
+    device_index: int, stream: torch.cuda.Stream, pool: _POOL_HANDLE
+) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with (
+        warnings.catch_warnings(record=True),  # the graph is empty
+        torch.cuda.device(device_index),
+        torch.cuda.graph(
+            graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+        ),
+    ):
+        pass
+    return graph
+
+
+def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> None:
+    """
+    Undoes what torch.cuda.graph leaves behind when the driver invalidated the capture:
+    the capture's stream is current, allocations go to the pool, and the generators think
+    that they are captured, which only the end of a capture changes.
+    """
+    torch.cuda.set_stream(stream)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        raise RuntimeError("the stream is still captured")
+    try:
+        torch._C._cuda_endAllocateToPool(node.device, node.cuda_graphs_pool)
+    except RuntimeError:
+        # The failure came before the capture or after it.
+        pass
+    empty_capture(node.device, node.stream, torch.cuda.graph_pool_handle())
+
+
+def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
+    """
+    Drops the recordings of a function that is not going to be replayed, and what follows
+    them in the tree. The memory pool goes with the last recording.
+
+    Returns False, and does nothing, while an output of a recording is alive.
+    """
+    doomed: list[tuple[dict[FunctionID, list[CUDAGraphNode]], FunctionID]] = []
+
+    def find(children: dict[FunctionID, list[CUDAGraphNode]]) -> None:
+        for id, nodes in children.items():
+            if id == function_id:
+                doomed.append((children, id))
+            else:
+                for node in nodes:
+                    find(node.children)
+
+    def subtree(node: CUDAGraphNode) -> Iterator[CUDAGraphNode]:
+        yield node
+        for nodes in node.children.values():
+            for child in nodes:
+                yield from subtree(child)
+
+    if manager.current_node is not None:
+        if not manager.current_node.all_outputs_are_dead():
+            return False
+        manager.current_node = None
+    find(manager.roots)
+    dropped = [
+        n for children, id in doomed for root in children[id] for n in subtree(root)
+    ]
+    if any(is_live(ref) for node in dropped for ref in node.outputs_weakrefs):
+        return False
+    for node in dropped:
+        node.remove_node_cached_tensors()
+        node.graph = None
+    for children, id in doomed:
+        del children[id]
+    if not any(manager.roots.values()):
+        renew_pool(manager)
+    torch.cuda.empty_cache()
+    return True
+
+
+def renew_pool(manager: CUDAGraphTreeManager) -> None:
+    """Exchanges a pool that holds nothing; its segments can be freed then."""
+    pool = torch.cuda.graph_pool_handle()
+    manager.graph = empty_capture(manager.device_index, manager.stream, pool)
+    manager.cuda_graphs_thread_pool = pool

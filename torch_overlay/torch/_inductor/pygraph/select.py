@@ -1,0 +1,429 @@
+"""
+Which candidate a function is deployed as: uncaptured, or as a graph whose inputs are
+bound or copied.
+
+Candidates are timed in the program's own calls, each call run by one of them, so that
+nothing runs twice, results are those of the program, and what surrounds the function
+(a busy device, a cold cache) is in the measurement:
+
+1. The first calls run uncaptured. The first of them compiles and tunes; the rest are
+   timed.
+2. Where the device is busy for ten times as long as the host needs to launch, there is
+   little for a graph to save, and it is not recorded: it would cost memory.
+3. Otherwise one call records, and the next ones are timed as replays.
+4. The graph stays if it is faster by more than the noise; else it is dropped.
+
+See Samples for what is timed and graph_is_faster for how it decides.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import statistics
+import time
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import get_input_idxs_to_check
+from torch._inductor.cudagraph_trees import (
+    CompilationMode,
+    cudagraphify,
+    CUDAGraphNode,
+    get_manager,
+    thread_containers,
+)
+from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
+from torch._inductor.pygraph.report import FunctionReport, new_report
+from torch._inductor.utils import (
+    align_inputs_from_check_idxs,
+    remove_unaligned_input_idxs,
+)
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.utils import InputType
+
+
+log = logging.getLogger(__name__)
+
+# Timed calls of each candidate, and how many of them come first and do not count: the
+# allocator, the caches and the clocks settle.
+SAMPLES = 8
+WARMUP_SAMPLES = 2
+
+# For how many calls a graph that lost is kept, if its outputs are.
+RETIRE_CALLS = 4
+
+# Step 2 of the module's docstring.
+DEVICE_BOUND = 10
+
+# A graph has to be this much faster than no graph.
+MARGIN = 0.98
+
+NO_GRAPH = "no_graph"
+COPY = "copy"
+NODE_UPDATE = "node_update"
+
+
+class Function:
+    """
+    What is known of one function that trees may record.
+
+    Attributes:
+        binds_inputs: external inputs are bound by address; cleared for good when a
+            recording could not be bound or proven
+        id: trees' name for it, once recorded
+        copies_outputs: outputs are handed out as copies, since the program keeps those of
+            one generation into the next
+        is_capturable: cleared for good when a capture failed
+        alignment: of the external inputs' addresses in bytes, the least seen
+        warmed_up: ran uncaptured already, so that trees need not
+    """
+
+    def __init__(self, report: FunctionReport, is_backward: bool) -> None:
+        self.report = report
+        self.is_backward = is_backward
+        self.binds_inputs = True
+        self.copies_outputs = False
+        self.is_capturable = True
+        self.id: FunctionID | None = None
+        self.alignment = MAX_ALIGNMENT
+        self.warmed_up = False
+
+    def node_type(self) -> type[CUDAGraphNode]:
+        if not self.binds_inputs:
+            return CUDAGraphNode
+        from torch._inductor.pygraph.record import BoundGraphNode
+
+        return BoundGraphNode
+
+    def may_run(self, manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
+        """
+        Called before trees end a generation. False if the function has to run uncaptured
+        this time; inputs that would be lost are replaced by copies.
+        """
+        from torch._inductor.pygraph import record
+
+        if not self.is_capturable:
+            return False
+        if record.holds_gradients(manager):
+            if not record.continues_path(manager, inputs):
+                counters["pygraph"]["held_gradients"] += 1
+                return False
+            manager.update_generation()
+        if manager.in_recording or manager.in_warmup:
+            record.keep_last_generation(manager, inputs)
+        return True
+
+    def unbind(self, reason: str) -> None:
+        self.binds_inputs = False
+        self.report.reason = reason
+        if self.report.choice == NODE_UPDATE:
+            # It was forced.
+            self.report.choice = COPY
+            self.report.copied_bytes = self.report.stock_copied_bytes
+        counters["pygraph"]["unbound"] += 1
+        log.info("%s: inputs are copied: %s", self.report.name, reason)
+
+
+class Samples:
+    """
+    Times of consecutive calls of one candidate, in microseconds.
+
+    period: from the start of a call to the start of the next: what the program takes
+    host: spent in the function
+    stream: between two events around it
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.begin: list[float] = []
+        self.host: list[float] = []
+        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
+        stream = torch.cuda.current_stream(self.device_index)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        start.record(stream)
+        begin = time.perf_counter()
+        outputs = fn(inputs)
+        self.host.append((time.perf_counter() - begin) * 1e6)
+        self.begin.append(begin * 1e6)
+        end.record(stream)
+        self.events.append((start, end))
+        return outputs
+
+    @property
+    def complete(self) -> bool:
+        return len(self.host) >= WARMUP_SAMPLES + SAMPLES
+
+    def cost(self) -> Cost:
+        """Medians. Called at the start of a call; waits for the last one."""
+        begin = [*self.begin[WARMUP_SAMPLES:], time.perf_counter() * 1e6]
+        self.events[-1][1].synchronize()
+        stream = [s.elapsed_time(e) * 1e3 for s, e in self.events[WARMUP_SAMPLES:]]
+        return Cost(
+            period=statistics.median(b - a for a, b in itertools.pairwise(begin)),
+            host=statistics.median(self.host[WARMUP_SAMPLES:]),
+            stream=statistics.median(stream),
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    period: float
+    host: float
+    stream: float
+
+    @property
+    def call(self) -> float:
+        "Of the function: the device's work where the host runs ahead, else the host's."
+        return max(self.host, self.stream)
+
+    @property
+    def program(self) -> float:
+        "Of all that happens between two calls."
+        return max(self.period, self.stream)
+
+
+def graph_is_faster(graph: Cost, uncaptured: Cost) -> bool:
+    """
+    The program decides where it shows a difference, and the function by itself where it
+    does not. The neighbours are timed in the same calls, so that their gain is in the
+    program's: a graph that loses by itself is not carried by them.
+    """
+    if graph.call * MARGIN > uncaptured.call and graph.host * MARGIN > uncaptured.host:
+        return False
+    if graph.program < MARGIN * uncaptured.program:
+        return True
+    return graph.program * MARGIN < uncaptured.program and (
+        graph.call < MARGIN * uncaptured.call
+    )
+
+
+class Selection:
+    """
+    Runs a function through the steps of the module's docstring.
+
+    ``deploy`` is called once, with what shall be called from then on.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        uncaptured: ModelType,
+        record: Callable[[list[InputType]], tuple[ModelType, OutputType]],
+        deploy: Callable[[ModelType], None],
+        forget: Callable[[], bool],
+        device_index: int,
+    ) -> None:
+        self.function = function
+        self.retire_calls = 0
+        self.forget = forget
+        self.uncaptured = uncaptured
+        self.record = record
+        self.deploy = deploy
+        self.owner = thread_containers()
+        self.device_index = device_index
+        self.uncaptured_samples = Samples(device_index)
+        self.replay_samples = Samples(device_index)
+        self.uncaptured_cost: Cost | None = None
+        self.replay: ModelType | None = None
+        self.step: ModelType = self._first_call
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        if (
+            thread_containers() is not self.owner
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return self.uncaptured(inputs)
+        return self.step(inputs)
+
+    def _first_call(self, inputs: list[InputType]) -> OutputType:
+        self.step = self._time_uncaptured
+        return self.uncaptured(inputs)
+
+    def _time_uncaptured(self, inputs: list[InputType]) -> OutputType:
+        if not self.uncaptured_samples.complete:
+            return self.uncaptured_samples.call(self.uncaptured, inputs)
+        self.uncaptured_cost = cost = self.uncaptured_samples.cost()
+        self.function.report.timings_us[NO_GRAPH] = cost.call
+        if cost.stream > DEVICE_BOUND * cost.host:
+            self._decide(
+                NO_GRAPH,
+                self.uncaptured,
+                f"launching takes {cost.host:.0f} us of the device's {cost.stream:.0f}",
+            )
+            return self.uncaptured(inputs)
+        self.function.warmed_up = True
+        # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        self.replay, outputs = self.record(inputs)
+        self.step = self._time_replay
+        if not self.function.is_capturable:
+            self._decide(NO_GRAPH, self.uncaptured, "it can not be captured")
+        return outputs
+
+    def _time_replay(self, inputs: list[InputType]) -> OutputType:
+        if self.replay is None or self.uncaptured_cost is None:
+            raise AssertionError("nothing was recorded")
+        if not self.replay_samples.complete:
+            return self.replay_samples.call(self.replay, inputs)
+        choice = NODE_UPDATE if self.function.binds_inputs else COPY
+        cost = self.replay_samples.cost()
+        self.function.report.timings_us[choice] = cost.call
+        if graph_is_faster(cost, self.uncaptured_cost):
+            self._decide(choice, self.replay, "measured faster")
+            # What the uncaptured calls had is not needed again.
+            torch.cuda.empty_cache()
+            return self.replay(inputs)
+        decide(self.function, NO_GRAPH, "measured not slower")
+        self.step = self._retire
+        return self.uncaptured(inputs)
+
+    def _retire(self, inputs: list[InputType]) -> OutputType:
+        # The graph's last outputs die when the program gets others, if at all.
+        self.retire_calls += 1
+        if self.forget() or self.retire_calls == RETIRE_CALLS:
+            self.step = self.uncaptured
+            self.deploy(self.uncaptured)
+        return self.uncaptured(inputs)
+
+    def _decide(self, choice: str, fn: ModelType, reason: str) -> None:
+        decide(self.function, choice, reason)
+        self.step = fn
+        self.deploy(fn)
+
+
+def decide(function: Function, choice: str, reason: str) -> None:
+    entry = function.report
+    entry.choice = choice
+    entry.reason = f"{entry.reason}; {reason}" if entry.reason else reason
+    entry.copied_bytes = entry.stock_copied_bytes if choice == COPY else 0
+    counters["pygraph"][choice] += 1
+    log.info("%s (%s): %s, %s", entry.name, entry.mode, choice, reason)
+
+
+def deploy(
+    model: ModelType,
+    inputs: list[InputType],
+    static_input_idxs: Sequence[int],
+    replace: Callable[[ModelType], None],
+    *,
+    device_index: int,
+    is_backward: bool,
+    is_inference: bool,
+    mutated_input_idxs: tuple[int, ...] = (),
+    force: str | None = None,
+    **kwargs: Any,
+) -> ModelType:
+    """
+    What cudagraph_trees.cudagraphify_impl calls for inputs of one set of sizes.
+
+    Args:
+        replace: called with a cheaper equivalent of what this returns, once there is one
+        force: one of NO_GRAPH, COPY, NODE_UPDATE, to skip the selection; config.pygraph_force
+        kwargs: further arguments of cudagraph_trees.cudagraphify
+    """
+    mode = (
+        CompilationMode.BACKWARD
+        if is_backward
+        else CompilationMode.INFERENCE
+        if is_inference
+        else CompilationMode.FORWARD
+    )
+    name = getattr(model, "__name__", "graph")
+    function = Function(new_report(name, mode.name.lower()), is_backward)
+    to_check = get_input_idxs_to_check(inputs, static_input_idxs)
+    aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
+
+    def realigned(fn: ModelType) -> ModelType:
+        # A bound or uncaptured input is written in place, so a clone is copied back.
+        return align_inputs_from_check_idxs(
+            fn, to_check, OrderedSet(mutated_input_idxs)
+        )
+
+    uncaptured = model
+    owner = thread_containers()
+    if owner is None:
+        decide(function, NO_GRAPH, "trees do not know this thread")
+        return realigned(uncaptured)
+    if is_backward:
+        manager = get_manager(device_index)
+
+        def run_backward(inputs: list[InputType]) -> OutputType:
+            # See [Backward Generation Handling]
+            manager.set_to_running_backward()
+            return model(inputs)
+
+        uncaptured = run_backward
+
+    code = getattr(model, "__code__", None)
+    if code is not None and "_c10d_functional" in code.co_names:
+        # Ranks time alike only on average, and a rehearsal would be one collective more
+        # than the other ranks run. So every rank does what trees do.
+        force = force or COPY
+    if force == NO_GRAPH:
+        decide(function, NO_GRAPH, "forced")
+        return realigned(uncaptured)
+
+    def record(inputs: list[InputType]) -> tuple[ModelType, OutputType]:
+        fn, outputs = cudagraphify(
+            model,
+            inputs,
+            aligned_static_idxs,
+            device_index=device_index,
+            is_backward=is_backward,
+            is_inference=is_inference,
+            mutated_input_idxs=mutated_input_idxs,
+            pygraph=function,
+            **kwargs,
+        )
+
+        def replay(inputs: list[InputType]) -> OutputType:
+            # A graph is updated and launched by the thread that recorded it, and by
+            # autograd's on its behalf. One that the program itself captures right now
+            # must not depend on the pool's memory.
+            if (
+                thread_containers() is owner
+                and not torch.cuda.is_current_stream_capturing()
+            ):
+                return fn(inputs)
+            return uncaptured(inputs)
+
+        return replay, outputs
+
+    if force is not None:
+        function.binds_inputs = force == NODE_UPDATE
+        decide(function, force, "forced")
+
+        def record_and_replace(inputs: list[InputType]) -> OutputType:
+            fn, outputs = record(inputs)
+            replace(realigned(fn))
+            return outputs
+
+        return realigned(record_and_replace)
+
+    def forget() -> bool:
+        from torch._inductor.pygraph import record
+
+        return record.forget(get_manager(device_index), function.id)
+
+    selection = Selection(
+        function,
+        uncaptured,
+        record,
+        lambda fn: replace(realigned(fn)),
+        forget,
+        device_index,
+    )
+    return realigned(selection)

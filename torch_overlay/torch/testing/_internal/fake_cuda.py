@@ -1,0 +1,617 @@
+"""Run ``torch.compile`` for an H200 on a machine that has no GPU and no driver.
+
+Inductor asks the device only a few questions (capability, number of multiprocessors, ...) and
+needs it otherwise only to run what it generated. :func:`fake_cuda` answers the questions, makes
+every tensor fake, and stops short of running: each compiled graph is replaced by an interpretation
+of its FX graph on fake tensors, so that graph breaks, the following graphs and ``backward()`` are
+reached in the order in which a real run would reach them. Inductor's passes, scheduler, partitions
+and wrapper code are the real ones.
+
+Typical use::
+
+    with fake_cuda() as graphs:
+        model = torch.nn.Linear(64, 64, device="cuda")
+        x = torch.randn(8, 64, device="cuda")
+        torch.compile(model, mode="reduce-overhead")(x).sum().backward()
+    print(report(graphs))
+
+What differs from a real run: nothing that needs measured times is decided (shape padding and
+autotuning are off), constants are not folded by running kernels, and values do not exist, so that
+code which branches on them raises, as it does under any ``FakeTensorMode``.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import functools
+import gc
+import heapq
+import itertools
+import math
+import re
+import types
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+from triton.runtime import driver as triton_driver
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.compile_fx as compile_fx
+import torch._inductor.cudagraph_trees as cudagraph_trees
+import torch._inductor.output_code
+import torch._inductor.utils as inductor_utils
+import torch._subclasses.fake_tensor as fake_tensor
+import torch.fx.experimental.proxy_tensor as proxy_tensor
+import torch.fx.traceback as fx_traceback
+import torch.utils._triton
+from torch._dynamo import device_interface
+from torch._dynamo.device_interface import CudaInterface
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from torch._inductor import async_compile, config
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CacheBase
+from torch._inductor.cudagraph_utils import PlaceholderInfo, to_placeholder_info
+from torch._inductor.graph import GraphLowering, SubgraphLowering
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+H200 = types.SimpleNamespace(
+    name="NVIDIA H200",
+    major=9,
+    minor=0,
+    gcnArchName="",
+    total_memory=140 << 30,
+    L2_cache_size=60 << 20,
+    multi_processor_count=132,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    warp_size=32,
+    regs_per_multiprocessor=65536,
+    shared_memory_per_block=49152,
+    shared_memory_per_block_optin=232448,
+    shared_memory_per_multiprocessor=233472,
+    is_integrated=False,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class GraphInput:
+    """One tensor input of an Inductor graph.
+
+    ``origin`` is the expression for it in the compiled function, or what AOTAutograd says of it.
+    ``nbytes`` counts distinct elements (an expanded dimension counts once), symbolic sizes with
+    their hints.
+    """
+
+    idx: int
+    name: str
+    origin: str
+    shape: tuple[str, ...]
+    dtype: torch.dtype
+    device: str
+    nbytes: int
+    static: bool
+    mutated: bool
+
+    @property
+    def external(self) -> bool:
+        """On the GPU with an address that may change: what stock copies and PyGraph does not."""
+        return self.device == "cuda" and not self.static
+
+
+@dataclasses.dataclass(frozen=True)
+class Partition:
+    """A run of kernels that can be captured as a whole or, for ``reasons``, cannot.
+
+    ``copied`` maps the inputs that stock CUDA graphs copy at each replay of this partition to
+    their bytes: external inputs of the graph that no earlier captured partition has handed on,
+    and results of partitions that are not captured. ``mutated`` are the external inputs it
+    writes to; with any, stock runs it without a CUDA graph and copies nothing.
+    """
+
+    captured: bool
+    kernels: int
+    reasons: tuple[str, ...]
+    copied: dict[str, int]
+    mutated: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledGraph:
+    """What Inductor made of one FX graph.
+
+    ``skip_reason`` is why the graph as a whole is not captured, if so; ``kernels`` maps the names
+    of Triton kernels to PTX for sm_90 and is empty unless asked for.
+    """
+
+    source: str
+    is_backward: bool
+    skip_reason: str | None
+    partitions: tuple[Partition, ...]
+    placeholders: tuple[PlaceholderInfo, ...]
+    static_input_idxs: tuple[int, ...]
+    inputs: tuple[GraphInput, ...]
+    kernels: dict[str, str]
+
+    @property
+    def external_inputs(self) -> tuple[GraphInput, ...]:
+        return tuple(i for i in self.inputs if i.external)
+
+    @property
+    def mutated_external_inputs(self) -> tuple[GraphInput, ...]:
+        return tuple(i for i in self.inputs if i.external and i.mutated)
+
+    @property
+    def cpu_inputs(self) -> tuple[GraphInput, ...]:
+        return tuple(i for i in self.inputs if i.device == "cpu")
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes that stock CUDA graphs copy each time this graph is replayed."""
+        return sum(sum(p.copied.values()) for p in self.partitions if p.captured)
+
+
+def report(graphs: Iterable[CompiledGraph]) -> str:
+    """What would be captured, what would not and why, and which inputs are external, as text."""
+    lines = []
+    total = 0
+    for number, graph in enumerate(graphs):
+        captured = [p for p in graph.partitions if p.captured]
+        lines.append(
+            f"graph {number}, {'backward' if graph.is_backward else 'forward'}: "
+            f"{sum(p.kernels for p in captured)} of {sum(p.kernels for p in graph.partitions)} kernels captured "
+            f"in {len(captured)} of {len(graph.partitions)} partitions"
+        )
+        if graph.skip_reason:
+            lines.append(f"  not captured: {graph.skip_reason.splitlines()[0].rstrip()}")
+        else:
+            for p in graph.partitions:
+                if not p.captured:
+                    lines.append(f"  not captured: {p.kernels} kernels, {', '.join(p.reasons)}")
+        for p in captured:
+            if p.mutated:
+                lines.append(f"  captured by PyGraph only: {p.kernels} kernels, writes to {', '.join(p.mutated)}")
+        for i in graph.external_inputs:
+            lines.append(
+                f"  external: {i.name} = {i.origin}, {str(i.dtype).removeprefix('torch.')}"
+                f"[{', '.join(i.shape)}], {i.nbytes:,} bytes{', written to' if i.mutated else ''}"
+            )
+        for i in graph.cpu_inputs:
+            lines.append(f"  on the CPU: {i.name} = {i.origin}")
+        lines.append(f"  copied at each replay by stock CUDA graphs: {graph.copied_bytes:,} bytes")
+        total += graph.copied_bytes
+    lines.append(f"copied at each replay by stock CUDA graphs, all graphs: {total:,} bytes")
+    return "\n".join(lines)
+
+
+def _origin(node: torch.fx.Node, sources: Sequence[str]) -> str:
+    desc = node.meta.get("desc")
+    if isinstance(desc, PlainAOTInput) and desc.idx < len(sources):
+        return sources[desc.idx]
+    if isinstance(desc, TangentAOTInput) and isinstance(desc.output, PlainAOTOutput):
+        return f"gradient of output {desc.output.idx}"
+    return str(desc)
+
+
+def _hint(value: int | torch.SymInt) -> int:
+    return value.node.hint if isinstance(value, torch.SymInt) else int(value)
+
+
+def _tensor_nbytes(t: torch.Tensor) -> int:
+    sizes = (_hint(s) for s, stride in zip(t.shape, t.stride()) if stride != 0)
+    return math.prod(sizes) * t.element_size()
+
+
+def _buffer_nbytes(buffer: Any) -> int:
+    return V.graph.sizevars.size_hint(buffer.get_numel()) * buffer.get_dtype().itemsize
+
+
+class _Recorder:
+    """Collects, while one graph is compiled, what its :class:`CompiledGraph` is made of."""
+
+    def __init__(self, compile_kernels: bool) -> None:
+        self.graphs: list[CompiledGraph] = []
+        self.compile_kernels = compile_kernels
+        self.sources: list[str] = []
+        self.reset()
+
+    def reset(self) -> None:
+        self.source = ""
+        self.partitions: list[Partition] = []
+        self.kernels: dict[str, str] = {}
+        self.cudagraphified = False
+        self.stock_external_names: frozenset[str] = frozenset()
+
+    # Each of the following wraps the function of the same name.
+
+    def compile_fx(self, original: Callable[..., Any], gm: torch.fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        sources = [getattr(node, "_dynamo_source", None) for node in gm.graph.find_nodes(op="placeholder")]
+        # L['x'][0] is the local variable's x[0].
+        self.sources = [re.sub(r"^L\['(\w+)'\]", r"\1", source.name) if source else "" for source in sources]
+        return original(gm, *args, **kwargs)
+
+    def _compile_fx_inner(
+        self, original: Callable[..., Any], gm: torch.fx.GraphModule, example_inputs: Sequence[Any], **kwargs: Any
+    ) -> Any:
+        self.reset()
+        # Inductor's passes work in place on gm.
+        eager = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+        nodes = eager.graph.find_nodes(op="placeholder")
+        placeholders = tuple(map(to_placeholder_info, nodes))
+        static_input_idxs = tuple(kwargs.get("static_input_idxs") or ())
+        # Without PyGraph, all that the forward saved is at a fixed address: its inputs were copied.
+        saved = inductor_utils.count_tangents(gm) if kwargs["is_backward"] else 0
+        self.stock_external_names = frozenset(
+            p.name for i, p in enumerate(placeholders) if i >= saved and i not in static_input_idxs
+        )
+        compiled = original(gm, example_inputs, **kwargs)
+        if not isinstance(compiled, CompiledFxGraph):
+            return compiled
+        info = compiled.cudagraph_info
+        self.graphs.append(
+            CompiledGraph(
+                source=self.source,
+                is_backward=kwargs["is_backward"],
+                skip_reason=compiled.disabled_cudagraphs_reason
+                or ", ".join(info.cudagraph_fail_reasons if info else ())
+                or None,
+                partitions=tuple(
+                    dataclasses.replace(p, captured=p.captured and self.cudagraphified) for p in self.partitions
+                ),
+                placeholders=placeholders,
+                static_input_idxs=static_input_idxs,
+                inputs=tuple(
+                    GraphInput(
+                        idx=i,
+                        name=p.name,
+                        origin=_origin(node, self.sources),
+                        shape=tuple(map(str, t.shape)),
+                        dtype=t.dtype,
+                        device=t.device.type,
+                        nbytes=_tensor_nbytes(t),
+                        static=i in static_input_idxs,
+                        mutated=i in compiled.mutated_input_idxs,
+                    )
+                    for i, (p, t, node) in enumerate(zip(placeholders, example_inputs, nodes))
+                    if isinstance(t, torch.Tensor)
+                ),
+                kernels=self.kernels,
+            )
+        )
+
+        def run(args: list[Any]) -> Any:
+            inputs = list(args)
+            args.clear()
+            return torch.fx.Interpreter(eager).run(*inputs)
+
+        compiled.current_callable = run
+        return compiled
+
+    def save_output_code(self, source: str) -> None:
+        self.source = source
+
+    def codegen(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
+        if not config.graph_partition and not isinstance(V.graph, SubgraphLowering):
+            self.partitions.append(self._partition(scheduler, scheduler.nodes, False, V.graph.graph_inputs, set()))
+        return original(scheduler)
+
+    def graph_partition(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
+        partitions, signatures = original(scheduler)
+        if not isinstance(V.graph, SubgraphLowering):
+            managed: set[str] = set()
+            for nodes, signature in zip(partitions, signatures):
+                skip = signature.skip_cudagraph
+                self.partitions.append(self._partition(scheduler, nodes, skip, signature.input_nodes, managed))
+                if not skip:
+                    managed.update(buffer.get_name() for buffer in signature.output_nodes)
+        return partitions, signatures
+
+    def _partition(
+        self,
+        scheduler: Scheduler,
+        nodes: Sequence[BaseSchedulerNode],
+        skip: bool,
+        inputs: dict[str, Any],
+        managed: set[str],
+    ) -> Partition:
+        """``inputs``: IR of the partition's inputs by name; ``managed``: those at fixed addresses
+        because an earlier captured partition returns them."""
+        nodes = [n for n in nodes if not isinstance(n, NopKernelSchedulerNode)]
+        reasons = dict.fromkeys(filter(None, map(scheduler.should_partition, nodes)))
+        copied = {}
+        if not skip:
+            for name, buffer in inputs.items():
+                fixed = name in managed or (name in V.graph.graph_inputs and name not in self.stock_external_names)
+                if not fixed and (device := buffer.get_device()) is not None and device.type == "cuda":
+                    copied[name] = _buffer_nbytes(buffer)
+        mutated = tuple(name for name in copied if name in V.graph.mutated_inputs)
+        return Partition(not skip, len(nodes), tuple(reasons), {} if mutated else copied, mutated)
+
+    def cudagraphify(self, original: Callable[..., Any], model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.cudagraphified = True
+        return model
+
+    def triton(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """``AsyncCompile.triton``: called with (self, kernel name, source, ...) as the wrapper module is loaded."""
+        _, name, source = args[:3]
+        if self.compile_kernels:
+            kernel = async_compile._load_triton_kernel_from_source(name, source)
+            # Static launchers keep the cubin only.
+            with config.patch(use_static_triton_launcher=False):
+                self.kernels[name] = kernel._precompile_config(kernel.configs[0]).kernel.asm["ptx"]
+        return None
+
+
+def _run_backward(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    grads: Sequence[torch.Tensor | None],
+    retain_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    """The autograd engine in Python: the C++ engine asks the driver for the streams of CUDA nodes.
+
+    Order (latest node first), sums, reductions and casts are the C++ engine's; tensor and node
+    hooks do not run, and no graph is freed.
+    """
+    accumulators: dict[int, Node] = {}
+
+    def edge(t: torch.Tensor | GradientEdge) -> tuple[Node, int]:
+        if isinstance(t, GradientEdge):
+            return t.node, t.output_nr
+        # A leaf's accumulator is otherwise found by making a view of the leaf, which would be traced.
+        return accumulators.get(id(t)) or _get_grad_fn_or_grad_acc(t), t.output_nr
+
+    roots = [edge(t) for t in outputs]
+    waiting_for = collections.Counter(node for node, _ in roots)
+    predecessors: dict[Node, list[Node]] = collections.defaultdict(list)
+    order = list(waiting_for)  # grows while it is walked
+    for node in order:
+        if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
+            accumulators[id(variable)] = node
+        for successor, _ in node.next_functions:
+            if successor is None:
+                continue
+            if successor not in waiting_for:
+                order.append(successor)
+            waiting_for[successor] += 1
+            predecessors[successor].append(node)
+
+    captures = [edge(t) for t in inputs]
+    captured: dict[tuple[Node, int], torch.Tensor] = {}
+    if inputs:
+        lead_to_capture = [node for node, _ in captures]
+        executed = {node for node in lead_to_capture if accumulate_grad and node in accumulators.values()}
+        for node in lead_to_capture:
+            for predecessor in predecessors[node]:
+                if predecessor not in executed:
+                    executed.add(predecessor)
+                    lead_to_capture.append(predecessor)
+    else:
+        executed = set(order)
+
+    received: dict[Node, list[torch.Tensor | None]] = {node: [None] * len(node._input_metadata) for node in order}
+    ready: list[tuple[int, int, Node]] = []
+    arrival = itertools.count()
+
+    def send(grad: torch.Tensor | None, node: Node, input_nr: int) -> None:
+        if grad is not None:
+            metadata = node._input_metadata[input_nr]
+            if grad.shape != metadata.shape:
+                grad = grad.sum_to_size(metadata.shape)
+            if grad.dtype != metadata.dtype:
+                grad = grad.to(metadata.dtype)
+            sum_so_far = received[node][input_nr]
+            received[node][input_nr] = grad if sum_so_far is None else sum_so_far + grad
+        waiting_for[node] -= 1
+        if not waiting_for[node]:
+            heapq.heappush(ready, (-node._sequence_nr(), next(arrival), node))
+
+    with (
+        torch.set_grad_enabled(create_graph),
+        mock.patch.object(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: retain_graph),
+    ):
+        for (node, input_nr), grad in zip(roots, grads):
+            send(grad, node, input_nr)
+        while ready:
+            *_, node = heapq.heappop(ready)
+            node_grads = received.pop(node)
+            captured.update({(n, i): node_grads[i] for n, i in captures if n is node})
+            edges = [e for e in node.next_functions if e[0] is not None]
+            if node in executed:
+                results = _call_node(node, node_grads)
+            else:
+                results = [None] * len(edges)
+            for grad, (successor, input_nr) in zip(results, edges, strict=True):
+                send(grad, successor, input_nr)
+
+    result = tuple(captured.get(c) for c in captures)
+    if not allow_unreachable and None in result:
+        raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
+    return result
+
+
+def _call_node(node: Node, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """Run ``node``; the results are those for its edges that lead somewhere."""
+    fx_traceback.set_stack_trace(node.metadata.get("traceback_", []))
+    fx_traceback.set_grad_fn_seq_nr(node._sequence_nr())
+    try:
+        if isinstance(node, BackwardCFunction):
+            grads = [
+                torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
+                for g, m in zip(grads, node._input_metadata)
+            ]
+            results, wanted = node.apply(*grads), node.needs_input_grad
+        else:
+            results, wanted = node(*grads), (successor is not None for successor, _ in node.next_functions)
+        return [r for r, want in zip(results if isinstance(results, tuple) else (results,), wanted) if want]
+    finally:
+        fx_traceback.reset_grad_fn_seq_nr()
+
+
+class _TritonDriver:
+    """Knows its target and nothing else, which is all that compiling takes."""
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    def is_active(self) -> bool:
+        return True
+
+
+def _clear_device_caches() -> None:
+    """Forget what was found out about the device."""
+    for module in (inductor_utils, torch.utils._triton):
+        for value in vars(module).values():
+            if hasattr(value, "cache_clear"):
+                value.cache_clear()
+    DeviceProperties.create.cache_clear()
+    CacheBase.get_system.cache_clear()
+
+
+def _constant_name(graph: GraphLowering, name: str, device_override: torch.device | None) -> str:
+    """``GraphLowering.constant_name`` without the copy to the device."""
+    constant = graph.constants[name]
+    if device_override is None or constant.device == device_override:
+        return name
+    return graph.allocate_non_dup_const_name(f"{name}_{device_override.type}{device_override.index or 0}", constant)
+
+
+@contextlib.contextmanager
+def _pretend_h200() -> Iterator[None]:
+    """Everything that asks for the device is told of an H200; nothing touches a driver."""
+    device_functions = {
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "is_current_stream_capturing": lambda: False,
+        "is_bf16_supported": lambda *args, **kwargs: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "_exchange_device": lambda device: 0,
+        "_maybe_exchange_device": lambda device: 0,
+        "_lazy_init": lambda: None,
+        "synchronize": lambda device=None: None,
+        "get_device_name": lambda device=None: H200.name,
+        "get_device_properties": lambda device=None: H200,
+        "get_device_capability": lambda device=None: (H200.major, H200.minor),
+        "get_rng_state": lambda device="cuda": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device="cuda": None,
+    }
+    with contextlib.ExitStack() as stack:
+        patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
+        for name, function in device_functions.items():
+            patch(torch.cuda, name, function)
+            # The interface holds the functions themselves, some without their underscore.
+            if name.lstrip("_") in vars(CudaInterface):
+                patch(CudaInterface, name.lstrip("_"), staticmethod(function))
+        for cache in (
+            device_interface.caching_worker_current_devices,
+            device_interface.caching_worker_device_properties,
+        ):
+            stack.enter_context(mock.patch.dict(cache, clear=True))
+        patch(torch._C, "_cuda_hasPrimaryContext", lambda device: False)
+        patch(fake_tensor, "init_gpu_context", lambda device: None)
+        patch(FakeTensorMode, "avoid_device_init", True)
+        # Tracing would compute with small constants, on the device they belong to.
+        patch(proxy_tensor, "CONSTANT_NUMEL_LIMIT", -1)
+        patch(GraphLowering, "constant_name", _constant_name)
+        patch(triton_driver, "_active", _TritonDriver())
+        patch(triton_helpers, "set_driver_to_gpu", lambda: None)
+        _clear_device_caches()
+        stack.callback(_clear_device_caches)
+        yield
+
+
+@contextlib.contextmanager
+def fake_cuda(*, compile_kernels: bool = False) -> Iterator[list[CompiledGraph]]:
+    """Yields a list that receives a :class:`CompiledGraph` for each graph Inductor compiles.
+
+    Inside, all new tensors are fake and those on ``"cuda"`` belong to a pretended H200. With
+    ``compile_kernels``, Triton kernels are compiled for sm_90 (first configuration of each).
+    Compiled functions do not outlive the context.
+    """
+    recorder = _Recorder(compile_kernels)
+    hooks = (
+        (compile_fx, "compile_fx", recorder.compile_fx),
+        (compile_fx, "_compile_fx_inner", recorder._compile_fx_inner),
+        (compile_fx, "cudagraphify", recorder.cudagraphify),
+        (Scheduler, "codegen", recorder.codegen),
+        (Scheduler, "graph_partition", recorder.graph_partition),
+        (AsyncCompile, "triton", recorder.triton),
+    )
+    torch._dynamo.reset()
+    collecting = gc.isenabled()
+    # Collecting the fake tensors of an earlier context while new ones are made has crashed the
+    # interpreter, so their cycles are collected at the end, outside the mode.
+    gc.disable()
+    try:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(inductor_utils.fresh_cache())
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
+            stack.enter_context(_pretend_h200())
+            for owner, name, hook in hooks:
+                wrapped = functools.partial(hook, getattr(owner, name))
+                if isinstance(owner, type):
+                    wrapped = functools.partialmethod(wrapped)
+                stack.enter_context(mock.patch.object(owner, name, wrapped))
+            stack.enter_context(mock.patch.object(GraphLowering, "save_output_code", recorder.save_output_code))
+            # Kernels for the CPU are not built, and a backward may run without its forward's manager.
+            stack.enter_context(mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args, **kwargs: None))
+            stack.enter_context(mock.patch.object(cudagraph_trees, "get_manager", mock.MagicMock()))
+            stack.enter_context(
+                config.patch(
+                    {
+                        "fx_graph_cache": False,
+                        "compile_threads": 1,
+                        # Finding out the instruction set takes a C++ compiler and its time.
+                        "cpp.vec_isa_ok": False,
+                        # These run kernels.
+                        "shape_padding": False,
+                        "joint_graph_constant_folding": False,
+                    }
+                )
+            )
+            # Module.to() swaps fake parameters, which a weak reference of the fake mode would prevent.
+            stack.enter_context(
+                mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda t: []))
+            )
+            stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward))
+            stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+            yield recorder.graphs
+    finally:
+        torch._dynamo.reset()
+        gc.collect()
+        if collecting:
+            gc.enable()
