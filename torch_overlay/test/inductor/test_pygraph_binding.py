@@ -352,7 +352,8 @@ def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
 
 def place(*sizes: int, alignment: int = 16) -> PlaceholderMap:
     with modelled():
-        return PlaceholderMap(PlaceholderArena(0, 0xFF).place(sizes, alignment))
+        requests = [(nbytes, alignment) for nbytes in sizes]
+        return PlaceholderMap(PlaceholderArena(0, 0xFF).place(requests))
 
 
 @needs_structs
@@ -756,8 +757,8 @@ class RandomGraphTest(TestCase):
     @given(graphs, calls)
     def test_executable_graph_holds_the_inputs(self, graph, calls):
         with modelled():
-            near = PlaceholderArena(0, 0xFF).place(SIZES[:2], 16)
-            far = PlaceholderArena(0, 0).place(SIZES[2:], 16)
+            near = PlaceholderArena(0, 0xFF).place([(n, 16) for n in SIZES[:2]])
+            far = PlaceholderArena(0, 0).place([(n, 16) for n in SIZES[2:]])
         places = PlaceholderMap(near + far)
         self.assertIsNone(places.find(far[-1].end))
         named = {"low": places.low - 1, "high": places.high, "between": far[-1].end}
@@ -826,23 +827,25 @@ class PlaceholderTest(TestCase):
     @settings(deadline=None, max_examples=60)
     @given(
         st.lists(
-            st.one_of(
-                st.integers(0, 4096),
-                st.sampled_from((PAGE_BYTES - 256, PAGE_BYTES - 1, PAGE_BYTES)),
-                st.integers(0, 1 << 26),
+            st.tuples(
+                st.one_of(
+                    st.integers(0, 4096),
+                    st.sampled_from((PAGE_BYTES - 256, PAGE_BYTES - 1, PAGE_BYTES)),
+                    st.integers(0, 1 << 26),
+                ),
+                st.sampled_from(record.ALIGNMENTS),
             ),
             min_size=1,
             max_size=8,
         ),
-        st.sampled_from(record.ALIGNMENTS),
     )
-    def test_place(self, sizes, alignment):
+    def test_place(self, requests):
         with modelled() as model:
             arena = PlaceholderArena(0, 0xFF)
-            placed = arena.place(sizes, alignment)
-            self.assertEqual(len(placed), len(sizes))
+            placed = arena.place(requests)
+            self.assertEqual(len(placed), len(requests))
             ((low, high),) = model.reserved
-            for p, nbytes in zip(placed, sizes):
+            for p, (nbytes, alignment) in zip(placed, requests):
                 self.assertEqual(p.address % alignment, 0)
                 self.assertNotEqual(p.address % (2 * alignment), 0)
                 self.assertGreaterEqual(p.address - p.start, GUARD_BYTES)
@@ -856,22 +859,22 @@ class PlaceholderTest(TestCase):
             # All of it is one page.
             self.assertEqual([len(page) for _, page in model.pages], [PAGE_BYTES])
             self.assertEqual(model.accessible, model.reserved)
-            for k, p in enumerate(placed):
-                places = PlaceholderMap(placed)
-                for offset in (0, sizes[k], -GUARD_BYTES, sizes[k] + GUARD_BYTES - 1):
+            places = PlaceholderMap(placed)
+            for k, (p, (size, _)) in enumerate(zip(placed, requests)):
+                for offset in (0, size, -GUARD_BYTES, size + GUARD_BYTES - 1):
                     self.assertEqual(places.find(p.address + offset), (k, offset))
 
     def test_no_sizes(self):
         with modelled() as model:
-            self.assertEqual(PlaceholderArena(0, 0).place([], 16), [])
+            self.assertEqual(PlaceholderArena(0, 0).place([]), [])
             self.assertEqual((model.pages, model.reserved), ([], []))
 
     def test_next_recording_uses_the_range_again(self):
         with modelled() as model:
             arena = PlaceholderArena(0, 0xFF)
-            first = arena.place([4096, 100], 16)
-            self.assertEqual(arena.place([4096, 100], 16), first)
-            (smaller,) = arena.place([64], 16)
+            first = arena.place([(4096, 16), (100, 16)])
+            self.assertEqual(arena.place([(4096, 16), (100, 16)]), first)
+            (smaller,) = arena.place([(64, 16)])
             self.assertEqual(smaller.address, first[0].address)
             self.assertEqual(len(model.reserved), 1)
 
@@ -879,19 +882,19 @@ class PlaceholderTest(TestCase):
         "A larger range is reserved elsewhere; the page stays the only one."
         with modelled() as model:
             arena = PlaceholderArena(0, 0xFF)
-            arena.place([64], 16)
-            (large,) = arena.place([64 << 20], 16)
+            arena.place([(64, 16)])
+            (large,) = arena.place([(64 << 20, 16)])
             self.assertEqual(len(model.pages), 1)
             (_, small_end), (start, end) = model.reserved
             self.assertGreaterEqual(start, small_end)
             self.assertLessEqual((start, large.end), (large.start, end))
             self.assertEqual({model.mapped[p] for p in model.mapped}, {0})
-            self.assertEqual(arena.place([64], 16)[0].start, start)
+            self.assertEqual(arena.place([(64, 16)])[0].start, start)
 
     @parametrize("device_index", (0, 3))
     def test_page_is_of_the_device(self, device_index):
         with modelled() as model:
-            PlaceholderArena(device_index, 0).place([64], 16)
+            PlaceholderArena(device_index, 0).place([(64, 16)])
             ((prop, _),) = model.pages
             self.assertEqual(prop.location.id, device_index)
             self.assertEqual(
@@ -901,7 +904,7 @@ class PlaceholderTest(TestCase):
     def test_hint(self):
         with modelled() as model:
             nan, zero = PlaceholderArena(0, 0xFF), PlaceholderArena(0, 0)
-            placed = nan.place([64], 16) + zero.place([64], 16)
+            placed = nan.place([(64, 16)]) + zero.place([(64, 16)])
             self.assertEqual([p.start for p in placed], model.hints)
             for p in placed:
                 # A user-space address in which few bits are zero.
@@ -912,7 +915,7 @@ class PlaceholderTest(TestCase):
         with modelled() as model:
             taken = placeholder.ADDRESS_HINT
             model.occupied = [(taken, taken + (1 << 30))]
-            (p,) = PlaceholderArena(0, 0).place([64], 16)
+            (p,) = PlaceholderArena(0, 0).place([(64, 16)])
             self.assertEqual(p.start, taken + (1 << 30))
 
     @parametrize(
@@ -923,10 +926,10 @@ class PlaceholderTest(TestCase):
             arena = PlaceholderArena(0, 0xFF)
             model.failing = call
             with self.assertRaisesRegex(DriverError, "CUDA_ERROR_OUT_OF_MEMORY"):
-                arena.place([64], 16)
+                arena.place([(64, 16)])
             self.assertFalse(arena.take_damage())
             model.failing = None
-            (p,) = arena.place([64], 16)
+            (p,) = arena.place([(64, 16)])
             self.assertIn((p.start, p.end), model.accessible)
             self.assertEqual(len(model.pages), 1)
 
@@ -935,7 +938,7 @@ class PlaceholderTest(TestCase):
         with modelled() as model:
             arena = PlaceholderArena(0, poison)
             self.assertFalse(arena.take_damage())
-            arena.place([4 * PAGE_BYTES], 16)
+            arena.place([(4 * PAGE_BYTES, 16)])
             _, page = model.pages[0]
             # Compared whole: assertEqual would look at each byte.
             self.assertTrue(page == bytes([poison]) * PAGE_BYTES)
@@ -951,10 +954,11 @@ class PlaceholderTest(TestCase):
     def test_arenas(self):
         placeholder.arena.cache_clear()
         self.addCleanup(placeholder.arena.cache_clear)
-        arenas = [placeholder.arena(d, f) for d in (0, 1) for f in (False, True)]
+        kinds = (placeholder.ZERO, placeholder.NAN)
+        arenas = [placeholder.arena(d, kind) for d in (0, 1) for kind in kinds]
         self.assertEqual([(a.device_index, a.poison) for a in arenas],
                          [(0, 0), (0, 0xFF), (1, 0), (1, 0xFF)])
-        self.assertIs(placeholder.arena(1, True), arenas[-1])
+        self.assertIs(placeholder.arena(1, placeholder.NAN), arenas[-1])
         poison = torch.full((8,), 0xFF, dtype=torch.uint8)
         for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16,
                       torch.float8_e4m3fn, torch.float8_e5m2):

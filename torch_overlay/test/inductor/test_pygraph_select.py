@@ -41,10 +41,11 @@ from torch.testing._internal.common_utils import (
     parametrize,
     subtest,
 )
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
 TIMED = select.WARMUP_SAMPLES + select.SAMPLES
 
@@ -268,8 +269,9 @@ class SelectionTest(SelectTestCase):
         graph: tuple[float, float] = (10, 10),
         forget: Callable[[], bool] = lambda: True,
         record: Callable | None = None,
+        is_forced: bool = False,
     ) -> Selection:
-        self.function = Function(FunctionReport("f", "inference"), False)
+        self.function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
         self.deployed: list[Callable] = []
         self.uncaptured = self.candidate("uncaptured", *uncaptured)
         self.replay = self.candidate("replay", *graph)
@@ -288,6 +290,7 @@ class SelectionTest(SelectTestCase):
             self.deployed.append,
             forgotten,
             0,
+            is_forced,
         )
 
     def call(self, selection: Callable, times: int = 1) -> list[str]:
@@ -305,10 +308,8 @@ class SelectionTest(SelectTestCase):
         # The first call compiles, and the last decides.
         self.assertEqual(self.call(selection, 1 + TIMED), ["uncaptured"] * (1 + TIMED))
         self.assertEqual(selection.uncaptured_samples.complete, True)
-        self.assertFalse(self.function.warmed_up)
         self.assertEqual(self.simulation.cleared, 0)
         self.assertEqual(self.call(selection), ["record"])
-        self.assertTrue(self.function.warmed_up)
         self.assertEqual(self.simulation.cleared, 1)
         self.assertEqual(self.call(selection, TIMED), ["replay"] * TIMED)
         self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
@@ -519,6 +520,7 @@ class DeployTest(SelectTestCase):
                 "device_index": 0,
                 "is_backward": False,
                 "is_inference": True,
+                "returned_output_idxs": OrderedSet([0]),
                 "stack_traces": None,
                 **kwargs,
             },
@@ -544,11 +546,9 @@ class DeployTest(SelectTestCase):
     @parametrize("force", (COPY, NODE_UPDATE))
     def test_force_graph(self, force):
         self.deploy(force=force)
-        self.assertEqual(self.call(5), ["record"] + ["replay"] * 4)
+        self.assertEqual(self.call(6), ["uncaptured", "record"] + ["replay"] * 4)
         (recorded,) = self.recorded
         self.assertEqual(recorded["pygraph"].binds_inputs, force == NODE_UPDATE)
-        # Trees warm it up themselves.
-        self.assertFalse(recorded["pygraph"].warmed_up)
         self.assertEqual(len(self.deployed), 1)
         (entry,) = report()
         self.assertEqual((entry.choice, entry.reason), (force, "forced"))
@@ -566,7 +566,6 @@ class DeployTest(SelectTestCase):
         self.assertEqual(self.forgotten, [(self.manager, "id")])
         self.assertEqual(len(self.deployed), 1)
         (recorded,) = self.recorded
-        self.assertTrue(recorded["pygraph"].warmed_up)
         self.assertTrue(recorded["pygraph"].binds_inputs)
 
     def test_arguments_reach_trees(self):
@@ -577,12 +576,14 @@ class DeployTest(SelectTestCase):
             is_inference=False,
             mutated_input_idxs=(1,),
             stack_traces=traces,
+            returned_output_idxs=OrderedSet([1]),
             inputs=[torch.zeros(4), torch.zeros(9)[1:], torch.zeros(4)],
             static_input_idxs=[0, 1],
         )
-        self.call(1)
+        self.call(2)
         (recorded,) = self.recorded
-        recorded.pop("pygraph")
+        function = recorded.pop("pygraph")
+        self.assertEqual(function.returned_output_idxs, OrderedSet([1]))
         self.assertEqual(
             recorded,
             {
@@ -639,11 +640,16 @@ class DeployTest(SelectTestCase):
 
     def test_other_thread_after_deployment(self):
         self.deploy(force=NODE_UPDATE)
+        def call_in_other_thread() -> None:
+            thread = threading.Thread(target=self.call, args=(4,))
+            thread.start()
+            thread.join()
+            self.assertEqual(self.ran, ["uncaptured"] * 4)
+
+        self.assertEqual(self.call(1), ["uncaptured"])
+        call_in_other_thread()
         self.assertEqual(self.call(3), ["record", "replay", "replay"])
-        thread = threading.Thread(target=self.call, args=(4,))
-        thread.start()
-        thread.join()
-        self.assertEqual(self.ran, ["uncaptured"] * 4)
+        call_in_other_thread()
         self.assertEqual(self.call(2), ["replay"] * 2)
 
     @parametrize("force", (NO_GRAPH, NODE_UPDATE, None))
@@ -673,7 +679,7 @@ class DeployTest(SelectTestCase):
             return [inputs[0] + 1]
 
         self.deploy(model)
-        self.assertEqual(self.call(3), ["record", "replay", "replay"])
+        self.assertEqual(self.call(3), ["uncaptured", "record", "replay"])
         self.assertFalse(self.recorded[0]["pygraph"].binds_inputs)
         self.assertEqual(report()[0].choice, COPY)
 
@@ -691,16 +697,27 @@ instantiate_parametrized_tests(DeployTest)
 class FunctionTest(SelectTestCase):
     def setUp(self):
         super().setUp()
-        self.function = Function(FunctionReport("f", "forward"), False)
+        self.function = Function(FunctionReport("f", "forward"), OrderedSet([0]))
 
-    def may_run(self, holds_gradients=False, continues_path=False, **states) -> bool:
-        self.manager = mock.Mock(in_recording=False, in_warmup=False)
+    def may_run(
+        self,
+        path: Sequence[Function | None] = (),
+        live: bool = False,
+        new_generation: bool = True,
+        **states: bool,
+    ) -> bool:
+        "path: the functions of the graphs that ran last, the last one first"
+        node = None
+        for function in reversed(path):
+            node = types.SimpleNamespace(
+                wrapped_function=types.SimpleNamespace(pygraph=function),
+                parent=node,
+                all_outputs_are_dead=lambda: not live,
+            )
+        self.manager = mock.Mock(current_node=node, in_recording=False, in_warmup=False)
+        self.manager.can_start_new_generation.return_value = new_generation
         self.manager.configure_mock(**states)
-        with (
-            mock.patch.object(record, "holds_gradients", lambda *_: holds_gradients),
-            mock.patch.object(record, "continues_path", lambda *_: continues_path),
-            mock.patch.object(record, "keep_last_generation") as self.keep,
-        ):
+        with mock.patch.object(record, "keep_last_generation") as self.keep:
             return self.function.may_run(self.manager, [])
 
     def test_may_run(self):
@@ -710,12 +727,20 @@ class FunctionTest(SelectTestCase):
             self.assertTrue(self.may_run(**{state: True}))
             self.keep.assert_called_once_with(self.manager, [])
 
-    def test_held_gradients(self):
-        self.assertFalse(self.may_run(holds_gradients=True))
-        self.assertEqual(counters["pygraph"]["held_gradients"], 1)
-        self.manager.update_generation.assert_not_called()
-        self.assertTrue(self.may_run(holds_gradients=True, continues_path=True))
-        self.assertEqual(counters["pygraph"]["held_gradients"], 1)
+    def test_activations_that_are_kept(self):
+        "The path that left them goes on, and no function runs over its own."
+        for path, runs in (
+            ((self.function,), False),
+            ((None, self.function), False),
+            ((None,), True),
+        ):
+            self.assertEqual(self.may_run(path, live=True), runs)
+            self.assertEqual(self.manager.update_generation.call_count, runs)
+            self.assertTrue(self.may_run(path, live=False))
+            # A backward is pending: trees do not end the path.
+            self.assertTrue(self.may_run(path, live=True, new_generation=False))
+            self.manager.update_generation.assert_not_called()
+        self.assertEqual(counters["pygraph"]["held_activations"], 2)
 
     def test_not_capturable(self):
         self.function.is_capturable = False
@@ -725,7 +750,7 @@ class FunctionTest(SelectTestCase):
         self.assertIs(self.function.node_type(), record.BoundGraphNode)
         with self.assertLogs(select.log, "INFO") as logs:
             self.function.unbind("why")
-        self.assertIs(self.function.node_type(), trees.CUDAGraphNode)
+        self.assertIs(self.function.node_type(), record.CopyGraphNode)
         self.assertEqual(logs.records[0].getMessage(), "f: inputs are copied: why")
         self.assertEqual(self.function.report.reason, "why")
 
@@ -779,37 +804,13 @@ class InputsTest(TestCase):
             info = PlaceholderInfo(name, None, [], None)
             self.assertTrue(record.is_saved_activation(info), name)
 
-    def node(self, *outputs: torch.Tensor | None, parent: Any = None) -> Any:
-        refs = [
-            None
-            if t is None
-            else types.SimpleNamespace(data_ptr=t.untyped_storage().data_ptr)
-            for t in outputs
-        ]
-        pooled = {t.untyped_storage().data_ptr() for t in outputs if t is not None}
-        return types.SimpleNamespace(
-            outputs_weakrefs=refs,
-            parent=parent,
-            _is_cuda_graph_recorded_tensor=lambda t: t.untyped_storage().data_ptr() in pooled,
-        )
-
-    def test_continues_path(self):
-        root, leaf, other = torch.zeros(4), torch.zeros(4), torch.zeros(4)
-        path = self.node(leaf, None, parent=self.node(root))
-        manager = types.SimpleNamespace(current_node=path)
-        for inputs, expected in (
-            ([], False),
-            ([other, 3], False),
-            ([other, leaf], True),
-            ([root[2:]], True),
-        ):
-            self.assertEqual(record.continues_path(manager, inputs), expected)
-        manager.current_node = None
-        self.assertFalse(record.continues_path(manager, [root]))
-
     def test_keep_last_generation(self):
         pooled, other = torch.arange(12.0).view(3, 4), torch.zeros(4)
-        manager = mock.Mock(current_node=self.node(pooled))
+        manager = mock.Mock()
+        address = pooled.untyped_storage().data_ptr()
+        manager.current_node._is_cuda_graph_recorded_tensor = (
+            lambda t: t.untyped_storage().data_ptr() == address
+        )
         view = pooled.t()[1:]
         inputs = [other, view, 7]
         manager.can_start_new_generation.return_value = False

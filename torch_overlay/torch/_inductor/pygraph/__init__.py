@@ -9,11 +9,14 @@ Graphs in PyTorch" (https://arxiv.org/abs/2503.19779).
 
 select       the function first runs uncaptured and is timed; a function that keeps the
              device busy by itself is never recorded (section 3.4)
-placeholder  the external inputs, which trees would copy at every replay, are captured at
-             addresses that belong to nothing else and cost no memory
+allocation   a rehearsal shows which of the function's allocations its outputs lie in
+placeholder  the external inputs, which trees would copy at every replay, and the outputs,
+             which the next replay would overwrite, are captured at addresses that belong
+             to nothing else and cost no memory
 record       a BoundGraphNode captures the function on the placeholders
 binding      every parameter word that points into a placeholder is found in the nodes of
-             the captured graph; setting those words moves the input (section 3.3)
+             the captured graph; setting those words moves the input (section 3.3), and
+             gives each call outputs of its own
 proof        the bound graph, run on the inputs of the call, must reproduce what the
              uncaptured function gave; otherwise trees record it as before, with copies
 select       replays are timed in the program itself, and the fastest candidate stays

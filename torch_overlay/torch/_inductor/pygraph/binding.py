@@ -2,7 +2,7 @@
 Parameter indirection by node update.
 
 Every parameter of every node of a captured graph can be read back. A word that points
-into a placeholder (placeholder.py) is that input plus an offset: an argument of a Triton
+into a placeholder (placeholder.py) is that input or output plus an offset: an argument of a Triton
 kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
 descriptor, an end of a memcpy. Writing the address of another buffer into those words and
 setting the node in the executable graph moves the input there: one driver call a node, and
@@ -238,7 +238,8 @@ def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
 
 class NodeUpdateBinding:
     """
-    The external inputs of one executable graph.
+    The external inputs and outputs of one executable graph, called inputs here: where an
+    address is written is the same for either.
 
     ``pointers`` are the addresses that the graph now holds. An instantiated graph must
     not be updated by two threads; trees keep a manager, and so its graphs, per thread.

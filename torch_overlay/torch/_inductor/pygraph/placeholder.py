@@ -1,5 +1,5 @@
 """
-Addresses to capture external inputs at.
+Addresses to capture external inputs and outputs at.
 
 While a function is captured, memory of inputs that died is reused for its
 intermediates, so an address that merely equals an input's says nothing about what a
@@ -38,13 +38,17 @@ GUARD_BYTES = PAGE_BYTES
 # (0x3_1280_0000), and few bits of one tell it from another parameter.
 ADDRESS_HINT = 0x5A3C_9600_0000
 
+# What fills the pages, a byte. Floating-point inputs are NaN in every dtype. Integers may be
+# indices, so they have to stay in bounds. An output has the value of what nothing wrote.
+NAN, ZERO, UNWRITTEN = POISONS = 0xFF, 0, 0xA5
+
 # Vendor libraries pick kernels by the alignment they see, up to this (cublasLt).
 MAX_ALIGNMENT = 256
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placeholder:
-    """The range [start, end) belongs to one input whose first element is at address."""
+    """The range [start, end) belongs to one tensor whose first element is at address."""
 
     start: int
     end: int
@@ -70,11 +74,11 @@ class PlaceholderArena:
         self.start = 0
         self.nbytes = 0
 
-    def place(self, sizes: Sequence[int], alignment: int) -> list[Placeholder]:
+    def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
         """
-        Places one placeholder for each size in bytes.
+        Places one placeholder for each (size, alignment), both in bytes.
 
-        Each address is a multiple of ``alignment`` and of no larger power of two: a
+        Each address is a multiple of its alignment and of no larger power of two: a
         kernel chosen by alignment must not need more than replay guarantees.
 
         Raises:
@@ -82,12 +86,12 @@ class PlaceholderArena:
         """
         spans = [
             2 * GUARD_BYTES + _round_up(nbytes + alignment, PAGE_BYTES)
-            for nbytes in sizes
+            for nbytes, alignment in requests
         ]
         self._reserve(sum(spans))
         placeholders = []
         start = self.start
-        for span in spans:
+        for span, (_, alignment) in zip(spans, requests):
             placeholders.append(
                 Placeholder(start, start + span, start + GUARD_BYTES + alignment)
             )
@@ -139,19 +143,13 @@ class PlaceholderArena:
 
 
 @functools.cache
-def arena(device_index: int, is_floating: bool) -> PlaceholderArena:
-    """
-    The arena for inputs of one kind on one device.
-
-    Floating-point inputs are poisoned with NaN in every dtype. Integers may be indices,
-    so their poison has to stay in bounds: zero.
-    """
-    return PlaceholderArena(device_index, 0xFF if is_floating else 0)
+def arena(device_index: int, poison: int) -> PlaceholderArena:
+    return PlaceholderArena(device_index, poison)
 
 
 def take_damage(device_index: int) -> bool:
     "Whether a placeholder of a device was written since this was last asked."
-    damaged = [arena(device_index, kind).take_damage() for kind in (True, False)]
+    damaged = [arena(device_index, poison).take_damage() for poison in POISONS]
     return any(damaged)
 
 
@@ -182,7 +180,7 @@ def storage_extent(t: torch.Tensor) -> int:
 
 
 class PlaceholderMap:
-    """Finds the input that an address belongs to."""
+    """Finds the placeholder that an address belongs to."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
         order = sorted(range(len(placeholders)), key=lambda i: placeholders[i].start)

@@ -17,6 +17,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.placeholder import UNWRITTEN
 
 
 if TYPE_CHECKING:
@@ -101,16 +102,15 @@ def same(expected: Fingerprint, actual: Fingerprint) -> bool:
     return bool((allowed.isfinite() & (difference <= allowed)).all())
 
 
-# What outputs hold before the graph runs. A function may return memory that it never
-# wrote (``torch.empty``), which proves nothing either way.
-UNWRITTEN = 0xA5
-
-
 def _bytes(t: torch.Tensor) -> torch.Tensor:
     return _dense(t.detach()).view(torch.uint8)
 
 
 def mark_unwritten(t: torch.Tensor) -> None:
+    """
+    Before the graph runs. A function may return memory that it never wrote
+    (``torch.empty``), which proves nothing either way.
+    """
     if torch.ops.aten.is_non_overlapping_and_dense(t):
         _bytes(t).fill_(UNWRITTEN)
 

@@ -1,17 +1,18 @@
 """
-A cudagraph-trees node whose external inputs are bound by address instead of copied.
+Cudagraph-trees nodes that leave nothing of the caller's in the graphs' memory pool.
 
 What trees copy at every replay, a BoundGraphNode captures at placeholders; a replay sets
-the nodes whose pointers changed and launches. Everything else (liveness, generations,
-pool checkpoints, static and managed inputs) is CUDAGraphNode's.
+the nodes whose pointers changed and launches. What trees return from the pool, to be
+overwritten by the next replay, is bound to new memory in each call; see allocation.py.
+Everything else (liveness, generations, pool checkpoints, static and managed inputs) is
+CUDAGraphNode's: the pool holds what partitions and a forward and its backward pass on.
 
 Mutated external inputs need no care: the graph writes the caller's memory, as the
 uncaptured function does. Outputs that alias an external input are rebuilt on the input of
 the call.
 
-Trees' copies also separated an input from the pool: an output of an earlier generation
-passed back in (``y = f(y)``) lies where this graph writes. Such an input is staged, that
-is copied first, as trees do.
+Trees' copies also separated an input from the pool. One that lies there all the same, the
+output of a function that is not ours, is staged, that is copied first, as trees do.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.compile_fx import static_input
 from torch._inductor.cudagraph_trees import (
-    AliasesBoundInput,
+    AliasesBoundMemory,
     CompilationMode,
     CUDAGraphNode,
     is_live,
@@ -34,16 +34,26 @@ from torch._inductor.cudagraph_trees import (
     UnaliasedStorage,
 )
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
+from torch._inductor.pygraph.allocation import (
+    Allocation,
+    AllocationTrace,
+    PlacedAllocations,
+    with_allocator,
+)
 from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
     arena,
     MAX_ALIGNMENT,
+    NAN,
     Placeholder,
     PlaceholderMap,
+    POISONS,
     storage_extent,
     take_damage,
     tensor_at,
+    UNWRITTEN,
+    ZERO,
 )
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
 from torch._inductor.utils import clone_preserve_strides
@@ -88,53 +98,28 @@ def is_saved_activation(info: PlaceholderInfo) -> bool:
     return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
 
 
-def holds_gradients(manager: CUDAGraphTreeManager) -> bool:
+def may_end_path(manager: CUDAGraphTreeManager) -> bool:
     """
-    Whether a generation would begin over gradients that the program still has.
+    Whether nothing that the program still has lies where a new path of graphs will write.
 
-    AccumulateGrad takes a backward's output for ``.grad`` as it is, so that gradients of
-    the last step lie where the graphs of this one write. Trees may overwrite outputs of
-    an earlier generation, but a program that accumulates never saw these as outputs.
-    What runs now has to run uncaptured, a forward and then its backward, and the backward
-    that was recorded hands out copies from then on.
-
-    Storages are looked at, not tensors: ``.grad`` is another tensor.
+    Trees end a path with its generation, whatever it left. What a path of ours leaves is
+    for the backward: activations that ``retain_graph=True`` keeps.
     """
     node = manager.current_node
-    if node is None or not manager.in_new_torch_compile_invocation():
-        return False
-    count = torch._C._storage_Use_Count
+    return (
+        node is None
+        or not manager.can_start_new_generation()
+        or node.all_outputs_are_dead()
+    )
+
+
+def is_on_path(manager: CUDAGraphTreeManager, function: Function) -> bool:
+    node = manager.current_node
     while node is not None:
-        function: Function | None = node.wrapped_function.pygraph
-        if function is not None and function.is_backward:
-            for ref in node.outputs_weakrefs:
-                # A cached output is held by its node: by the tensor and its storage.
-                held = 2 if ref is not None and ref.extra_ref_check else 0
-                if ref is not None and count(ref.ref.cdata) > held:
-                    function.copies_outputs = True
-                    return True
+        if node.wrapped_function.pygraph is function:
+            return True
         node = node.parent
     return False
-
-
-def continues_path(manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
-    """
-    Whether a function takes an output of the current path: an optimizer that takes the
-    gradients belongs to the step that computed them, though it was compiled by itself.
-    """
-    node = manager.current_node
-    if node is None:
-        return False
-    outputs = OrderedSet[int]()
-    while node is not None:
-        outputs.update(
-            ref.data_ptr() for ref in node.outputs_weakrefs if ref is not None
-        )
-        node = node.parent
-    return any(
-        isinstance(t, torch.Tensor) and t.untyped_storage().data_ptr() in outputs
-        for t in inputs
-    )
 
 
 def keep_last_generation(
@@ -142,7 +127,7 @@ def keep_last_generation(
 ) -> None:
     """
     Copies inputs that the end of a generation is about to take away: outputs of the
-    path that is being recorded, passed back in (``y = f(y)``).
+    path that is being recorded, by a function that is not ours.
     """
     node = manager.current_node
     if node is None or not manager.can_start_new_generation():
@@ -207,8 +192,9 @@ class Rehearsal:
     """
     One uncaptured run of the function on the inputs that are about to be recorded.
 
-    It gives the proof something to compare with, and the caller its outputs should the
-    recording be abandoned. Afterwards inputs and generators are as they were before.
+    It gives the proof something to compare with, the recording the allocations that its
+    outputs lie in, and the caller its outputs should the recording be abandoned.
+    Afterwards inputs and generators are as they were before.
     """
 
     def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
@@ -243,7 +229,10 @@ class Rehearsal:
     ) -> None:
         # Not in the pool: inputs stay alive here that die during capture, and the pool
         # would keep what that takes.
-        outputs = self.model(list(inputs))
+        trace = AllocationTrace()
+        outputs = with_allocator(self.model, trace)(list(inputs))
+        returned = node.wrapped_function.pygraph.returned_output_idxs
+        self.allocations = trace.of(outputs[i] for i in returned)
         self.proof = Proof(inputs, outputs, self.mutated)
         if has_managed:
             # The replay overwrites inputs that died, so there is no second run. An output
@@ -279,9 +268,54 @@ class Rehearsal:
         return self.model(list(self.inputs))
 
 
-class BoundGraphNode(CUDAGraphNode):
+class CopyGraphNode(CUDAGraphNode):
     """
-    See the module's docstring.
+    Copies its inputs into the pool, as trees do, and what it returns out of it.
+    """
+
+    # Outputs in the pool that the program gets. Those in one list share a storage.
+    returned_from_pool: list[list[int]]
+
+    def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
+        outputs = super().run_first_inputs(new_inputs)
+        sharing: dict[int, list[int]] = {}
+        for i, (alias, metadata) in enumerate(
+            zip(self.output_storage_alias, self.outputs_metadata)
+        ):
+            if (
+                isinstance(metadata, dict)
+                and self.static_output_tensors[i] is None
+                and not isinstance(alias, AliasesBoundMemory)
+            ):
+                sharing.setdefault(metadata["data_ptr"], []).append(i)
+        returned = self.wrapped_function.pygraph.returned_output_idxs
+        self.returned_from_pool = [
+            idxs for idxs in sharing.values() if not returned.isdisjoint(idxs)
+        ]
+        counters["pygraph"]["copied_outputs"] += len(self.returned_from_pool)
+        return self._copied_from_pool(outputs)
+
+    def run(self, new_inputs: list[InputType]) -> OutputType:
+        return self._copied_from_pool(super().run(new_inputs))
+
+    def _copied_from_pool(self, outputs: OutputType) -> OutputType:
+        if not self.returned_from_pool:
+            return outputs
+        outputs = list(outputs)
+        for idxs in self.returned_from_pool:
+            storage = outputs[idxs[0]].untyped_storage().clone()  # type: ignore[union-attr]
+            for i in idxs:
+                outputs[i] = self._reconstruct_from_tensor_metadata(
+                    self.outputs_metadata[i],  # type: ignore[arg-type]
+                    storage,
+                )
+        return outputs
+
+
+class BoundGraphNode(CopyGraphNode):
+    """
+    See the module's docstring. What is bound, the external inputs and then the outputs'
+    allocations, is numbered alike in placeholders, pointers and call_tensors.
 
     Raises:
         RecordingAbandoned: the inputs could not be bound, or the proof failed. It carries
@@ -289,11 +323,12 @@ class BoundGraphNode(CUDAGraphNode):
             with copies from then on.
     """
 
-    binding: NodeUpdateBinding | None = None
+    binding: NodeUpdateBinding
     rehearsal: Rehearsal | None = None
-    # The external inputs of the current call, in the order of bound_input_idxs.
-    call_inputs: list[torch.Tensor]
-    call_pointers: list[int]
+    # What is bound, in the current call. Outputs that lie in it are rebuilt from it.
+    call_tensors: list[torch.Tensor]
+    # Of the external inputs, in the last call.
+    input_pointers: list[int]
     # (position in bound_input_idxs, copy that the graph reads) of the current call.
     staged: list[tuple[int, torch.Tensor]]
 
@@ -316,7 +351,6 @@ class BoundGraphNode(CUDAGraphNode):
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function: Function = self.wrapped_function.pygraph
         managed = self.cudagraph_managed_idxs
-        self.call_inputs = []
         self.staged = []
         bound = [
             i
@@ -333,14 +367,21 @@ class BoundGraphNode(CUDAGraphNode):
             # Its value would be that of this call for ever.
             function.is_capturable = False
             self._abandon("an input lies on the CPU", inputs)
-        if not bound:
-            return bound
         if any(i in managed for i in self.wrapped_function.mutated_input_idxs):
             # Capture has to let go of managed inputs, so it could not be undone.
             self._abandon("an earlier graph's output is mutated", inputs)
         try:
-            self._place(bound, inputs, function)
+            self.call_tensors = self._leave_pool(bound, inputs)
+            self.input_pointers = [t.data_ptr() for t in self.call_tensors]
+            self.alignment = min(
+                function.alignment, common_alignment(self.input_pointers)
+            )
+            function.alignment = self.alignment
+            function.report.stock_copied_bytes = sum(
+                map(storage_extent, self.call_tensors)
+            )
             self.rehearsal = Rehearsal(self, inputs)
+            self._place(self.rehearsal.allocations)
         except RecordingAbandoned:
             raise
         except Exception as e:
@@ -349,34 +390,45 @@ class BoundGraphNode(CUDAGraphNode):
             self._abandon(failure, inputs)
         return bound
 
-    def _place(
-        self, bound: list[int], inputs: list[InputType], function: Function
-    ) -> None:
-        self.call_inputs = [inputs[i] for i in bound]  # type: ignore[misc]
-        self.call_pointers = [t.data_ptr() for t in self.call_inputs]
+    def _leave_pool(
+        self, bound: list[int], inputs: list[InputType]
+    ) -> list[torch.Tensor]:
+        "The external inputs, those in the pool replaced by copies."
         pool = PoolRanges(self.cuda_graphs_pool)
-        mutated = OrderedSet(self.wrapped_function.mutated_input_idxs)
-        for k, i in enumerate(bound):
-            if self.call_pointers[k] in pool:
-                if i in mutated:
+        for i in bound:
+            t: torch.Tensor = inputs[i]  # type: ignore[assignment]
+            if t.data_ptr() in pool:
+                if i in self.wrapped_function.mutated_input_idxs:
                     self._abandon("a mutated input lies in the graphs' memory", inputs)
-                inputs[i] = clone_preserve_strides(self.call_inputs[k])
-                self.call_pointers[k] = inputs[i].data_ptr()  # type: ignore[union-attr]
-        self.alignment = min(function.alignment, common_alignment(self.call_pointers))
-        function.alignment = self.alignment
-        placed: dict[int, Placeholder] = {}
-        for is_floating in (True, False):
-            ks = [
-                k
-                for k, t in enumerate(self.call_inputs)
-                if (t.is_floating_point() or t.is_complex()) == is_floating
-            ]
-            sizes = [storage_extent(self.call_inputs[k]) for k in ks]
-            placed.update(
-                zip(ks, arena(self.device, is_floating).place(sizes, self.alignment))
+                inputs[i] = clone_preserve_strides(t)
+        return [inputs[i] for i in bound]  # type: ignore[misc]
+
+    def _place(self, allocations: dict[int, Allocation]) -> None:
+        # (poison, (size, alignment)) of each placeholder
+        requests = [
+            (
+                NAN if t.is_floating_point() or t.is_complex() else ZERO,
+                (storage_extent(t), self.alignment),
             )
-        function.report.stock_copied_bytes = sum(map(storage_extent, self.call_inputs))
-        self.placeholders = PlaceholderMap([placed[k] for k in range(len(bound))])
+            for t in self.call_tensors
+        ]
+        self.allocators = [a.allocator(self.device) for a in allocations.values()]
+        for allocate in self.allocators:
+            self.call_tensors.append(t := allocate())
+            requests.append((UNWRITTEN, (storage_extent(t), MAX_ALIGNMENT)))
+        placed: dict[int, Placeholder] = {}
+        for poison in POISONS:
+            ks = [k for k, request in enumerate(requests) if request[0] == poison]
+            placed.update(
+                zip(ks, arena(self.device, poison).place([requests[k][1] for k in ks]))
+            )
+        placeholders = [placed[k] for k in range(len(requests))]
+        self.placeholders = PlaceholderMap(placeholders)
+        outputs = placeholders[len(requests) - len(allocations) :]
+        self.placed_allocations = {
+            n: (allocation, placeholder.address)
+            for (n, allocation), placeholder in zip(allocations.items(), outputs)
+        }
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
         self.wrapped_function.pygraph.unbind(reason)
@@ -396,47 +448,44 @@ class BoundGraphNode(CUDAGraphNode):
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         # The nodes of the captured graph name those of the executable one.
-        return torch.cuda.CUDAGraph(keep_graph=bool(self.bound_input_idxs))
+        return torch.cuda.CUDAGraph(keep_graph=True)
 
-    def _bound_input_alias(self, output: torch.Tensor) -> AliasesBoundInput | None:
-        if not self.bound_input_idxs:
-            return None
+    def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         storage_address = output.untyped_storage().data_ptr()
         hit = self.placeholders.find(storage_address)
         if hit is None:
             return None
         k, _ = hit
         address = storage_address + output.storage_offset() * output.element_size()
-        like = self.call_inputs[k]
+        like = self.call_tensors[k]
         offset = address - self.placeholders.placeholders[k].address
-        is_input = (
+        is_whole = (
             offset == 0
             and output.shape == like.shape
             and output.stride() == like.stride()
             and output.dtype == like.dtype
         )
-        return AliasesBoundInput(k, offset, is_input)
+        return AliasesBoundMemory(k, offset, is_whole)
 
-    def _alias_of_bound_input(
-        self, alias: AliasesBoundInput, metadata: dict[str, Any]
+    def _alias_of_bound_memory(
+        self, alias: AliasesBoundMemory, metadata: dict[str, Any]
     ) -> torch.Tensor:
-        inp = self.call_inputs[alias.input]
-        if alias.is_input:
-            # The caller's own tensor, whose version counter autograd watches.
-            return inp
-        offset = inp.storage_offset() * inp.element_size() + alias.offset
+        bound = self.call_tensors[alias.index]
+        if alias.is_whole:
+            # If it is an input, the caller's own: autograd watches its version counter.
+            return bound
+        offset = bound.storage_offset() * bound.element_size() + alias.offset
         metadata = {
             **metadata,
             "storage_offset": offset // metadata["dtype"].itemsize,
         }
-        return self._reconstruct_from_tensor_metadata(metadata, inp.untyped_storage())
+        return self._reconstruct_from_tensor_metadata(metadata, bound.untyped_storage())
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        if self.rehearsal is None:
-            return super()._record(model, inputs)
         stream = torch.cuda.current_stream(self.device)
+        placed = PlacedAllocations(self.placed_allocations, self.device)
         try:
-            return super()._record(model, inputs)
+            return super()._record(with_allocator(model, placed), inputs)
         except Exception as e:
             failure = str(e).partition("\n")[0]
         clean_up_failed_capture(self, stream)
@@ -448,22 +497,23 @@ class BoundGraphNode(CUDAGraphNode):
             self._bind_and_prove()
 
     def _bind_and_prove(self) -> None:
-        if self.rehearsal is None:
-            return super()._first_replay()
         if self.graph is None or self.recording_outputs is None:
             raise AssertionError("nothing was recorded")
         self.recording_outputs = list(self.recording_outputs)
+        pointers = [t.data_ptr() for t in self.call_tensors]
         try:
             self.graph.instantiate()
-            binding = NodeUpdateBinding(
+            self.binding = NodeUpdateBinding(
                 self.graph.raw_cuda_graph(),
                 self.graph.raw_cuda_graph_exec(),
                 self.placeholders,
             )
             take_damage(self.device)
-            binding.update(self.call_pointers)
+            self.binding.update(pointers)
         except (BindingError, DriverError) as e:
             self._abandon(str(e))
+        for t in self.call_tensors[len(self.bound_input_idxs) :]:
+            mark_unwritten(t)
         if not self.cudagraph_managed_idxs:
             # An output may lie where a managed input was, which the graph has yet to read.
             for output, alias in zip(self.recording_outputs, self.output_storage_alias):
@@ -471,8 +521,8 @@ class BoundGraphNode(CUDAGraphNode):
                     mark_unwritten(output)
         super()._first_replay()
         for i, alias in enumerate(self.output_storage_alias):
-            if isinstance(alias, AliasesBoundInput):
-                self.recording_outputs[i] = self._alias_of_bound_input(
+            if isinstance(alias, AliasesBoundMemory):
+                self.recording_outputs[i] = self._alias_of_bound_memory(
                     alias,
                     self.outputs_metadata[i],  # type: ignore[arg-type]
                 )
@@ -482,8 +532,7 @@ class BoundGraphNode(CUDAGraphNode):
         if failure is not None:
             self._abandon(failure)
         self.rehearsal = None
-        self.call_inputs = []
-        self.binding = binding
+        self.call_tensors = []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         self.mutated_bound = OrderedSet(
             k
@@ -491,10 +540,11 @@ class BoundGraphNode(CUDAGraphNode):
             if i in self.wrapped_function.mutated_input_idxs
         )
         entry = self.wrapped_function.pygraph.report
-        entry.kernel_nodes = binding.num_nodes
-        entry.updated_nodes = len(binding.updates)
+        entry.kernel_nodes = self.binding.num_nodes
+        entry.updated_nodes = len(self.binding.updates)
         counters["pygraph"]["bound_inputs"] += len(self.bound_input_idxs)
-        counters["pygraph"]["updated_nodes"] += len(binding.updates)
+        counters["pygraph"]["bound_outputs"] += len(self.allocators)
+        counters["pygraph"]["updated_nodes"] += len(self.binding.updates)
 
     def _difference(self) -> str | None:
         "Why the first replay is not what the rehearsal was, or None."
@@ -510,36 +560,33 @@ class BoundGraphNode(CUDAGraphNode):
     def check_invariants(
         self, inputs: list[InputType]
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
-        if self.binding is not None:
-            pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
-            if pointers != self.binding.pointers:
-                combined = 0
-                for pointer in pointers:
-                    combined |= pointer
-                if combined % self.alignment:
-                    status = CheckInvariantStatus.BoundInputAlignmentMismatch
-                    return status, lambda: f"{status}"
-            self.call_pointers = pointers
+        pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
+        if pointers != self.input_pointers:
+            combined = 0
+            for pointer in pointers:
+                combined |= pointer
+            if combined % self.alignment:
+                status = CheckInvariantStatus.BoundInputAlignmentMismatch
+                return status, lambda: f"{status}"
+            self.input_pointers = pointers
         return super().check_invariants(inputs)
 
     def _copy_inputs_and_remove_from_src(
         self, dsts: list[InputType], srcs: list[InputType]
     ) -> None:
         super()._copy_inputs_and_remove_from_src(dsts, srcs)
-        binding = self.binding
-        if binding is None:
-            return
-        self.call_inputs = [srcs[i] for i in self.bound_input_idxs]  # type: ignore[misc]
-        if self.call_pointers != binding.pointers:
-            self._stage_pool_owned()
-            binding.update(self.call_pointers)
+        outputs = [allocate() for allocate in self.allocators]
+        self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
+        pointers = self.input_pointers + [t.data_ptr() for t in outputs]
+        if pointers != self.binding.pointers:
+            self._stage_pool_owned(pointers)
+            self.binding.update(pointers)
 
-    def _stage_pool_owned(self) -> None:
-        for k, pointer in enumerate(self.call_pointers):
+    def _stage_pool_owned(self, pointers: list[int]) -> None:
+        for k, pointer in enumerate(self.input_pointers):
             if pointer in self.pool_ranges:
-                original = self.call_inputs[k]
-                staged = clone_preserve_strides(original)
-                self.call_pointers[k] = staged.data_ptr()
+                staged = clone_preserve_strides(self.call_tensors[k])
+                pointers[k] = staged.data_ptr()
                 counters["pygraph"]["staged_inputs"] += 1
                 # Alive until the launch; the caching allocator orders what comes after.
                 self.staged.append((k, staged))
@@ -549,33 +596,12 @@ class BoundGraphNode(CUDAGraphNode):
         if self.staged:
             for k, staged in self.staged:
                 if k in self.mutated_bound:
-                    self.call_inputs[k].copy_(staged)
+                    self.call_tensors[k].copy_(staged)
             self.staged = []
 
-    def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
-        return self._handed_out(super().run_first_inputs(new_inputs))
-
     def run(self, new_inputs: list[InputType]) -> OutputType:
-        outputs = self._handed_out(super().run(new_inputs))
-        self.call_inputs = []
-        return outputs
-
-    def _handed_out(self, outputs: OutputType) -> OutputType:
-        if not self.wrapped_function.pygraph.copies_outputs:
-            return outputs
-        # Only what lies in the pool, once for each storage, so that aliases stay aliases.
-        idxs = [
-            i
-            for i, unaliased in enumerate(self.unaliased_in_all_paths)
-            if unaliased and isinstance(outputs[i], torch.Tensor)
-        ]
-        pooled = [outputs[i] for i in idxs]
-        copies = [static_input(t) for t in pooled]  # type: ignore[arg-type]
-        if copies:
-            torch._foreach_copy_(copies, pooled)  # type: ignore[arg-type]
-        outputs = list(outputs)
-        for i, copy in zip(idxs, copies):
-            outputs[i] = copy
+        outputs = super().run(new_inputs)
+        self.call_tensors = []
         return outputs
 
 

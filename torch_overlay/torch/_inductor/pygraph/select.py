@@ -81,42 +81,39 @@ class Function:
         binds_inputs: external inputs are bound by address; cleared for good when a
             recording could not be bound or proven
         id: trees' name for it, once recorded
-        copies_outputs: outputs are handed out as copies, since the program keeps those of
-            one generation into the next
+        returned_output_idxs: outputs that the program gets; a forward's others are what its
+            backward needs
         is_capturable: cleared for good when a capture failed
         alignment: of the external inputs' addresses in bytes, the least seen
-        warmed_up: ran uncaptured already, so that trees need not
     """
 
-    def __init__(self, report: FunctionReport, is_backward: bool) -> None:
+    def __init__(
+        self, report: FunctionReport, returned_output_idxs: OrderedSet[int]
+    ) -> None:
         self.report = report
-        self.is_backward = is_backward
+        self.returned_output_idxs = returned_output_idxs
         self.binds_inputs = True
-        self.copies_outputs = False
         self.is_capturable = True
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
-        self.warmed_up = False
 
     def node_type(self) -> type[CUDAGraphNode]:
-        if not self.binds_inputs:
-            return CUDAGraphNode
-        from torch._inductor.pygraph.record import BoundGraphNode
+        from torch._inductor.pygraph import record
 
-        return BoundGraphNode
+        return record.BoundGraphNode if self.binds_inputs else record.CopyGraphNode
 
     def may_run(self, manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
         """
-        Called before trees end a generation. False if the function has to run uncaptured
-        this time; inputs that would be lost are replaced by copies.
+        Called before trees end a path. False if the function has to run uncaptured this
+        time; inputs that would be lost are replaced by copies.
         """
         from torch._inductor.pygraph import record
 
         if not self.is_capturable:
             return False
-        if record.holds_gradients(manager):
-            if not record.continues_path(manager, inputs):
-                counters["pygraph"]["held_gradients"] += 1
+        if not record.may_end_path(manager):
+            if record.is_on_path(manager, self):
+                counters["pygraph"]["held_activations"] += 1
                 return False
             manager.update_generation()
         if manager.in_recording or manager.in_warmup:
@@ -225,6 +222,7 @@ class Selection:
         deploy: Callable[[ModelType], None],
         forget: Callable[[], bool],
         device_index: int,
+        is_forced: bool,
     ) -> None:
         self.function = function
         self.retire_calls = 0
@@ -238,6 +236,7 @@ class Selection:
         self.replay_samples = Samples(device_index)
         self.uncaptured_cost: Cost | None = None
         self.replay: ModelType | None = None
+        self.is_forced = is_forced
         self.step: ModelType = self._first_call
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
@@ -249,8 +248,13 @@ class Selection:
         return self.step(inputs)
 
     def _first_call(self, inputs: list[InputType]) -> OutputType:
-        self.step = self._time_uncaptured
+        self.step = self._record_forced if self.is_forced else self._time_uncaptured
         return self.uncaptured(inputs)
+
+    def _record_forced(self, inputs: list[InputType]) -> OutputType:
+        self.step, outputs = self.record(inputs)
+        self.deploy(self.step)
+        return outputs
 
     def _time_uncaptured(self, inputs: list[InputType]) -> OutputType:
         if not self.uncaptured_samples.complete:
@@ -264,7 +268,6 @@ class Selection:
                 f"launching takes {cost.host:.0f} us of the device's {cost.stream:.0f}",
             )
             return self.uncaptured(inputs)
-        self.function.warmed_up = True
         # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
         torch._C._cuda_clearCublasWorkspaces()
         self.replay, outputs = self.record(inputs)
@@ -322,6 +325,7 @@ def deploy(
     device_index: int,
     is_backward: bool,
     is_inference: bool,
+    returned_output_idxs: OrderedSet[int],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
     **kwargs: Any,
@@ -331,6 +335,7 @@ def deploy(
 
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
+        returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
         force: one of NO_GRAPH, COPY, NODE_UPDATE, to skip the selection; config.pygraph_force
         kwargs: further arguments of cudagraph_trees.cudagraphify
     """
@@ -342,7 +347,7 @@ def deploy(
         else CompilationMode.FORWARD
     )
     name = getattr(model, "__name__", "graph")
-    function = Function(new_report(name, mode.name.lower()), is_backward)
+    function = Function(new_report(name, mode.name.lower()), returned_output_idxs)
     to_check = get_input_idxs_to_check(inputs, static_input_idxs)
     aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
 
@@ -406,13 +411,6 @@ def deploy(
         function.binds_inputs = force == NODE_UPDATE
         decide(function, force, "forced")
 
-        def record_and_replace(inputs: list[InputType]) -> OutputType:
-            fn, outputs = record(inputs)
-            replace(realigned(fn))
-            return outputs
-
-        return realigned(record_and_replace)
-
     def forget() -> bool:
         from torch._inductor.pygraph import record
 
@@ -425,5 +423,6 @@ def deploy(
         lambda fn: replace(realigned(fn)),
         forget,
         device_index,
+        is_forced=force is not None,
     )
     return realigned(selection)

@@ -1,0 +1,252 @@
+# Owner(s): ["module: inductor"]
+"""
+Which outputs leave a graph, and which allocation each lies in, on a machine that need not
+have a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor import compile_fx, cudagraph_trees as trees
+from torch._inductor.pygraph import allocation, record
+from torch._inductor.pygraph.allocation import (
+    Allocation,
+    AllocationTrace,
+    ALLOCATOR,
+    PlacedAllocations,
+    with_allocator,
+)
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.utils._ordered_set import OrderedSet
+
+
+def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype)
+
+
+def generated(source: str) -> types.FunctionType:
+    "A function ``call`` in a module as Inductor writes them, on the CPU."
+    module = {"torch": torch, ALLOCATOR: empty_strided}
+    exec(source, module)
+    return module["call"]  # type: ignore[return-value]
+
+
+class ReturnedOutputsTest(TestCase):
+    def functions(self, fn: Any, *inputs: Any) -> list[tuple[str, Any, list[int]]]:
+        "(mode, function, returned outputs) of each function that could be recorded"
+        seen = []
+
+        def cudagraphify(model, *, pygraph, is_backward, is_inference, **kwargs):
+            mode = "backward" if is_backward else "inference" if is_inference else "forward"
+            seen.append((mode, model, list(pygraph.returned_output_idxs)))
+            return model
+
+        with fake_cuda() as graphs, mock.patch.object(compile_fx, "cudagraphify", cudagraphify):
+            inputs = [make() for make in inputs]
+            outputs = torch.compile(fn, options={"pygraph": True})(*inputs)
+            if torch.is_grad_enabled():
+                sum(t.sum() for t in outputs).backward()
+        self.sources = [graph.source for graph in graphs]
+        return seen
+
+    def returned(self, *args: Any) -> list[tuple[str, list[str], list[str]]]:
+        "(mode, what the function returns, what of that leaves the graph) where nothing is split"
+        functions = self.functions(*args)
+        self.assertEqual(len(functions), len(self.sources))
+        result = []
+        for (mode, _, idxs), source in zip(functions, self.sources):
+            (names,) = re.findall(r"^    return \((.*), \)$", source, re.MULTILINE)
+            names = names.split(", ")
+            result.append((mode, names, [names[i] for i in idxs]))
+        return result
+
+    def matrix(self, **kwargs: Any) -> Any:
+        return lambda: torch.randn(64, 64, device="cuda", **kwargs)
+
+    def test_inference(self):
+        with torch.no_grad():
+            returned = self.returned(lambda x: (x.sin(), x, x @ x), self.matrix())
+        self.assertEqual(returned, [("inference", ["buf0", "buf1"], ["buf0", "buf1"])])
+
+    def test_saved_activations_stay(self):
+        def fn(x, w):
+            return (((x @ w).sin() @ w).sum(),)
+
+        forward, backward = self.returned(fn, self.matrix(), self.matrix(requires_grad=True))
+        saved = ["buf0", "buf1", "primals_1", "primals_2"]
+        self.assertEqual((forward[0], sorted(forward[1])), ("forward", sorted(["buf3", *saved])))
+        self.assertEqual(forward[2], ["buf3"])
+        self.assertEqual(backward, ("backward", ["buf4"], ["buf4"]))
+
+    def test_output_that_is_saved_too(self):
+        "Its buffer is returned once, under the number of either."
+
+        def fn(x, w):
+            y = (x @ w).tanh()
+            return y, y.t(), (y @ w).sin().sum()
+
+        forward, _ = self.returned(fn, self.matrix(), self.matrix(requires_grad=True))
+        self.assertEqual(forward[1], ["buf1", "buf2", "buf3", "primals_1", "primals_2"])
+        self.assertEqual(forward[2], ["buf1", "buf3"])
+
+    def test_partitions(self):
+        "What one partition passes on to the next does not leave the graph."
+
+        def fn(x):
+            y = x.sin()
+            z = (x @ x).cos()
+            return (y @ z) * y.sum(0).cpu().sum().item(), z
+
+        with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
+            functions = self.functions(fn, self.matrix())
+        self.assertEqual(len(functions), 2)
+        self.assertEqual([len(idxs) for _, _, idxs in functions], [1, 1])
+
+    def test_generated_functions_can_be_given_an_allocator(self):
+        with torch.no_grad():
+            ((_, model, _),) = self.functions(lambda x: (x.sin(),), self.matrix())
+        self.assertIsNot(with_allocator(model, empty_strided), model)
+
+
+class AllocationTest(TestCase):
+    SOURCE = f"""
+def call(args):
+    (x,) = args
+    dead = {ALLOCATOR}((8,), (1,), torch.float32)
+    buf0 = {ALLOCATOR}((4, 2), (2, 1), torch.float32)
+    buf1 = buf0; del buf0
+    torch.add(x, 1, out=buf1)
+    buf2 = {ALLOCATOR}((0,), (1,), torch.int64)
+    buf3 = {ALLOCATOR}((8, 2), (2, 1), torch.float32)
+    buf3.copy_(torch.cat([buf1, buf1]))
+    return buf1, buf2, buf3[4:], torch.sort(buf3)[0], x, 3
+"""
+    OUTPUTS = {1: Allocation((4, 2), (2, 1), torch.float32), 3: Allocation((8, 2), (2, 1), torch.float32)}
+
+    def setUp(self):
+        super().setUp()
+        patch = mock.patch.object(allocation, "empty_strided_cuda", empty_strided)
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.call = generated(self.SOURCE)
+        self.x = torch.arange(8.0).view(4, 2)
+
+    def test_trace(self):
+        trace = AllocationTrace()
+        outputs = with_allocator(self.call, trace)([self.x])
+        self.assertEqual(trace.of(outputs), self.OUTPUTS)
+        self.assertEqual(trace.of([outputs[2]]), {3: self.OUTPUTS[3]})
+        self.assertEqual(trace.of([]), {})
+        # The function itself allocates as ever.
+        self.call([self.x])
+        self.assertEqual(len(trace.allocations), 4)
+
+    def test_last_allocation_at_an_address_counts(self):
+        memory = torch.empty(8)
+
+        def reused(size, stride, dtype):
+            return memory.as_strided(size, stride)
+
+        trace = AllocationTrace()
+        with mock.patch.object(allocation, "empty_strided_cuda", reused):
+            for size in (8, 4):
+                t = trace((size,), (1,), torch.float32)
+        self.assertEqual(trace.of([t]), {1: Allocation((4,), (1,), torch.float32)})
+
+    def placed(self, placed: dict[int, Allocation]) -> tuple[Any, dict[int, torch.Tensor]]:
+        memory = {1000 + n: empty_strided(*a) for n, a in placed.items()}
+
+        def tensor_at(address, like, device_index):
+            self.assertEqual((like.device.type, device_index), ("meta", 0))
+            t = memory[address]
+            self.assertEqual((t.shape, t.stride(), t.dtype), (like.shape, like.stride(), like.dtype))
+            return t
+
+        with mock.patch.object(allocation, "tensor_at", tensor_at):
+            allocate = PlacedAllocations({n: (a, 1000 + n) for n, a in placed.items()}, 0)
+            outputs = with_allocator(self.call, allocate)([self.x])
+        self.assertEqual(outputs, self.call([self.x]))
+        return outputs, memory
+
+    def test_outputs_are_placed(self):
+        outputs, memory = self.placed(self.OUTPUTS)
+        self.assertEqual(outputs[0].data_ptr(), memory[1001].data_ptr())
+        self.assertEqual(outputs[2].data_ptr(), memory[1003][4:].data_ptr())
+
+    def test_other_allocation_than_expected(self):
+        other = Allocation((4, 2), (1, 4), torch.float32)
+        outputs, memory = self.placed({1: other})
+        self.assertNotEqual(outputs[0].data_ptr(), memory[1001].data_ptr())
+
+    def test_function_of_another_kind(self):
+        for model in (self.call.__call__, lambda args: args, len):
+            self.assertIs(with_allocator(model, empty_strided), model)
+
+
+class CopyGraphNodeTest(TestCase):
+    "What leaves the pool, with nodes whose graph is a function."
+
+    def run_node(self, outputs: list[Any], returned: list[int], aliases: dict[int, Any] | None = None) -> list[Any]:
+        "Outputs of the call that records, with those of later calls checked against them."
+        aliases = aliases or {}
+        node = object.__new__(record.CopyGraphNode)
+        node.output_storage_alias = [aliases.get(i, trees.UnaliasedStorage) for i in range(len(outputs))]
+        node.static_output_tensors = [
+            t if isinstance(t, torch.Tensor) and i in aliases and aliases[i] is None else None
+            for i, t in enumerate(outputs)
+        ]
+        node.outputs_metadata = [
+            trees.CUDAGraphNode._tensor_metadata(t, ignore_storage_offset=False) if isinstance(t, torch.Tensor) else t
+            for t in outputs
+        ]
+        node.wrapped_function = mock.Mock()
+        node.wrapped_function.pygraph.returned_output_idxs = OrderedSet(returned)
+
+        def rebuild(metadata, storage):
+            t = torch.empty(0, dtype=metadata["dtype"])
+            return t.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+
+        node._reconstruct_from_tensor_metadata = rebuild
+        with (
+            mock.patch.object(trees.CUDAGraphNode, "run_first_inputs", lambda self, _: outputs),
+            mock.patch.object(trees.CUDAGraphNode, "run", lambda self, _: outputs),
+        ):
+            first = node.run_first_inputs([])
+            later = node.run([])
+        for mine, copy, again in zip(outputs, first, later):
+            self.assertEqual(copy, mine)
+            self.assertEqual(again, mine)
+            if isinstance(mine, torch.Tensor):
+                self.assertEqual(copy.stride(), mine.stride())
+                self.assertEqual(copy is mine, again is mine)
+        return first
+
+    def test_returned_outputs_are_copied(self):
+        a, b = torch.randn(4, 4), torch.randn(4)
+        copies = self.run_node([a, b, None, 3], [0, 2, 3])
+        self.assertNotEqual(copies[0].data_ptr(), a.data_ptr())
+        # The backward finds its own in the pool.
+        self.assertIs(copies[1], b)
+
+    def test_aliases_stay_aliases(self):
+        base = torch.randn(4, 4)
+        copies = self.run_node([base.t(), torch.randn(4), base[1:]], [2], {2: trees.AliasesNewOutput(0)})
+        addresses = [t.untyped_storage().data_ptr() for t in copies]
+        self.assertEqual(addresses[0], addresses[2])
+        self.assertNotEqual(addresses[0], base.data_ptr())
+
+    def test_what_is_not_in_the_pool_is_not_copied(self):
+        static, bound = torch.randn(4), torch.randn(4)
+        outputs = [static, bound]
+        copies = self.run_node(outputs, [0, 1], {0: None, 1: trees.AliasesBoundMemory(0, 0, True)})
+        self.assertIs(copies, outputs)
+
+
+if __name__ == "__main__":
+    run_tests()

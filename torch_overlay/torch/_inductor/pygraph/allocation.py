@@ -1,0 +1,125 @@
+"""
+Memory of what a function returns.
+
+In the graphs' pool it would be overwritten by the next replay, whether the program still
+has it or not. So the buffers that become outputs are bound as external inputs are:
+captured at placeholders, and given memory of their own in each call.
+
+Inductor's wrapper allocates every buffer through a global name of the generated module.
+A function of the same code with another allocator under that name is what is rehearsed,
+to see which allocation each output lies in, and what is captured, to put these at
+placeholders. An operator that allocates what it returns is not seen; such an output is
+copied out of the pool.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.placeholder import tensor_at
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch._inductor.cudagraph_utils import ModelType
+
+# What generated code allocates with, on the current device: (size, stride, dtype).
+ALLOCATOR = "empty_strided_cuda"
+empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
+
+
+class Allocation(NamedTuple):
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def allocator(self, device_index: int) -> Callable[[], torch.Tensor]:
+        if torch.cuda.device_count() == 1:
+            return functools.partial(empty_strided_cuda, *self)
+        device = torch.device("cuda", device_index)
+        return functools.partial(
+            torch.empty_strided,
+            self.size,
+            self.stride,
+            dtype=self.dtype,
+            device=device,
+        )
+
+
+def with_allocator(
+    model: ModelType, allocate: Callable[..., torch.Tensor]
+) -> ModelType:
+    """
+    The same function, allocating with ``allocate``; the function itself where it is not
+    one that Inductor generated.
+    """
+    if not isinstance(model, types.FunctionType) or ALLOCATOR not in model.__globals__:
+        return model
+    return types.FunctionType(
+        model.__code__,
+        {**model.__globals__, ALLOCATOR: allocate},
+        model.__name__,
+        model.__defaults__,
+        model.__closure__,
+    )
+
+
+class AllocationTrace:
+    """Allocates as the wrapper does, and remembers in what order."""
+
+    def __init__(self) -> None:
+        self.allocations: list[Allocation] = []
+        # The last allocation at each address: what is alive at the end is the last.
+        self.last_at: dict[int, int] = {}
+
+    def __call__(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        t = empty_strided_cuda(size, stride, dtype)
+        self.last_at[t.data_ptr()] = len(self.allocations)
+        self.allocations.append(Allocation(tuple(size), tuple(stride), dtype))
+        return t
+
+    def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
+        """
+        The allocations that outputs lie in, by their place in the order.
+
+        An operator may have allocated an output where an earlier buffer was. That buffer
+        is then bound for nothing, which the capture shows.
+        """
+        ordinals = {
+            self.last_at.get(t.untyped_storage().data_ptr())
+            for t in outputs
+            if isinstance(t, torch.Tensor) and t.numel() > 0
+        }
+        return {n: self.allocations[n] for n in sorted(ordinals - {None})}  # type: ignore[type-var, index]
+
+
+class PlacedAllocations:
+    """
+    Allocates as the wrapper does, except for some, which are put at given addresses.
+
+    Args:
+        placed: (what is expected, address) by place in the order of allocations
+    """
+
+    def __init__(
+        self, placed: Mapping[int, tuple[Allocation, int]], device_index: int
+    ) -> None:
+        self.placed = placed
+        self.device_index = device_index
+        self.count = 0
+
+    def __call__(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        expected, address = self.placed.get(self.count, (None, 0))
+        self.count += 1
+        if expected != (tuple(size), tuple(stride), dtype):
+            return empty_strided_cuda(size, stride, dtype)
+        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return tensor_at(address, like, self.device_index)
