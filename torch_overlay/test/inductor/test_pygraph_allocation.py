@@ -43,11 +43,20 @@ class ReturnedOutputsTest(TestCase):
         seen = []
 
         def cudagraphify(model, *, pygraph, is_backward, is_inference, **kwargs):
-            mode = "backward" if is_backward else "inference" if is_inference else "forward"
+            mode = (
+                "backward"
+                if is_backward
+                else "inference"
+                if is_inference
+                else "forward"
+            )
             seen.append((mode, model, list(pygraph.returned_output_idxs)))
             return model
 
-        with fake_cuda() as graphs, mock.patch.object(compile_fx, "cudagraphify", cudagraphify):
+        with (
+            fake_cuda() as graphs,
+            mock.patch.object(compile_fx, "cudagraphify", cudagraphify),
+        ):
             inputs = [make() for make in inputs]
             outputs = torch.compile(fn, options={"pygraph": True})(*inputs)
             if torch.is_grad_enabled():
@@ -78,9 +87,13 @@ class ReturnedOutputsTest(TestCase):
         def fn(x, w):
             return (((x @ w).sin() @ w).sum(),)
 
-        forward, backward = self.returned(fn, self.matrix(), self.matrix(requires_grad=True))
+        forward, backward = self.returned(
+            fn, self.matrix(), self.matrix(requires_grad=True)
+        )
         saved = ["buf0", "buf1", "primals_1", "primals_2"]
-        self.assertEqual((forward[0], sorted(forward[1])), ("forward", sorted(["buf3", *saved])))
+        self.assertEqual(
+            (forward[0], sorted(forward[1])), ("forward", sorted(["buf3", *saved]))
+        )
         self.assertEqual(forward[2], ["buf3"])
         self.assertEqual(backward, ("backward", ["buf4"], ["buf4"]))
 
@@ -127,7 +140,10 @@ def call(args):
     buf3.copy_(torch.cat([buf1, buf1]))
     return buf1, buf2, buf3[4:], torch.sort(buf3)[0], x, 3
 """
-    OUTPUTS = {1: Allocation((4, 2), (2, 1), torch.float32), 3: Allocation((8, 2), (2, 1), torch.float32)}
+    OUTPUTS = {
+        1: Allocation((4, 2), (2, 1), torch.float32),
+        3: Allocation((8, 2), (2, 1), torch.float32),
+    }
 
     def setUp(self):
         super().setUp()
@@ -159,17 +175,23 @@ def call(args):
                 t = trace((size,), (1,), torch.float32)
         self.assertEqual(trace.of([t]), {1: Allocation((4,), (1,), torch.float32)})
 
-    def placed(self, placed: dict[int, Allocation]) -> tuple[Any, dict[int, torch.Tensor]]:
+    def placed(
+        self, placed: dict[int, Allocation]
+    ) -> tuple[Any, dict[int, torch.Tensor]]:
         memory = {1000 + n: empty_strided(*a) for n, a in placed.items()}
 
         def tensor_at(address, like, device_index):
             self.assertEqual((like.device.type, device_index), ("meta", 0))
             t = memory[address]
-            self.assertEqual((t.shape, t.stride(), t.dtype), (like.shape, like.stride(), like.dtype))
+            self.assertEqual(
+                (t.shape, t.stride(), t.dtype), (like.shape, like.stride(), like.dtype)
+            )
             return t
 
         with mock.patch.object(allocation, "tensor_at", tensor_at):
-            allocate = PlacedAllocations({n: (a, 1000 + n) for n, a in placed.items()}, 0)
+            allocate = PlacedAllocations(
+                {n: (a, 1000 + n) for n, a in placed.items()}, 0
+            )
             outputs = with_allocator(self.call, allocate)([self.x])
         self.assertEqual(outputs, self.call([self.x]))
         return outputs, memory
@@ -192,17 +214,28 @@ def call(args):
 class CopyGraphNodeTest(TestCase):
     "What leaves the pool, with nodes whose graph is a function."
 
-    def run_node(self, outputs: list[Any], returned: list[int], aliases: dict[int, Any] | None = None) -> list[Any]:
+    def run_node(
+        self,
+        outputs: list[Any],
+        returned: list[int],
+        aliases: dict[int, Any] | None = None,
+    ) -> list[Any]:
         "Outputs of the call that records, with those of later calls checked against them."
         aliases = aliases or {}
         node = object.__new__(record.CopyGraphNode)
-        node.output_storage_alias = [aliases.get(i, trees.UnaliasedStorage) for i in range(len(outputs))]
+        node.output_storage_alias = [
+            aliases.get(i, trees.UnaliasedStorage) for i in range(len(outputs))
+        ]
         node.static_output_tensors = [
-            t if isinstance(t, torch.Tensor) and i in aliases and aliases[i] is None else None
+            t
+            if isinstance(t, torch.Tensor) and i in aliases and aliases[i] is None
+            else None
             for i, t in enumerate(outputs)
         ]
         node.outputs_metadata = [
-            trees.CUDAGraphNode._tensor_metadata(t, ignore_storage_offset=False) if isinstance(t, torch.Tensor) else t
+            trees.CUDAGraphNode._tensor_metadata(t, ignore_storage_offset=False)
+            if isinstance(t, torch.Tensor)
+            else t
             for t in outputs
         ]
         node.wrapped_function = mock.Mock()
@@ -210,11 +243,18 @@ class CopyGraphNodeTest(TestCase):
 
         def rebuild(metadata, storage):
             t = torch.empty(0, dtype=metadata["dtype"])
-            return t.set_(storage, metadata["storage_offset"], metadata["size"], metadata["stride"])
+            return t.set_(
+                storage,
+                metadata["storage_offset"],
+                metadata["size"],
+                metadata["stride"],
+            )
 
         node._reconstruct_from_tensor_metadata = rebuild
         with (
-            mock.patch.object(trees.CUDAGraphNode, "run_first_inputs", lambda self, _: outputs),
+            mock.patch.object(
+                trees.CUDAGraphNode, "run_first_inputs", lambda self, _: outputs
+            ),
             mock.patch.object(trees.CUDAGraphNode, "run", lambda self, _: outputs),
         ):
             first = node.run_first_inputs([])
@@ -236,7 +276,9 @@ class CopyGraphNodeTest(TestCase):
 
     def test_aliases_stay_aliases(self):
         base = torch.randn(4, 4)
-        copies = self.run_node([base.t(), torch.randn(4), base[1:]], [2], {2: trees.AliasesNewOutput(0)})
+        copies = self.run_node(
+            [base.t(), torch.randn(4), base[1:]], [2], {2: trees.AliasesNewOutput(0)}
+        )
         addresses = [t.untyped_storage().data_ptr() for t in copies]
         self.assertEqual(addresses[0], addresses[2])
         self.assertNotEqual(addresses[0], base.data_ptr())
@@ -244,7 +286,9 @@ class CopyGraphNodeTest(TestCase):
     def test_what_is_not_in_the_pool_is_not_copied(self):
         static, bound = torch.randn(4), torch.randn(4)
         outputs = [static, bound]
-        copies = self.run_node(outputs, [0, 1], {0: None, 1: trees.AliasesBoundMemory(0, 0, True)})
+        copies = self.run_node(
+            outputs, [0, 1], {0: None, 1: trees.AliasesBoundMemory(0, 0, True)}
+        )
         self.assertIs(copies, outputs)
 
 

@@ -477,7 +477,7 @@ instantiate_parametrized_tests(SelectionTest)
 class DeployTest(SelectTestCase):
     def setUp(self):
         super().setUp()
-        self.manager = mock.Mock()
+        self.manager = mock.Mock(roots={})
         self.recorded: list[dict[str, Any]] = []
         self.forgotten: list[Any] = []
 

@@ -19,6 +19,7 @@ binding      every parameter word that points into a placeholder is found in the
              gives each call outputs of its own
 proof        the bound graph, run on the inputs of the call, must reproduce what the
              uncaptured function gave; otherwise trees record it as before, with copies
+replay       what trees look up at each call, known in advance for a path's first graph
 select       replays are timed in the program itself, and the fastest candidate stays
 report       what was recorded, bound, chosen, and why
 

@@ -56,6 +56,7 @@ from torch._inductor.pygraph.placeholder import (
     ZERO,
 )
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
+from torch._inductor.pygraph.replay import is_steady
 from torch._inductor.utils import clone_preserve_strides
 from torch.utils._ordered_set import OrderedSet
 
@@ -329,8 +330,10 @@ class BoundGraphNode(CopyGraphNode):
     call_tensors: list[torch.Tensor]
     # Of the external inputs, in the last call.
     input_pointers: list[int]
-    # (position in bound_input_idxs, copy that the graph reads) of the current call.
-    staged: list[tuple[int, torch.Tensor]]
+    # (position in bound_input_idxs, input, copy that the graph reads) of the current call.
+    staged: list[tuple[int, torch.Tensor, torch.Tensor]]
+    # See replay.py. Changes with the tensors that trees cache.
+    is_steady: bool = False
 
     def _declared_static_idxs(
         self, inputs: list[InputType], mode: CompilationMode | None
@@ -579,25 +582,39 @@ class BoundGraphNode(CopyGraphNode):
         self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
         pointers = self.input_pointers + [t.data_ptr() for t in outputs]
         if pointers != self.binding.pointers:
-            self._stage_pool_owned(pointers)
-            self.binding.update(pointers)
+            self.move(self.call_tensors, pointers)
 
-    def _stage_pool_owned(self, pointers: list[int]) -> None:
-        for k, pointer in enumerate(self.input_pointers):
-            if pointer in self.pool_ranges:
-                staged = clone_preserve_strides(self.call_tensors[k])
+    def move(self, tensors: list[torch.Tensor], pointers: list[int]) -> None:
+        """
+        Binds the tensors of a call, which lie at ``pointers``.
+
+        Raises:
+            DriverError: a node refused. The graph must not be launched then.
+        """
+        for k in range(len(self.bound_input_idxs)):
+            if pointers[k] in self.pool_ranges:
+                staged = clone_preserve_strides(tensors[k])
                 pointers[k] = staged.data_ptr()
                 counters["pygraph"]["staged_inputs"] += 1
                 # Alive until the launch; the caching allocator orders what comes after.
-                self.staged.append((k, staged))
+                self.staged.append((k, tensors[k], staged))
+        self.binding.update(pointers)
 
     def run_graph(self) -> None:
         super().run_graph()
         if self.staged:
-            for k, staged in self.staged:
+            for k, original, staged in self.staged:
                 if k in self.mutated_bound:
-                    self.call_tensors[k].copy_(staged)
+                    original.copy_(staged)
             self.staged = []
+
+    def _initialize_cached_tensors(self) -> None:
+        super()._initialize_cached_tensors()
+        self.is_steady = is_steady(self)
+
+    def remove_node_cached_tensors(self) -> None:
+        super().remove_node_cached_tensors()
+        self.is_steady = False
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run(new_inputs)

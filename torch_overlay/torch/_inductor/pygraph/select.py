@@ -36,6 +36,7 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
+from torch._inductor.pygraph.replay import steady_replay
 from torch._inductor.pygraph.report import FunctionReport, new_report
 from torch._inductor.utils import (
     align_inputs_from_check_idxs,
@@ -394,6 +395,12 @@ def deploy(
             **kwargs,
         )
 
+        fn = realigned(fn)
+        manager = get_manager(device_index)
+        roots = manager.roots.get(function.id)
+        if roots and function.binds_inputs:
+            fn = steady_replay(roots[0], manager, mode, fn)
+
         def replay(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
@@ -403,7 +410,7 @@ def deploy(
                 and not torch.cuda.is_current_stream_capturing()
             ):
                 return fn(inputs)
-            return uncaptured(inputs)
+            return realigned(uncaptured)(inputs)
 
         return replay, outputs
 
@@ -420,7 +427,7 @@ def deploy(
         function,
         uncaptured,
         record,
-        lambda fn: replace(realigned(fn)),
+        lambda fn: replace(realigned(fn) if fn is uncaptured else fn),
         forget,
         device_index,
         is_forced=force is not None,

@@ -1,0 +1,132 @@
+"""
+The steady state of a recording that is the root of its path.
+
+Trees look for the recording that fits each call: they compare generations, try the
+children of the last graph and then the roots, and rebuild every output from its metadata.
+Where nothing of a path has to outlive it, the answer was known when it was recorded. What
+is left is what can change from call to call, and any change goes to trees:
+
+- the last path left something in the pool, or is not executed but recorded
+- this node's cached tensors were dropped, as they are while something is recorded
+- a static input moved
+- a bound input is less aligned than the recording
+
+Not asked again: whether a mutated input is bound and whether the function was warmed up,
+which a recording implies; liveness and managed inputs, which a root does not have.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor import config
+from torch._inductor.cudagraph_trees import (
+    AliasesBoundMemory,
+    CompilationMode,
+    ExecutionState,
+)
+from torch._inductor.utils import GPU_ALIGN_BYTES
+
+
+if TYPE_CHECKING:
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.record import BoundGraphNode
+    from torch._inductor.utils import InputType
+
+
+def is_steady(node: BoundGraphNode) -> bool:
+    """
+    Whether all that a replay needs is known: the node is a root, copies nothing, and
+    each of its outputs is bound memory, a tensor that the node caches, or no tensor.
+    """
+    return (
+        node.parent is None
+        and not node.non_static_input_idx
+        and not node.returned_from_pool
+        and node.rerecord_if_static_inputs_change
+        and not config.triton.fast_path_cudagraph_asserts
+        and not config.triton.force_cudagraph_sync
+        and all(
+            not isinstance(metadata, dict)
+            or (isinstance(alias, AliasesBoundMemory) and alias.is_whole)
+            or is_cached
+            for alias, metadata, is_cached in zip(
+                node.output_storage_alias,
+                node.outputs_metadata,
+                node.unaliased_in_all_paths,
+            )
+        )
+    )
+
+
+def steady_replay(
+    node: BoundGraphNode,
+    manager: CUDAGraphTreeManager,
+    mode: CompilationMode,
+    general: ModelType,
+) -> ModelType:
+    """
+    What to call instead of ``general``, which aligns the inputs and runs trees.
+
+    The caller sees to it that the thread is the one that recorded.
+    """
+    bound_idxs = node.bound_input_idxs
+    static_idxs = node.non_managed_static_input_idxs
+    static_pointers = node.static_input_data_ptrs
+    allocators = node.allocators
+    binding = node.binding
+    alignment = max(node.alignment, GPU_ALIGN_BYTES)
+    # Outputs that the node does not cache.
+    from_bound = [
+        (i, alias.index)
+        for i, alias in enumerate(node.output_storage_alias)
+        if isinstance(alias, AliasesBoundMemory)
+    ]
+    numbers = [
+        (i, n) for i, n in enumerate(node.outputs_metadata) if isinstance(n, int)
+    ]
+    pointers_equal = torch._C._tensors_data_ptrs_at_indices_equal
+
+    def replay(inputs: list[InputType]) -> OutputType:
+        last = manager._current_node
+        if last is not None and (
+            manager.path_state is not ExecutionState.EXECUTION
+            or last.live_indices_after_graph
+        ):
+            return general(inputs)
+        if not node.is_steady or not pointers_equal(
+            inputs,  # type: ignore[arg-type]
+            static_pointers,
+            static_idxs,
+        ):
+            return general(inputs)
+        tensors: list[torch.Tensor] = [inputs[i] for i in bound_idxs]  # type: ignore[misc]
+        pointers = [t.data_ptr() for t in tensors]
+        combined = 0
+        for pointer in pointers:
+            combined |= pointer
+        if combined % alignment:
+            return general(inputs)
+        for allocate in allocators:
+            tensors.append(t := allocate())
+            pointers.append(t.data_ptr())
+        if pointers != binding.pointers:
+            node.move(tensors, pointers)
+        if last is not node:
+            manager.current_node = node
+            manager.path_state = ExecutionState.EXECUTION
+        manager.update_generation()
+        node.run_graph()
+        if mode == CompilationMode.FORWARD:
+            manager.running_forwards_with_pending_backwards = True
+        outputs: OutputType = node.cached_tensor_outputs.copy()
+        for i, k in from_bound:
+            outputs[i] = tensors[k]
+        for i, number in numbers:
+            outputs[i] = number
+        inputs.clear()
+        return outputs
+
+    return replay
