@@ -1,0 +1,259 @@
+"""
+Where the host's time of a call goes, layer by layer, for stock CUDA graphs and PyGraph.
+
+    python -m pygraph.layers --output layers.json [--cases a,b]
+
+Each layer is timed with all that lies below it replaced by what it returned before; the
+difference between neighbours is what the layer itself takes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import gc
+import itertools
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch._inductor.output_code import CompiledFxGraph
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Inputs = tuple[torch.Tensor, ...]
+
+# From the outside in. "inputs" is what stock copies and PyGraph sets in the graph's nodes.
+LAYERS = ("dynamo", "aot", "inductor", "trees", "inputs", "launch")
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "no_cg": {},
+    "stock": {"triton.cudagraphs": True},
+    "pygraph": {"pygraph": True, "pygraph_force": "node_update"},
+}
+
+# Calls in a row before the device is waited for, so that its queue is never full.
+CALLS = 50
+# Compiles, records, and replays once through each path.
+WARMUP_CALLS = 6
+# Different buffers, in turn: another address in every call.
+FRESH_INPUTS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    make: Callable[[str], Callable[..., Any]]
+    inputs: Callable[[str], Inputs]
+
+
+def _mlp(layers: int) -> Callable[[str], Callable[..., Any]]:
+    def make(device: str) -> Callable[..., Any]:
+        modules = [(torch.nn.Linear(64, 64), torch.nn.ReLU()) for _ in range(layers)]
+        return torch.nn.Sequential(*itertools.chain(*modules)).to(device)
+
+    return make
+
+
+def _randn(*shapes: tuple[int, ...]) -> Callable[[str], Inputs]:
+    return lambda device: tuple(torch.randn(shape, device=device) for shape in shapes)
+
+
+def _sum(device: str) -> Callable[..., Any]:
+    return lambda *xs: sum(x.sin() for x in xs)
+
+
+def _three_graphs(device: str) -> Callable[..., Any]:
+    first, second, third = (_mlp(1)(device) for _ in range(3))
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        x = first(x)
+        torch._dynamo.graph_break()
+        x = second(x)
+        torch._dynamo.graph_break()
+        return third(x)
+
+    return fn
+
+
+CASES = {
+    "linear_relu": Case(_mlp(1), _randn((8, 64))),
+    "pointwise_16x4MiB": Case(_sum, _randn(*[(1 << 20,)] * 16)),
+    "pointwise_2x4KiB": Case(_sum, _randn(*[(1 << 10,)] * 2)),
+    "mlp_20": Case(_mlp(20), _randn((8, 64))),
+    "three_graphs": Case(_three_graphs, _randn((8, 64))),
+}
+
+
+class Layers:
+    """One compiled function, called with as many of its layers as wanted."""
+
+    def __init__(self, case: Case, device: str, options: dict[str, Any]) -> None:
+        self.is_graph = bool(options) and device == "cuda"
+        self.inputs = itertools.cycle([case.inputs(device) for _ in range(FRESH_INPUTS)])
+        self.fn = case.make(device)
+        self.compiled = torch.compile(self.fn, options=options)
+        self.call(WARMUP_CALLS)
+        self.returned: dict[int, list[Any]] = {}
+        original = CompiledFxGraph.__call__
+
+        def remember(graph: CompiledFxGraph, inputs: list[Any]) -> list[Any]:
+            outputs = original(graph, inputs)
+            self.returned[id(graph)] = [t.clone() if isinstance(t, torch.Tensor) else t for t in outputs]
+            self.graphs.append(graph)
+            return outputs
+
+        self.graphs: list[CompiledFxGraph] = []
+        with mock.patch.object(CompiledFxGraph, "__call__", remember):
+            self.call(1)
+
+        def stub(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
+            outputs = gm(*example_inputs)
+            return lambda *args: outputs
+
+        self.dynamo_alone = torch.compile(self.fn, backend=stub)
+        for _ in range(WARMUP_CALLS):
+            self.dynamo_alone(*next(self.inputs))
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return LAYERS if self.is_graph else (*LAYERS[:3], "kernels")
+
+    def call(self, times: int) -> None:
+        for _ in range(times):
+            self.compiled(*next(self.inputs))
+
+    def down_to(self, layer: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
+        """Calls that go through the layers to ``layer``, and no further."""
+        return getattr(self, f"_{layer}")()
+
+    @contextlib.contextmanager
+    def _dynamo(self) -> Iterator[Callable[[int], None]]:
+        def call(times: int) -> None:
+            for _ in range(times):
+                self.dynamo_alone(*next(self.inputs))
+
+        yield call
+
+    @contextlib.contextmanager
+    def _aot(self) -> Iterator[Callable[[int], None]]:
+        returned = self.returned
+        with mock.patch.object(CompiledFxGraph, "__call__", lambda graph, inputs: list(returned[id(graph)])):
+            yield self.call
+
+    @contextlib.contextmanager
+    def _inductor(self) -> Iterator[Callable[[int], None]]:
+        with contextlib.ExitStack() as stack:
+            for graph in self.graphs:
+                outputs = self.returned[id(graph)]
+                stack.enter_context(
+                    mock.patch.object(graph, "current_callable", lambda inputs, outputs=outputs: list(outputs))
+                )
+            yield self.call
+
+    @contextlib.contextmanager
+    def _trees(self) -> Iterator[Callable[[int], None]]:
+        from torch._inductor.cudagraph_trees import CUDAGraphNode
+        from torch._inductor.pygraph.binding import NodeUpdateBinding
+
+        # Stock's node; PyGraph's calls it for what it copies, which is nothing.
+        with (
+            mock.patch.object(CUDAGraphNode, "_copy_inputs_and_remove_from_src", lambda *args: None),
+            mock.patch.object(NodeUpdateBinding, "update", lambda *args: None),
+            self._inputs() as call,
+        ):
+            yield call
+
+    @contextlib.contextmanager
+    def _inputs(self) -> Iterator[Callable[[int], None]]:
+        with mock.patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: None):
+            yield self.call
+
+    @contextlib.contextmanager
+    def _launch(self) -> Iterator[Callable[[int], None]]:
+        yield self.call
+
+    _kernels = _launch
+
+
+def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]:
+    """
+    For each variant the microseconds of each layer, ``host``, their sum, and ``total``,
+    with the device. Medians over rounds in which all variants take turns.
+    """
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    torch._dynamo.reset()
+    variants = {name: Layers(case, device, options) for name, options in VARIANTS.items()}
+    samples: dict[str, dict[str, list[float]]] = {
+        name: {key: [] for key in (*layers.layers, "total")} for name, layers in variants.items()
+    }
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name, variant in variants.items():
+                for layer in variant.layers:
+                    with variant.down_to(layer) as call:
+                        call(3)
+                        synchronize()
+                        start = time.perf_counter()
+                        call(CALLS)
+                        samples[name][layer].append((time.perf_counter() - start) / CALLS * 1e6)
+                        synchronize()
+                samples[name]["total"].append((time.perf_counter() - start) / CALLS * 1e6)
+    finally:
+        gc.enable()
+    rows = {}
+    for name, of_layers in samples.items():
+        medians = {key: statistics.median(values) for key, values in of_layers.items()}
+        layers = variants[name].layers
+        below = [0.0, *(medians[layer] for layer in layers)]
+        rows[name] = {
+            **{layer: medians[layer] - before for layer, before in zip(layers, below)},
+            "host": medians[layers[-1]],
+            "total": medians["total"],
+        }
+    return rows
+
+
+def format_table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
+    columns = [*LAYERS, "kernels", "host", "total"]
+    lines = [
+        f"| case | variant | {' | '.join(columns)} |",
+        f"| --- | --- |{' --- |' * len(columns)}",
+    ]
+    for case, variants in rows.items():
+        for variant, times in variants.items():
+            cells = [f"{times[c]:.1f}" if c in times else "" for c in columns]
+            lines.append(f"| {case} | {variant} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    args = parser.parse_args()
+    rows = {}
+    # Variants share code objects.
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for name in args.cases.split(","):
+            rows[name] = measure(CASES[name], args.device, args.rounds)
+            if args.output:
+                args.output.write_text(json.dumps(rows, indent=1) + "\n")
+    print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main()
