@@ -183,7 +183,7 @@ class ReplayTest(TestCase):
         "A kernel compiled for 16 bytes never gets less."
         self.node.alignment = alignment
         self.replay = self.steady(CompilationMode.INFERENCE)
-        memory = torch.zeros(64)
+        memory = torch.zeros(256)
         start = -memory.data_ptr() % 256 // 4
         for offset in (0, 4, 16, 32, 64):
             x = memory[start + offset // 4 :][:8]

@@ -578,6 +578,9 @@ class BoundGraphNode(CopyGraphNode):
         self, dsts: list[InputType], srcs: list[InputType]
     ) -> None:
         super()._copy_inputs_and_remove_from_src(dsts, srcs)
+        if self.rehearsal is not None:
+            # It is being recorded, at placeholders.
+            return
         outputs = [allocate() for allocate in self.allocators]
         self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
         pointers = self.input_pointers + [t.data_ptr() for t in outputs]

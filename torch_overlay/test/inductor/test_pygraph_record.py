@@ -1,0 +1,843 @@
+# Owner(s): ["module: inductor"]
+"""
+Recording and replay, from deploy() to trees, on a machine without a GPU.
+
+The tensors are CUDA tensors whose addresses are host memory. What would run on the device
+is launched by hand: a launch computes on the host, or, while it is captured, becomes a node
+that computes when the graph is replayed, at the addresses that the node then holds. Memory
+is handed out again as soon as its storage is dead, as the caching allocator does, so that
+a graph that writes what the program still has is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees as trees, utils as inductor_utils
+from torch._inductor.cudagraph_utils import PlaceholderInfo
+from torch._inductor.pygraph import (
+    allocation,
+    placeholder,
+    record,
+    report,
+    reset_report,
+    select,
+)
+from torch._inductor.pygraph.placeholder import (
+    Placeholder,
+    PlaceholderMap,
+    storage_extent,
+    tensor_at,
+)
+from torch._inductor.pygraph.proof import Proof
+from torch._inductor.test_case import run_tests, TestCase
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+GUARD_BYTES = 256
+
+
+def on_host(t: torch.Tensor) -> torch.Tensor:
+    "The same memory as a CPU tensor."
+    extent = storage_extent(t)
+    if extent == 0:
+        return torch.empty(t.shape, dtype=t.dtype)
+    memory = (ctypes.c_char * extent).from_address(t.data_ptr())
+    flat = torch.frombuffer(memory, dtype=t.dtype)
+    return flat.as_strided(t.shape, t.stride())
+
+
+@dataclasses.dataclass
+class Block:
+    memory: torch.Tensor
+    nbytes: int
+    in_pool: bool
+    owners: list[StorageWeakRef]
+
+    @property
+    def address(self) -> int:
+        return -(-self.memory.data_ptr() // 256) * 256
+
+    @property
+    def is_free(self) -> bool:
+        return all(owner.expired() for owner in self.owners)
+
+
+@dataclasses.dataclass
+class Launch:
+    compute: Callable[..., Any]
+    # Each an address and a tensor of its metadata.
+    args: list[tuple[int, torch.Tensor]]
+
+
+class ModelledGraph:
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.launches: list[Launch] = []
+        self.instantiated = not keep_graph
+
+    def instantiate(self) -> None:
+        self.instantiated = True
+
+    def raw_cuda_graph(self) -> ModelledGraph:
+        return self
+
+    raw_cuda_graph_exec = raw_cuda_graph
+
+    def replay(self) -> None:
+        if not self.instantiated:
+            raise AssertionError("replayed before it was instantiated")
+        for launch in self.launches:
+            launch.compute(*(on_host(tensor_at(a, like, 0)) for a, like in launch.args))
+
+
+class ModelledBinding:
+    "NodeUpdateBinding's part, which test_pygraph_binding.py tests."
+
+    hidden: int | None = None
+
+    def __init__(
+        self,
+        graph: ModelledGraph,
+        executable: ModelledGraph,
+        placeholders: PlaceholderMap,
+    ) -> None:
+        self.launches = graph.launches
+        self.pointers = [p.address for p in placeholders.placeholders]
+        self.words = [
+            (launch, i, hit[0], hit[1])
+            for launch in graph.launches
+            for i, (address, _) in enumerate(launch.args)
+            if (hit := placeholders.find(address)) is not None and hit[0] != self.hidden
+        ]
+        self.updates = [launch for launch, *_ in self.words]
+        self.num_nodes = len(self.launches)
+
+    def update(self, pointers: Sequence[int]) -> None:
+        for launch, i, k, offset in self.words:
+            launch.args[i] = (pointers[k] + offset, launch.args[i][1])
+        self.pointers = list(pointers)
+
+
+class ModelledArena:
+    def __init__(self, poison: int) -> None:
+        self.poison = poison
+        self.memory: list[torch.Tensor] = []
+
+    def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
+        placed = []
+        for nbytes, alignment in requests:
+            memory = torch.full(
+                (nbytes + 2 * GUARD_BYTES + 2 * alignment,),
+                self.poison,
+                dtype=torch.uint8,
+            )
+            self.memory.append(memory)
+            start = memory.data_ptr()
+            address = -(-(start + GUARD_BYTES) // alignment) * alignment
+            placed.append(Placeholder(start, start + memory.numel(), address))
+        return placed
+
+    def take_damage(self) -> bool:
+        damaged = any(bool((memory != self.poison).any()) for memory in self.memory)
+        for memory in self.memory:
+            memory.fill_(self.poison)
+        return damaged
+
+
+class ModelledDevice:
+    """
+    Attributes:
+        captured: the graph that is being captured
+        to_pool: allocations go to the graphs' pool
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.captured: ModelledGraph | None = None
+        self.to_pool = False
+        self.arenas = {poison: ModelledArena(poison) for poison in placeholder.POISONS}
+
+    # Memory
+
+    def empty_strided(
+        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+    ) -> torch.Tensor:
+        like = torch.empty_strided(
+            tuple(size), tuple(stride), dtype=dtype, device="meta"
+        )
+        nbytes = storage_extent(like)
+        if nbytes == 0:
+            return tensor_at(0, like, 0)
+        in_pool = self.to_pool or self.captured is not None
+        block = next(
+            (
+                b
+                for b in self.blocks
+                if b.is_free and (b.nbytes, b.in_pool) == (nbytes, in_pool)
+            ),
+            None,
+        )
+        if block is None:
+            block = Block(
+                torch.zeros(nbytes + 512, dtype=torch.uint8), nbytes, in_pool, []
+            )
+            self.blocks.append(block)
+        t = tensor_at(block.address, like, 0)
+        block.owners = [StorageWeakRef(t.untyped_storage())]
+        if self.captured is None and t.is_contiguous():
+            # What nobody wrote is no number.
+            on_host(t).view(torch.uint8).fill_(0xFF)
+        return t
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        t = self.empty_strided(values.shape, values.stride(), values.dtype)
+        on_host(t).copy_(values)
+        return t
+
+    def clone(self, t: torch.Tensor) -> torch.Tensor:
+        return self.tensor(on_host(t))
+
+    def clone_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        source = tensor_at(
+            storage.data_ptr(),
+            torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta"),
+            0,
+        )
+        return self.clone(source).untyped_storage()
+
+    def set_checkpoint(
+        self, device: int, state: Any, stale: list[Any], live: list[int]
+    ) -> None:
+        "Memory of live outputs, which replays rebuilt, is not free."
+        for cdata in live:
+            storage = torch.UntypedStorage._new_with_weak_ptr(cdata)
+            (block,) = [b for b in self.blocks if b.address == storage.data_ptr()]
+            block.owners.append(StorageWeakRef(storage))
+
+    def check_pool(self, device: int, pool: Any, live: Sequence[Any]) -> None:
+        "What trees take for live is what is not free."
+        owned = {b.address for b in self.blocks if b.in_pool and not b.is_free}
+        claimed = {w.data_ptr() for w in live if w()}
+        if owned != claimed:
+            raise AssertionError(
+                f"live in the pool: {owned}, as trees see it: {claimed}"
+            )
+
+    def is_in_pool(self, address: int) -> bool:
+        return any(
+            b.in_pool and b.address <= address < b.address + b.nbytes
+            for b in self.blocks
+        )
+
+    # Graphs
+
+    def launch(self, compute: Callable[..., Any], *args: torch.Tensor) -> None:
+        if self.captured is None:
+            compute(*map(on_host, args))
+            return
+        metas = [
+            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+            for t in args
+        ]
+        self.captured.launches.append(
+            Launch(compute, [(t.data_ptr(), m) for t, m in zip(args, metas)])
+        )
+
+    @contextlib.contextmanager
+    def capture(self, graph: ModelledGraph, **kwargs: Any) -> Iterator[None]:
+        if self.captured is not None:
+            raise AssertionError("captured twice")
+        self.captured = graph
+        try:
+            yield
+        finally:
+            self.captured = None
+
+    @contextlib.contextmanager
+    def allocate_to_pool(self, *args: Any, **kwargs: Any) -> Iterator[None]:
+        self.to_pool = True
+        try:
+            yield
+        finally:
+            self.to_pool = False
+
+
+class ModelledPool:
+    def __init__(self, device: ModelledDevice) -> None:
+        self.device = device
+
+    def __contains__(self, address: int) -> bool:
+        return self.device.is_in_pool(address)
+
+
+class ModelledEvent(mock.Mock):
+    def elapsed_time(self, other: Any) -> float:
+        return 0.001
+
+
+host_copy, host_clone = torch.Tensor.copy_, torch.Tensor.clone
+
+
+def copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    if self.is_cuda:
+        host_copy(on_host(self), on_host(other))
+        return self
+    return host_copy(self, other)
+
+
+def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
+    for dst, src in zip(dsts, srcs):
+        copy(dst, src)
+
+
+class ModelledRng:
+    @classmethod
+    def save(cls, *args: Any) -> ModelledRng:
+        return cls()
+
+    def restore(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def modelled_device() -> Iterator[ModelledDevice]:
+    device = ModelledDevice()
+
+    class SavedInput:
+        def __init__(self, t: torch.Tensor) -> None:
+            self.values = on_host(t).clone()
+
+        def restore(self, t: torch.Tensor) -> None:
+            on_host(t).copy_(self.values)
+
+    class HostProof(Proof):
+        def __init__(
+            self, inputs: Sequence[Any], outputs: Sequence[Any], mutated: Sequence[int]
+        ) -> None:
+            super().__init__(
+                [hosted(i) for i in inputs], [hosted(o) for o in outputs], mutated
+            )
+
+        @staticmethod
+        def _of_output(output: Any) -> Any:
+            return (
+                record_proof.fingerprint(output)
+                if isinstance(output, torch.Tensor)
+                else None
+            )
+
+        def failure(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> str | None:
+            return super().failure(
+                [hosted(i) for i in inputs], [hosted(o) for o in outputs]
+            )
+
+    def hosted(value: Any) -> Any:
+        return on_host(value) if isinstance(value, torch.Tensor) else value
+
+    from torch._inductor.pygraph import proof as record_proof
+
+    def static_input(t: torch.Tensor) -> torch.Tensor:
+        return device.empty_strided(t.shape, t.stride(), t.dtype)
+
+    def take_damage(device_index: int) -> bool:
+        damaged = [arena.take_damage() for arena in device.arenas.values()]
+        return any(damaged)
+
+    nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
+    patches: list[tuple[Any, dict[str, Any]]] = [
+        (
+            torch.cuda,
+            {
+                "CUDAGraph": ModelledGraph,
+                "graph": device.capture,
+                "graph_pool_handle": lambda: (0, 1),
+                "device": nothing,
+                "stream": nothing,
+                "Stream": mock.Mock(),
+                "Event": lambda **kwargs: ModelledEvent(),
+                "current_stream": mock.Mock(),
+                "set_stream": mock.Mock(),
+                "synchronize": lambda *args: None,
+                "empty_cache": lambda: None,
+                "is_current_stream_capturing": lambda: device.captured is not None,
+                "device_count": lambda: 1,
+            },
+        ),
+        (
+            torch._C,
+            {
+                "_cuda_getCheckpointState": lambda *args: object(),
+                "_cuda_setCheckpointPoolState": device.set_checkpoint,
+                "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
+                "_cuda_clearCublasWorkspaces": lambda: None,
+                "_has_Standard_Deleter": lambda storage: True,
+                "_cuda_isCurrentStreamCapturing": lambda: False,
+                "_cuda_endAllocateToPool": lambda *args: None,
+            },
+        ),
+        (
+            trees,
+            {
+                "check_memory_pool": device.check_pool,
+                "static_input": static_input,
+                "preserve_rng_state": nothing,
+                "clear_cublas_manager": nothing,
+                "get_history_recording": nothing,
+                "_use_cuda_memory_pool_manager": device.allocate_to_pool,
+            },
+        ),
+        (
+            record,
+            {
+                "arena": lambda index, poison: device.arenas[poison],
+                "take_damage": take_damage,
+                "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
+                "NodeUpdateBinding": ModelledBinding,
+                "PoolRanges": lambda pool: ModelledPool(device),
+                "Proof": HostProof,
+                "RngState": ModelledRng,
+                "SavedInput": SavedInput,
+                "clone_preserve_strides": device.clone,
+            },
+        ),
+        (allocation, {"empty_strided_cuda": device.empty_strided}),
+        (torch, {"_foreach_copy_": foreach_copy}),
+        (
+            torch.Tensor,
+            {
+                "copy_": copy,
+                "clone": lambda t: device.clone(t) if t.is_cuda else host_clone(t),
+            },
+        ),
+        (inductor_utils, {"clone_preserve_strides": device.clone}),
+        (torch.UntypedStorage, {"clone": lambda self: device.clone_storage(self)}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for target, values in patches:
+            stack.enter_context(mock.patch.multiple(target, **values))
+        stack.enter_context(
+            mock.patch.object(trees, "index_expanded_dims", lambda t, dims: t)
+        )
+        yield device
+
+
+def sin(out: torch.Tensor, x: torch.Tensor) -> None:
+    torch.sin(x, out=out)
+
+
+def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.add(x, y, out=out)
+
+
+def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+    torch.mul(x, y, out=out)
+
+
+class RecordTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+        reset_report()
+        trees.reset_cudagraph_trees()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        self.device = stack.enter_context(modelled_device())
+        self.forward: Deployed | None = None
+        self.backward: Deployed | None = None
+        self.addCleanup(trees.reset_cudagraph_trees)
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return self.device.tensor(torch.randn(*(size or (8,))))
+
+    def generated(self, body: str) -> Any:
+        "A function as Inductor writes it, of ``args``."
+        module = {
+            "torch": torch,
+            "empty": lambda: self.device.empty_strided((8,), (1,), torch.float32),
+            "launch": self.device.launch,
+            allocation.ALLOCATOR: self.device.empty_strided,
+            **{k.__name__: k for k in (sin, add, mul)},
+        }
+        lines = (
+            body.replace("new()", f"{allocation.ALLOCATOR}((8,), (1,), torch.float32)")
+            .strip()
+            .splitlines()
+        )
+        exec(
+            "def call(args):\n" + "\n".join("    " + line.strip() for line in lines),
+            module,
+        )
+        return module["call"]
+
+    def deploy(
+        self,
+        body: str,
+        inputs: Sequence[Any],
+        *,
+        mode: str = "inference",
+        force: str | None = "node_update",
+        returned: Sequence[int] = (0,),
+        mutated: tuple[int, ...] = (),
+        static: Sequence[int] = (),
+        names: Sequence[str] = (),
+    ) -> Deployed:
+        model = self.generated(body)
+        names = names or [f"arg{i}_1" for i in range(len(inputs))]
+        return Deployed(
+            model,
+            inputs,
+            static,
+            device_index=0,
+            is_backward=mode == "backward",
+            is_inference=mode == "inference",
+            returned_output_idxs=OrderedSet(returned),
+            mutated_input_idxs=mutated,
+            placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
+            force=force,
+        )
+
+    def expected(self, fn: Deployed, inputs: Sequence[Any]) -> list[Any]:
+        "The outputs and inputs of the uncaptured function, on the host."
+        copies = [
+            self.device.clone(i) if isinstance(i, torch.Tensor) else i for i in inputs
+        ]
+        outputs = fn.model(list(copies))
+        return self.values([*outputs, *copies])
+
+    def values(self, tensors: Sequence[Any]) -> list[Any]:
+        return [
+            on_host(t).clone() if isinstance(t, torch.Tensor) else t for t in tensors
+        ]
+
+    def check(
+        self,
+        body: str,
+        make: Callable[[], list[Any]] | None = None,
+        calls: int = 7,
+        **kwargs: Any,
+    ) -> Deployed:
+        "All calls' outputs are kept, and compared after each and after the last."
+        make = make or (lambda: [self.randn(), self.randn()])
+        fn = None
+        kept: list[tuple[list[Any], list[Any]]] = []
+        for _ in range(calls):
+            inputs = make()
+            fn = fn or self.deploy(body, inputs, **kwargs)
+            expected = self.expected(fn, inputs)
+            outputs = fn(*inputs)
+            kept.append(([*outputs, *inputs], expected))
+            del outputs, inputs
+            for actual, expected in kept:
+                self.assertEqual(self.values(actual), expected)
+        return fn
+
+    ADD = """
+        x, y = args; args.clear()
+        a = new(); launch(sin, a, x)
+        b = new(); launch(add, b, a, y)
+        return (b,)
+    """
+
+    @parametrize("force", ("node_update", "copy", None))
+    def test_outputs_are_kept(self, force):
+        self.check(self.ADD, force=force, calls=7 if force else 40)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+        if force:
+            self.assertEqual(
+                counters["pygraph"]["bound_outputs"], force == "node_update"
+            )
+            self.assertEqual(counters["pygraph"]["copied_outputs"], force == "copy")
+
+    def test_steady_state_goes_around_trees(self):
+        fn = self.check(self.ADD)
+        manager = trees.get_manager(0)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def test_output_passed_back_in(self):
+        x = self.randn()
+        fn = self.deploy(self.ADD, [x, x])
+        expected = on_host(x).clone()
+        for _ in range(8):
+            (x,) = fn(x, x)
+            expected = expected.sin() + expected
+            self.assertEqual(on_host(x), expected)
+
+    @parametrize("name", ("mutated", "returned", "view", "number"))
+    def test_outputs_of_each_kind(self, name):
+        body, returned, mutated = {
+            "mutated": (
+                "x, y = args; args.clear(); launch(add, x, x, y); a = new(); launch(sin, a, x); return (a,)",
+                [0],
+                (0,),
+            ),
+            "returned": (
+                "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (x, a, a)",
+                [0, 1, 2],
+                (),
+            ),
+            "view": (
+                "x, y = args; args.clear(); a = new(); launch(add, a, x, y); "
+                "return (a, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (1,)))",
+                [0, 1, 2],
+                (),
+            ),
+            "number": (
+                "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, None, 7)",
+                [0, 1, 2],
+                (),
+            ),
+        }[name]
+        self.check(body, returned=returned, mutated=mutated)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
+    def test_output_that_is_not_written(self):
+        fn = self.deploy(
+            "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, new())",
+            [self.randn(), self.randn()],
+            returned=[0, 1],
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    def test_returned_input_is_the_callers(self):
+        body = "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (x, a, a)"
+        fn = self.check(body, returned=[0, 1, 2])
+        x, y = self.randn(), self.randn()
+        outputs = fn(x, y)
+        self.assertIs(outputs[0], x)
+        self.assertIs(outputs[1], outputs[2])
+
+    def test_allocated_by_an_operator(self):
+        self.check(
+            "x, y = args; args.clear(); a = empty(); launch(add, a, x, y); b = new(); launch(sin, b, a); return (a, b)",
+            returned=[0, 1],
+        )
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+
+    def test_no_inputs(self):
+        self.check(
+            "args.clear(); a = new(); launch(torch.Tensor.zero_, a); b = new(); launch(sin, b, a); return (b,)",
+            list,
+        )
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+
+    @parametrize("hidden", (0, 1, 2))
+    def test_hidden_word(self, hidden):
+        "The proof fails, the call is right, and so are those that copy."
+        with mock.patch.object(ModelledBinding, "hidden", hidden):
+            self.check(self.ADD)
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    def test_capture_that_fails(self):
+        def fails(out, x):
+            if self.device.captured is not None:
+                raise RuntimeError("not while capturing")
+            sin(out, x)
+
+        body = "args.clear(); a = new(); launch(torch.Tensor.zero_, a); b = new(); fails(b, a); return (b,)"
+        with mock.patch.object(record, "clean_up_failed_capture"):
+            fn = None
+            for _ in range(5):
+                fn = fn or self.deploy(body, [])
+                fn.model.__globals__["fails"] = lambda out, x: fails(
+                    on_host(out), on_host(x)
+                )
+                (out,) = fn()
+                self.assertEqual(on_host(out), torch.zeros(8))
+        self.assertIn("capture failed: not while capturing", report()[0].reason)
+
+    def test_static_input_moves(self):
+        weight = self.randn()
+        fn = None
+        for i in range(9):
+            if i == 5:
+                weight = self.randn()
+            x = self.randn()
+            fn = fn or self.deploy(self.ADD, [x, weight], static=[1])
+            (out,) = fn(x, weight)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(weight))
+
+    def test_misaligned_input(self):
+        memory = self.randn(64)
+        fn = None
+        for offset in (0, 4, 1, 2, 4, 0, 4):
+            x, y = torch.as_strided(memory, (8,), (1,), offset), self.randn()
+            fn = fn or self.deploy(self.ADD, [x, y])
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def test_partitions(self):
+        "What one passes on to the next lies in the pool, and is not copied."
+        first = second = None
+        kept = []
+        for _ in range(7):
+            new_generation()
+            x, y = self.randn(), self.randn()
+            first = first or self.deploy(
+                "x, y = args; args.clear(); a = new(); launch(sin, a, x); b = new(); launch(add, b, x, y); return (a, b)",
+                [x, y],
+                returned=[1],
+            )
+            a, b = first.call([x, y])
+            second = second or self.deploy(
+                "a, y = args; args.clear(); launch(mul, a, a, y); c = new(); launch(add, c, a, y); return (c,)",
+                [a, y],
+                names=["partition_1_placeholder_0", "arg1_1"],
+            )
+            inputs = [a, y]
+            del a
+            (c,) = second.call(inputs)
+            del inputs
+            kept.append(
+                (
+                    b,
+                    c,
+                    on_host(x) + on_host(y),
+                    on_host(x).sin() * on_host(y) + on_host(y),
+                )
+            )
+            for b, c, expected_b, expected_c in kept:
+                self.assertEqual((on_host(b), on_host(c)), (expected_b, expected_c))
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
+        self.assertEqual([e.external_inputs for e in report()], [2, 1])
+
+    FORWARD = """
+        x, w = args; args.clear()
+        a = new(); launch(mul, a, x, w)
+        b = new(); launch(sin, b, a)
+        return (b, a, w)
+    """
+    # The gradient lies where the activation did.
+    BACKWARD = """
+        a, w, t = args; args.clear()
+        launch(torch.Tensor.cos_, a)
+        launch(mul, a, a, t)
+        c = new(); launch(mul, c, a, w)
+        return (a, c)
+    """
+
+    def step(
+        self, x: torch.Tensor, retained: list[Any] | None = None
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """
+        Outputs and gradients of one step, and what they have to be. Without a backward
+        if its activation is retained instead.
+        """
+        t = self.randn()
+        new_generation()
+        self.forward = self.forward or self.deploy(
+            self.FORWARD,
+            [x, self.weight],
+            mode="forward",
+            static=[1],
+            names=["primals_1", "primals_2"],
+        )
+        out, a, w = self.forward.call([x, self.weight])
+        expected_a = on_host(x) * on_host(self.weight)
+        kept = [(out, expected_a.sin())]
+        if retained is not None:
+            retained.append((a, expected_a))
+        self.backward = self.backward or self.deploy(
+            self.BACKWARD,
+            [a, w, t],
+            mode="backward",
+            returned=[0, 1],
+            static=[0, 1],
+            names=["mul", "primals_2", "tangents_1"],
+        )
+        if retained is None:
+            inputs = [a, w, t]
+            del a
+            grad, grad_x = self.backward.call(inputs)
+            expected = expected_a.cos() * on_host(t)
+            kept += [(grad, expected), (grad_x, expected * on_host(self.weight))]
+        return kept
+
+    def test_training(self):
+        self.weight = self.randn()
+        kept = []
+        for _ in range(7):
+            kept += self.step(self.randn())
+            for actual, expected in kept:
+                self.assertEqual(on_host(actual), expected)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        # The gradient in the activation's memory.
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    def test_activations_that_are_kept(self):
+        "Without a look at what is held, the next forward would write them."
+        self.weight = self.randn()
+        kept, retained = [], []
+        for i in range(12):
+            kept += self.step(self.randn(), retained if i in (5, 8) else None)
+            trees.get_manager(0).running_forwards_with_pending_backwards = False
+            for actual, expected in (*kept, *retained):
+                self.assertEqual(on_host(actual), expected)
+            if i == 10:
+                retained.clear()
+        self.assertGreater(counters["pygraph"]["held_activations"], 0)
+
+    def test_graph_that_lost_gives_its_memory_back(self):
+        costs = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
+        with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):
+            self.check(self.ADD, force=None, calls=40)
+        self.assertEqual(report()[0].choice, "no_graph")
+        self.assertFalse(any(trees.get_manager(0).roots.values()))
+
+
+def new_generation() -> None:
+    "As each call of a compiled function does."
+    from torch._dynamo.mutation_guard import GenerationTracker
+
+    GenerationTracker.generation += 1
+
+
+class Deployed:
+    "What deferred_cudagraphify makes of a function: what was deployed last is called."
+
+    def __init__(
+        self, model: Any, inputs: Sequence[Any], static: Sequence[int], **kwargs: Any
+    ) -> None:
+        self.model = model
+        self.current = select.deploy(
+            model, list(inputs), static, self.replace, stack_traces=None, **kwargs
+        )
+
+    def replace(self, fn: Any) -> None:
+        self.current = fn
+
+    def call(self, inputs: list[Any]) -> Any:
+        return self.current(inputs)
+
+    def __call__(self, *inputs: Any) -> Any:
+        new_generation()
+        return self.call(list(inputs))
+
+
+instantiate_parametrized_tests(RecordTest)
+
+
+if __name__ == "__main__":
+    run_tests()
