@@ -799,6 +799,51 @@ class RecordTest(TestCase):
                 retained.clear()
         self.assertGreater(counters["pygraph"]["held_activations"], 0)
 
+    @parametrize("force", ("node_update", "copy"))
+    @parametrize("first", (0, 4))
+    def test_activation_that_outlives_its_backward(self, first, force):
+        "As retain_graph=True has it in some steps, the recorded one or a later one."
+        weight = self.randn()
+        forward = backward = None
+        kept = []
+        for i in range(first + 8):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy(
+                self.FORWARD,
+                [x, weight],
+                mode="forward",
+                force=force,
+                static=[1],
+                names=["primals_1", "primals_2"],
+            )
+            out, a, w = forward.call([x, weight])
+            expected_a = on_host(x) * on_host(weight)
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                """
+                a, t = args; args.clear()
+                b = new(); launch(sin, b, a)
+                c = new(); launch(mul, c, b, t)
+                return (c,)
+                """,
+                inputs,
+                mode="backward",
+                force=force,
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            held = [(a, expected_a)] if first <= i < first + 4 else []
+            del a
+            (grad,) = backward.call(inputs)
+            kept += [(out, expected_a.sin()), (grad, expected_a.sin() * on_host(t))]
+            for actual, expected in (*kept, *held):
+                self.assertEqual(on_host(actual), expected)
+            del held, actual, expected
+        self.assertEqual(
+            counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
+        )
+
     def test_graph_that_lost_gives_its_memory_back(self):
         costs = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
         with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):

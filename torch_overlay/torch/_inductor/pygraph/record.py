@@ -56,7 +56,7 @@ from torch._inductor.pygraph.placeholder import (
     ZERO,
 )
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
-from torch._inductor.pygraph.replay import is_steady
+from torch._inductor.pygraph.replay import InputHeld, is_steady
 from torch._inductor.utils import clone_preserve_strides
 from torch.utils._ordered_set import OrderedSet
 
@@ -276,6 +276,26 @@ class CopyGraphNode(CUDAGraphNode):
 
     # Outputs in the pool that the program gets. Those in one list share a storage.
     returned_from_pool: list[list[int]]
+    # (input, metadata) of those that earlier graphs of the path left in the pool
+    managed_metadata: list[tuple[int, dict[str, Any]]]
+
+    def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
+        self.managed_metadata = [
+            (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
+            for i in self.cudagraph_managed_idxs
+        ]
+        return super()._bind_inputs(inputs)
+
+    def check_invariants(
+        self, inputs: list[InputType]
+    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+        try:
+            return super().check_invariants(inputs)
+        except RuntimeError:
+            # Trees let go of the inputs to see whether they die.
+            for i, metadata in self.managed_metadata:
+                inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
+            raise InputHeld from None
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run_first_inputs(new_inputs)
@@ -352,6 +372,7 @@ class BoundGraphNode(CopyGraphNode):
         ]
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
+        super()._bind_inputs(inputs)
         function: Function = self.wrapped_function.pygraph
         managed = self.cudagraph_managed_idxs
         self.staged = []

@@ -36,6 +36,14 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
 
 
+class InputHeld(Exception):
+    """
+    An input in the pool, which the graph overwrites as it did when it was recorded, is
+    still held: ``retain_graph=True`` in this step and not in that one. The call has to
+    run uncaptured; its inputs are as they were.
+    """
+
+
 def is_steady(node: BoundGraphNode) -> bool:
     """
     Whether all that a replay needs is known: the node is a root, copies nothing, and

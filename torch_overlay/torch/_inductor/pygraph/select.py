@@ -36,7 +36,7 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.replay import steady_replay
+from torch._inductor.pygraph.replay import InputHeld, steady_replay
 from torch._inductor.pygraph.report import FunctionReport, new_report
 from torch._inductor.utils import (
     align_inputs_from_check_idxs,
@@ -409,7 +409,10 @@ def deploy(
                 thread_containers() is owner
                 and not torch.cuda.is_current_stream_capturing()
             ):
-                return fn(inputs)
+                try:
+                    return fn(inputs)
+                except InputHeld:
+                    counters["pygraph"]["held_activations"] += 1
             return realigned(uncaptured)(inputs)
 
         return replay, outputs
