@@ -17,6 +17,8 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+from hypothesis import given, HealthCheck, settings, strategies as st
+
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees, utils as inductor_utils
@@ -852,6 +854,189 @@ class RecordTest(TestCase):
         self.assertFalse(any(trees.get_manager(0).roots.values()))
 
 
+instantiate_parametrized_tests(RecordTest)
+
+
+class Program:
+    """
+    A program of several functions, of which the test chooses each step. What it keeps is
+    compared with what it has to be after every step.
+    """
+
+    def __init__(self, test: RecordTest, force: str) -> None:
+        self.test = test
+        self.force = force
+        self.deployed: dict[str, Deployed] = {}
+        self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.weight = test.randn()
+        # (activation, weight, what the activation has to be)
+        self.pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+
+    def function(
+        self, name: str, body: str, inputs: list[Any], **kwargs: Any
+    ) -> Deployed:
+        if name not in self.deployed:
+            self.deployed[name] = self.test.deploy(
+                body, inputs, force=self.force, **kwargs
+            )
+        return self.deployed[name]
+
+    def pick(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        "Something that is kept, or a new tensor, with its value on the host."
+        if k < len(self.kept):
+            return self.kept[k]
+        x = self.test.randn()
+        return x, on_host(x).clone()
+
+    def infer(self, k: int, j: int) -> None:
+        (x, x_value), (y, y_value) = self.pick(k), self.pick(j)
+        (out,) = self.function("add", self.test.ADD, [x, y]).call([x, y])
+        self.kept.append((out, x_value.sin() + y_value))
+
+    def mutate(self, k: int, j: int) -> None:
+        # Nobody else may hold what is written.
+        x, (y, y_value) = self.test.randn(), self.pick(j)
+        value = on_host(x) + y_value
+        body = "x, y = args; args.clear(); launch(add, x, x, y); a = new(); launch(sin, a, x); return (a, x)"
+        out, returned = self.function(
+            "mutate", body, [x, y], mutated=(0,), returned=[0, 1]
+        ).call([x, y])
+        self.test.assertIs(returned, x)
+        self.kept += [(out, value.sin()), (x, value)]
+
+    def partitions(self, k: int, j: int) -> None:
+        (x, x_value), (y, y_value) = self.pick(k), self.pick(j)
+        a, b = self.function(
+            "first",
+            "x, y = args; args.clear(); a = new(); launch(sin, a, x); b = new(); launch(add, b, x, y); return (a, b)",
+            [x, y],
+            returned=[1],
+        ).call([x, y])
+        inputs = [a, b]
+        del a
+        (c,) = self.function(
+            "second",
+            "a, b = args; args.clear(); c = new(); launch(mul, c, a, b); d = new(); launch(sin, d, c); return (d,)",
+            inputs,
+            names=["partition_1_placeholder_0", "partition_1_placeholder_1"],
+        ).call(inputs)
+        self.kept += [
+            (b, x_value + y_value),
+            (c, (x_value.sin() * (x_value + y_value)).sin()),
+        ]
+
+    def forward(self, k: int, j: int) -> None:
+        x, x_value = self.pick(k)
+        out, a, w = self.function(
+            "forward",
+            self.test.FORWARD,
+            [x, self.weight],
+            mode="forward",
+            static=[1],
+            names=["primals_1", "primals_2"],
+        ).call([x, self.weight])
+        value = x_value * on_host(self.weight)
+        self.kept.append((out, value.sin()))
+        self.pending.append((a, w, value))
+
+    def backward(self, k: int, j: int) -> None:
+        if not self.pending:
+            return
+        retain = j % 3 == 0
+        k %= len(self.pending)
+        a, w, value = self.pending[k] if retain else self.pending.pop(k)
+        t, t_value = self.pick(j)
+        inputs = [a, w, t]
+        del a
+        body = "a, w, t = args; args.clear(); b = new(); launch(mul, b, a, t); c = new(); launch(mul, c, b, w); return (b, c)"
+        grads = self.function(
+            "backward",
+            body,
+            inputs,
+            mode="backward",
+            static=[0, 1],
+            returned=[0, 1],
+            names=["mul", "primals_2", "tangents_1"],
+        ).call(inputs)
+        expected = value * t_value
+        self.kept += zip(grads, (expected, expected * on_host(w)))
+
+    def forget_kept(self, k: int, j: int) -> None:
+        del self.kept[k:j]
+
+    def abandon_pending(self, k: int, j: int) -> None:
+        del self.pending[k:]
+
+    def new_weight(self, k: int, j: int) -> None:
+        self.weight = self.test.randn()
+
+    def mark_step(self, k: int, j: int) -> None:
+        trees.mark_step_begin()
+
+    def check(self) -> None:
+        for actual, expected in self.kept:
+            self.test.assertEqual(on_host(actual), expected)
+        for a, _, expected in self.pending:
+            self.test.assertEqual(on_host(a), expected)
+
+
+STEPS = (
+    "infer",
+    "mutate",
+    "partitions",
+    "forward",
+    "backward",
+    "backward",
+    "forget_kept",
+    "abandon_pending",
+    "new_weight",
+    "mark_step",
+)
+
+
+class ProgramTest(RecordTest):
+    @settings(
+        deadline=None,
+        max_examples=100,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        st.sampled_from(("node_update", "copy")),
+        st.lists(
+            st.tuples(
+                st.sampled_from(STEPS),
+                st.integers(0, 5),
+                st.integers(0, 5),
+                st.booleans(),
+            ),
+            min_size=4,
+            max_size=40,
+        ),
+    )
+    def test_random_programs(self, force, steps):
+        trees.reset_cudagraph_trees()
+        trees.MarkStepBox.mark_step_counter = 0
+        program = Program(self, force)
+        # To the steady state of each.
+        for name in ("infer", "mutate", "partitions", "forward", "backward") * 4:
+            new_generation()
+            getattr(program, name)(5, 1)
+            program.check()
+            program.kept.clear()
+        for name, k, j, is_new in steps:
+            if is_new:
+                new_generation()
+            getattr(program, name)(k, j)
+            program.check()
+
+
+# Their tests would run again.
+for name in dir(RecordTest):
+    if name.startswith("test_"):
+        setattr(ProgramTest, name, None)
+
+
 def new_generation() -> None:
     "As each call of a compiled function does."
     from torch._dynamo.mutation_guard import GenerationTracker
@@ -879,9 +1064,6 @@ class Deployed:
     def __call__(self, *inputs: Any) -> Any:
         new_generation()
         return self.call(list(inputs))
-
-
-instantiate_parametrized_tests(RecordTest)
 
 
 if __name__ == "__main__":

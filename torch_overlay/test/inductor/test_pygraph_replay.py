@@ -31,8 +31,8 @@ from torch.testing._internal.common_utils import (
 
 class Node(record.BoundGraphNode):
     """
-    Of a function (weight, x, 5) -> (x + weight, 5, a saved tensor, None): weight is static,
-    x is bound, and so is the first output.
+    Of a function (weight, x, 5) -> (x + weight, 5, a saved tensor, None, weight): weight is
+    static, x is bound, and so is the first output.
     """
 
     def __init__(self, weight: torch.Tensor) -> None:
@@ -53,9 +53,11 @@ class Node(record.BoundGraphNode):
             UnaliasedStorage,
             UnaliasedStorage,
             UnaliasedStorage,
+            None,
         ]
-        self.outputs_metadata = [{}, 5, {}, None]
-        self.unaliased_in_all_paths = [False, False, True, False]
+        self.outputs_metadata = [{}, 5, {}, None, {}]
+        self.static_output_tensors = [None, None, None, None, weight]
+        self.unaliased_in_all_paths = [False, False, True, False, False]
         self.cached_tensor_outputs = []
         self.allocators = [lambda: self.output]
         self.staged = []
@@ -79,7 +81,7 @@ class Node(record.BoundGraphNode):
             CUDAGraphNode, "_initialize_cached_tensors", lambda self: None
         ):
             self._initialize_cached_tensors()
-        self.cached_tensor_outputs = [None, None, self.saved, None]
+        self.cached_tensor_outputs = [None, None, self.saved, None, None]
 
     def drop(self) -> None:
         with mock.patch.object(
@@ -122,7 +124,8 @@ class ReplayTest(TestCase):
             self.assertEqual(len(inputs), 3)
             return False
         self.assertEqual(inputs, [])
-        self.assertEqual(outputs, [x + self.weight, 5, x, None])
+        self.assertEqual(outputs, [x + self.weight, 5, x, None, self.weight])
+        self.assertIs(outputs[4], self.weight)
         self.assertIs(outputs[0], self.node.output)
         self.assertIs(outputs[2], self.node.saved)
         self.assertIs(self.manager.current_node, self.node)
@@ -225,10 +228,15 @@ class ReplayTest(TestCase):
             {"non_static_input_idx": [2]},
             {"returned_from_pool": [[2]]},
             {"rerecord_if_static_inputs_change": False},
+            {"static_output_tensors": [None] * 5},
             {"output_storage_alias": [AliasesBoundMemory(1, 4, False), *aliases[1:]]},
             {
-                "output_storage_alias": [*aliases[:2], AliasesNewOutput(0), aliases[3]],
-                "unaliased_in_all_paths": [False] * 4,
+                "output_storage_alias": [
+                    *aliases[:2],
+                    AliasesNewOutput(0),
+                    *aliases[3:],
+                ],
+                "unaliased_in_all_paths": [False] * 5,
             },
         ):
             with mock.patch.multiple(self.node, **changes):

@@ -17,7 +17,7 @@ which a recording implies; liveness and managed inputs, which a root does not ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import config
@@ -47,7 +47,8 @@ class InputHeld(Exception):
 def is_steady(node: BoundGraphNode) -> bool:
     """
     Whether all that a replay needs is known: the node is a root, copies nothing, and
-    each of its outputs is bound memory, a tensor that the node caches, or no tensor.
+    each of its outputs is bound memory, a tensor that the node caches, a static input, or
+    no tensor.
     """
     return (
         node.parent is None
@@ -60,10 +61,12 @@ def is_steady(node: BoundGraphNode) -> bool:
             not isinstance(metadata, dict)
             or (isinstance(alias, AliasesBoundMemory) and alias.is_whole)
             or is_cached
-            for alias, metadata, is_cached in zip(
+            or static is not None
+            for alias, metadata, is_cached, static in zip(
                 node.output_storage_alias,
                 node.outputs_metadata,
                 node.unaliased_in_all_paths,
+                node.static_output_tensors,
             )
         )
     )
@@ -92,8 +95,12 @@ def steady_replay(
         for i, alias in enumerate(node.output_storage_alias)
         if isinstance(alias, AliasesBoundMemory)
     ]
-    numbers = [
-        (i, n) for i, n in enumerate(node.outputs_metadata) if isinstance(n, int)
+    constants: list[tuple[int, Any]] = [
+        (i, metadata if isinstance(metadata, int) else static)
+        for i, (metadata, static) in enumerate(
+            zip(node.outputs_metadata, node.static_output_tensors)
+        )
+        if isinstance(metadata, int) or static is not None
     ]
     pointers_equal = torch._C._tensors_data_ptrs_at_indices_equal
 
@@ -132,8 +139,8 @@ def steady_replay(
         outputs: OutputType = node.cached_tensor_outputs.copy()
         for i, k in from_bound:
             outputs[i] = tensors[k]
-        for i, number in numbers:
-            outputs[i] = number
+        for i, constant in constants:
+            outputs[i] = constant
         inputs.clear()
         return outputs
 
