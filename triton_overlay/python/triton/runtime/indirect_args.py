@@ -41,6 +41,8 @@ def parse(kernel: str, params: list[KernelParam], indirect_args: Mapping[int | s
         param = params[indices[key]]
         if param.is_constexpr:
             raise ValueError(f"{kernel}: parameter {param.name!r} cannot be indirect, it is a constexpr")
+        if param.num in parsed:
+            raise ValueError(f"{kernel}: indirect_args has {param.name!r} twice, by name and by index")
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise ValueError(f"{kernel}: the alignment of {param.name!r} in indirect_args is {alignment!r}, it must be "
                              f"a power of two: the bytes that its pointer will be a multiple of")

@@ -400,6 +400,7 @@ def test_cache_key():
     ({3: 16}, "copy: indirect_args names 3, which is none of its parameters"),
     ({-1: 16}, "copy: indirect_args names -1, which is none of its parameters"),
     ({"BLOCK": 16}, "copy: parameter 'BLOCK' cannot be indirect, it is a constexpr"),
+    ({"a_ptr": 16, 0: 4}, "copy: indirect_args has 'a_ptr' twice, by name and by index"),
     ({"a_ptr": 12}, "copy: the alignment of 'a_ptr' in indirect_args is 12, it must be a power of two"),
     ({"a_ptr": 0}, "the alignment of 'a_ptr' in indirect_args is 0"),
     ({"a_ptr": True}, "the alignment of 'a_ptr' in indirect_args is True"),
