@@ -1,13 +1,17 @@
 """Launches of kernels with indirect parameters: the binder and its caches without a GPU, results on one."""
 
+import ctypes
+import importlib.util
 import json
 import types
+from pathlib import Path
 
 import pytest
 import triton
 import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 from triton.runtime import driver
 
 import torch
@@ -147,6 +151,38 @@ def test_second_process_reads_the_cache(target, fresh_scale):
         plain = triton.jit(scale.fn).warmup(4096, 4096, 64, 2.0, BLOCK=512, grid=(1, ))
     assert hits == [False, True, False]
     assert plain.hash != kernel.hash
+
+
+def test_plugin(target, monkeypatch):
+    """The plugin with which Triton's own tests run: each pointer becomes a slot that holds it, everything else stays."""
+    spec = importlib.util.spec_from_file_location("plugin", Path(__file__).parents[2] / "indirect_pointers.py")
+    plugin = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plugin)
+
+    @triton.jit
+    def add(ptrs, o_ptr, bias_ptr, n, BLOCK: tl.constexpr):
+        x = tl.arange(0, BLOCK)
+        tl.store(o_ptr + x, tl.load(ptrs[0] + x, x < n) + tl.load(ptrs[1][0] + x, x < n), x < n)
+
+    class Launcher:
+
+        def __init__(self, src, metadata):
+            pass
+
+        def __call__(self, *args):
+            a, (b, ) = args[9]
+            slots = [ctypes.c_int64.from_address(slot).value for slot in (a, b, args[10])]
+            target.launches.append((slots, args[11:]))
+
+    methods = plugin.launching(Launcher.__init__, Launcher.__call__, device="cpu")
+    Launcher.__init__, Launcher.__call__ = methods
+    monkeypatch.setattr(ASTSource, "__init__", plugin.marking(ASTSource.__init__))
+    target.launcher_cls = Launcher
+    a, b, out = (torch.zeros(520) for _ in range(3))
+    kernel = add[(1, )]((a, (b[1:], )), out, None, 512, BLOCK=512)
+    assert target.launches == [([a.data_ptr(), b.data_ptr() + 4, out.data_ptr()], (None, 512, 512))]
+    # Specialized on the tensors, not on their slots.
+    assert kernel.metadata.indirect_params == [[0, 16], [1, 1], [2, 16]]
 
 
 def table_of(*tensors):
