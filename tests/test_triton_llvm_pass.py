@@ -26,12 +26,12 @@ from pygraph_build.upstream import ROOT
 
 
 LLVM = Path(os.environ.get("LLVM_SYSPATH", "/usr/lib/llvm-22"))
-TOOLS = [LLVM / "bin" / "mlir-opt", LLVM / "bin" / "mlir-tblgen", LLVM / "include" / "mlir"]
+OPT, TABLEGEN, TRANSLATE = (LLVM / "bin" / name for name in ("mlir-opt", "mlir-tblgen", "mlir-translate"))
 OVERLAY = ROOT / "triton_overlay"
 PASS = "triton-llvm-param-indirection"
 
 pytestmark = pytest.mark.skipif(
-    not all(tool.exists() for tool in TOOLS) or shutil.which("c++") is None,
+    not all(path.exists() for path in (OPT, TABLEGEN, TRANSLATE, LLVM / "include" / "mlir")) or shutil.which("c++") is None,
     reason="needs a C++ compiler, and LLVM 22 with MLIR in LLVM_SYSPATH",
 )
 
@@ -66,6 +66,10 @@ def load(path: Path):
 kernels = load(OVERLAY / "python" / "test" / "unit" / "language" / "test_indirect_args.py")
 
 
+# Their LLVM dialect is printed in a form that LLVM 22 does not read.
+WARP_SPECIALIZED = [name for name in kernels.KERNELS if name.startswith("warp_specialized")]
+
+
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory) -> Path:
     """A plugin for mlir-opt with the pass, from the overlay's source and the patch's entry in Passes.td."""
@@ -79,7 +83,7 @@ def plugin(tmp_path_factory) -> Path:
     (include / "Passes.td").write_text(f'include "mlir/Pass/PassBase.td"\n{entry}\n')
     (include / "Passes.h").write_text(HEADER)
     (build / "plugin.cpp").write_text(PLUGIN)
-    generate = [TOOLS[1], "-gen-pass-decls", "-name", "LLVMIR", "-I", LLVM / "include", include / "Passes.td"]
+    generate = [TABLEGEN, "-gen-pass-decls", "-name", "LLVMIR", "-I", LLVM / "include", include / "Passes.td"]
     subprocess.run([*generate, "-o", include / "Passes.h.inc"], check=True)
     flags = ["-std=c++17", "-shared", "-fPIC", "-fno-rtti", "-fno-exceptions", "-Wall", "-I", build]
     flags += ["-isystem", LLVM / "include"]
@@ -93,7 +97,7 @@ def plugin(tmp_path_factory) -> Path:
 
 
 def mlir_opt(plugin: Path, *arguments) -> list:
-    return [TOOLS[0], f"--load-pass-plugin={plugin}", f"--pass-pipeline=builtin.module({PASS})", *arguments]
+    return [OPT, f"--load-pass-plugin={plugin}", f"--pass-pipeline=builtin.module({PASS})", *arguments]
 
 
 def test_lit(plugin):
@@ -117,8 +121,7 @@ def normalized(llir: str) -> str:
     return "\n".join(line.rstrip() for line in "".join(functions).splitlines() if line.strip())
 
 
-# The LLVM dialect of warp-specialized kernels is printed in a form that LLVM 22 does not read.
-@pytest.mark.parametrize("name", [name for name in kernels.KERNELS if not name.startswith("warp_specialized")])
+@pytest.mark.parametrize("name", [name for name in kernels.KERNELS if name not in WARP_SPECIALIZED])
 def test_both_forms(plugin, tmp_path, monkeypatch, name):
     """Triton compiles what the pass made of its LLVM dialect, as it would if it had the pass."""
     fn, signature, constexprs, options, arch = kernels.KERNELS[name]
@@ -154,3 +157,37 @@ def test_both_forms(plugin, tmp_path, monkeypatch, name):
     registers, spilled = kernels.resources(cxx_form)
     print(f"\n{name}: {kernels.resources(python_form)[0]} registers, {registers} by the pass")
     assert spilled == 0
+
+
+@pytest.mark.parametrize("name", WARP_SPECIALIZED)
+def test_both_forms_of_llvm_ir(plugin, tmp_path, monkeypatch, name):
+    """The two on LLVM IR, which for the pass is taken to the LLVM dialect and back."""
+    fn, signature, constexprs, options, arch = kernels.KERNELS[name]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    to_module, programs = llvm.to_module, []
+
+    def recorded(module, context):
+        result = to_module(module, context)
+        programs.append(str(result))
+        return result
+
+    monkeypatch.setattr(llvm, "to_module", recorded)
+    kernels.compiled(fn, signature, constexprs, options, arch)
+
+    def translated(text: str, flag: str) -> str:
+        command = [TRANSLATE, flag, "-"]
+        return subprocess.run(command, input=text, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+    pointers = range(len(kernels.pointers(signature)))
+    expected = translated(param_indirection.rewrite(programs[0], list(pointers)), "--import-llvm")
+    dialect = translated(programs[0], "--import-llvm")
+    kernel = re.search(r"llvm\.func ptx_kernelcc .*", dialect)[0]
+    marked = kernel
+    for index in pointers:
+        marked = marked.replace(f"%arg{index}: !llvm.ptr<1>", f"%arg{index}: !llvm.ptr<1> {{tt.indirect = 1 : i32}}")
+    command = mlir_opt(plugin, "--mlir-print-debuginfo", "-")
+    dialect = dialect.replace(kernel, marked)
+    loaded = subprocess.run(command, input=dialect, stdout=subprocess.PIPE, text=True, check=True).stdout
+    made, expected = (normalized(translated(text, "--mlir-to-llvmir")) for text in (loaded, expected))
+    assert made.count("!invariant.load") == len(pointers)
+    assert made == expected
