@@ -14,6 +14,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
+import tempfile
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -30,6 +33,7 @@ from torch._inductor.pygraph import (
     report,
     reset_report,
     select,
+    store,
 )
 from torch._inductor.pygraph.placeholder import (
     Placeholder,
@@ -497,6 +501,7 @@ class RecordTest(TestCase):
         mutated: tuple[int, ...] = (),
         static: Sequence[int] = (),
         names: Sequence[str] = (),
+        code_hash: str | None = None,
     ) -> Deployed:
         model = self.generated(body)
         names = names or [f"arg{i}_1" for i in range(len(inputs))]
@@ -511,6 +516,7 @@ class RecordTest(TestCase):
             mutated_input_idxs=mutated,
             placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
             force=force,
+            code_hash=code_hash,
         )
 
     def expected(self, fn: Deployed, inputs: Sequence[Any]) -> list[Any]:
@@ -651,6 +657,53 @@ class RecordTest(TestCase):
             self.check(self.ADD)
         self.assertEqual(counters["pygraph"]["unbound"], 1)
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    @contextlib.contextmanager
+    def remembered(self) -> Iterator[store.Entry]:
+        "An earlier process bound it, and it was faster."
+        with tempfile.TemporaryDirectory() as directory:
+            entry = store.Entry(Path(directory), {}, {})
+            entry.save(store.Decision(select.NODE_UPDATE, "measured faster", {}))
+            with mock.patch.object(store, "entry_for", lambda *args: entry):
+                yield entry
+
+    @parametrize("hidden", (None, 0, 1, 2))
+    def test_remembered(self, hidden):
+        "It is bound again at the second call, or decided anew where it can not be."
+        with (
+            mock.patch.object(ModelledBinding, "hidden", hidden),
+            self.remembered() as entry,
+        ):
+            calls = 3 if hidden is None else 40
+            self.check(self.ADD, force=None, code_hash="c", calls=calls)
+            kept = entry.load(select.CANDIDATES)
+        (function,) = report()
+        self.assertEqual(function.choice, kept.choice)
+        self.assertEqual(function.remembered, hidden is None)
+        self.assertEqual(function.choice == select.NODE_UPDATE, hidden is None)
+        self.assertEqual(counters["pygraph"]["reselected"], int(hidden is not None))
+
+    def test_remembered_and_not_bound_later(self):
+        "A recording for inputs that are less aligned can not be bound."
+        memory, calls = self.randn(64), itertools.count()
+
+        def make():
+            call = next(calls)
+            ModelledBinding.hidden = 0 if call > 3 else None
+            offset = 4 if call > 3 else 0
+            x = torch.as_strided(memory, (8,), (1,), offset)
+            return [x, self.randn()]
+
+        with (
+            mock.patch.object(ModelledBinding, "hidden", None),
+            self.remembered() as entry,
+        ):
+            self.check(self.ADD, make, force=None, code_hash="c", calls=40)
+            kept = entry.load(select.CANDIDATES)
+        (function,) = report()
+        self.assertNotEqual(function.choice, select.NODE_UPDATE)
+        self.assertEqual(function.choice, kept.choice)
+        self.assertEqual(counters["pygraph"]["reselected"], 1)
 
     def test_capture_that_fails(self):
         def fails(out, x):

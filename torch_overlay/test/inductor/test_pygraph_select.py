@@ -474,7 +474,7 @@ class SelectionTest(SelectTestCase):
 instantiate_parametrized_tests(SelectionTest)
 
 
-class DeployTest(SelectTestCase):
+class DeployTestCase(SelectTestCase):
     def setUp(self):
         super().setUp()
         self.manager = mock.Mock(roots={})
@@ -536,12 +536,35 @@ class DeployTest(SelectTestCase):
             self.assertEqual(y, torch.tensor(i + 1))
         return list(self.ran)
 
+
+class DeployTest(DeployTestCase):
     def test_force_no_graph(self):
         self.deploy(force=NO_GRAPH)
         self.assertEqual(self.call(30), ["uncaptured"] * 30)
         self.assertEqual((self.recorded, self.deployed), ([], []))
         (entry,) = report()
         self.assertEqual((entry.choice, entry.reason), (NO_GRAPH, "forced"))
+
+    def test_trace(self):
+        "A decision is written when it is made, and a forced one when it is recorded."
+        written = []
+
+        def publish(entry):
+            written.append((entry.choice, len(self.ran)))
+
+        with mock.patch.object(select, "publish", publish):
+            self.deploy()
+            self.call(60)
+            self.assertEqual(written, [(NO_GRAPH, 2 + 2 * TIMED)])
+            written.clear()
+            self.ran.clear()
+            self.deploy(force=NODE_UPDATE)
+            self.call(10)
+            self.assertEqual(written, [(NODE_UPDATE, 0), (NODE_UPDATE, 2)])
+
+    def test_force_what_there_is_not(self):
+        with self.assertRaisesRegex(ValueError, "'graph': use one of no_graph, copy"):
+            self.deploy(force="graph")
 
     @parametrize("force", (COPY, NODE_UPDATE))
     def test_force_graph(self, force):
@@ -772,7 +795,7 @@ class FunctionTest(SelectTestCase):
         self.assertEqual([id(e) for e in entries], [id(first), id(second)])
         self.assertIsNot(first.timings_us, second.timings_us)
         # A list of its own, of the entries themselves.
-        entries.clear()
+        entries.functions.clear()
         first.choice = COPY
         self.assertEqual([e.choice for e in report()], [COPY, "undecided"])
         reset_report()

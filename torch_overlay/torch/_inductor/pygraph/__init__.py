@@ -21,13 +21,19 @@ proof        the bound graph, run on the inputs of the call, must reproduce what
              uncaptured function gave; otherwise trees record it as before, with copies
 replay       what trees look up at each call, known in advance for a path's first graph
 select       replays are timed in the program itself, and the fastest candidate stays
+store        decisions of earlier processes are found again
 report       what was recorded, bound, chosen, and why
 
 Nothing here runs unless ``config.pygraph`` is set, and nothing here may fail a program:
 what cannot be bound is copied, what cannot be captured runs uncaptured.
 """
 
-from torch._inductor.pygraph.report import FunctionReport, report, reset_report
+from torch._inductor.pygraph.report import (
+    FunctionReport,
+    Report,
+    report,
+    reset_report,
+)
 
 
-__all__ = ["FunctionReport", "report", "reset_report"]
+__all__ = ["FunctionReport", "Report", "report", "reset_report"]

@@ -13,6 +13,9 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 3. Otherwise one call records, and the next ones are timed as replays.
 4. The graph stays if it is faster by more than the noise; else it is dropped.
 
+A decision is kept for the next process (store.py), which deploys it without step 2 and
+the times of step 3. Where inputs cannot be bound any more, it is made anew.
+
 See Samples for what is timed and graph_is_faster for how it decides.
 """
 
@@ -35,9 +38,18 @@ from torch._inductor.cudagraph_trees import (
     get_manager,
     thread_containers,
 )
+from torch._inductor.pygraph import store
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import InputHeld, steady_replay
-from torch._inductor.pygraph.report import FunctionReport, new_report
+from torch._inductor.pygraph.report import (
+    COPY,
+    FunctionReport,
+    new_report,
+    NO_GRAPH,
+    NODE_UPDATE,
+    publish,
+    UNDECIDED,
+)
 from torch._inductor.utils import (
     align_inputs_from_check_idxs,
     remove_unaligned_input_idxs,
@@ -69,9 +81,9 @@ DEVICE_BOUND = 10
 # A graph has to be this much faster than no graph.
 MARGIN = 0.98
 
-NO_GRAPH = "no_graph"
-COPY = "copy"
-NODE_UPDATE = "node_update"
+CANDIDATES = (NO_GRAPH, COPY, NODE_UPDATE)
+
+NOT_CAPTURABLE = "it can not be captured"
 
 
 class Function:
@@ -85,6 +97,7 @@ class Function:
         returned_output_idxs: outputs that the program gets; a forward's others are what its
             backward needs
         is_capturable: cleared for good when a capture failed
+        reselect: called when the graph that was selected cannot be bound any more
         alignment: of the external inputs' addresses in bytes, the least seen
     """
 
@@ -95,6 +108,7 @@ class Function:
         self.returned_output_idxs = returned_output_idxs
         self.binds_inputs = True
         self.is_capturable = True
+        self.reselect: Callable[[], None] | None = None
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
 
@@ -124,7 +138,9 @@ class Function:
     def unbind(self, reason: str) -> None:
         self.binds_inputs = False
         self.report.reason = reason
-        if self.report.choice == NODE_UPDATE:
+        if self.reselect is not None:
+            self.reselect()
+        elif self.report.choice == NODE_UPDATE:
             # It was forced.
             self.report.choice = COPY
             self.report.copied_bytes = self.report.stock_copied_bytes
@@ -212,7 +228,8 @@ class Selection:
     """
     Runs a function through the steps of the module's docstring.
 
-    ``deploy`` is called once, with what shall be called from then on.
+    ``deploy`` is called with what shall be called from then on, ``entry`` is where the
+    decision is kept, if it is, and ``remembered`` a graph that it was decided on before.
     """
 
     def __init__(
@@ -224,8 +241,12 @@ class Selection:
         forget: Callable[[], bool],
         device_index: int,
         is_forced: bool,
+        entry: store.Entry | None = None,
+        remembered: store.Decision | None = None,
     ) -> None:
         self.function = function
+        self.entry = entry
+        self.remembered = remembered
         self.retire_calls = 0
         self.forget = forget
         self.uncaptured = uncaptured
@@ -233,12 +254,15 @@ class Selection:
         self.deploy = deploy
         self.owner = thread_containers()
         self.device_index = device_index
-        self.uncaptured_samples = Samples(device_index)
-        self.replay_samples = Samples(device_index)
-        self.uncaptured_cost: Cost | None = None
         self.replay: ModelType | None = None
         self.is_forced = is_forced
         self.step: ModelType = self._first_call
+        self._reset_samples()
+
+    def _reset_samples(self) -> None:
+        self.uncaptured_samples = Samples(self.device_index)
+        self.replay_samples = Samples(self.device_index)
+        self.uncaptured_cost: Cost | None = None
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         if (
@@ -249,13 +273,54 @@ class Selection:
         return self.step(inputs)
 
     def _first_call(self, inputs: list[InputType]) -> OutputType:
-        self.step = self._record_forced if self.is_forced else self._time_uncaptured
+        if self.is_forced:
+            self.step = self._record_forced
+        elif self.remembered is not None:
+            self.step = self._record_remembered
+        else:
+            self.step = self._time_uncaptured
         return self.uncaptured(inputs)
 
     def _record_forced(self, inputs: list[InputType]) -> OutputType:
-        self.step, outputs = self.record(inputs)
-        self.deploy(self.step)
+        self.replay, outputs = self.record(inputs)
+        self.step = self.replay
+        self.deploy(self.replay)
+        publish(self.function.report)
         return outputs
+
+    def _record_remembered(self, inputs: list[InputType]) -> OutputType:
+        outputs = self._record(inputs)
+        if not self.function.is_capturable:
+            self._decide(NO_GRAPH, self.uncaptured, NOT_CAPTURABLE)
+        elif self.remembered is None or self._graph_choice() != self.remembered.choice:
+            self._reselect()
+        else:
+            self._decide_on_graph(self.remembered.reason)
+        return outputs
+
+    def _record(self, inputs: list[InputType]) -> OutputType:
+        if self.replay is not None:
+            # It could not be bound, and this call records it with copies.
+            return self.replay(inputs)
+        # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        self.replay, outputs = self.record(inputs)
+        return outputs
+
+    def _graph_choice(self) -> str:
+        return NODE_UPDATE if self.function.binds_inputs else COPY
+
+    def _reselect(self) -> None:
+        """
+        The graph that was decided on copies its inputs now: whether that is still faster
+        than no graph was not measured.
+        """
+        counters["pygraph"]["reselected"] += 1
+        report = self.function.report
+        report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
+        self.function.reselect = None
+        self.step = self._time_uncaptured
+        self.deploy(self)
 
     def _time_uncaptured(self, inputs: list[InputType]) -> OutputType:
         if not self.uncaptured_samples.complete:
@@ -268,13 +333,13 @@ class Selection:
                 self.uncaptured,
                 f"launching takes {cost.host:.0f} us of the device's {cost.stream:.0f}",
             )
+            self._keep()
             return self.uncaptured(inputs)
-        # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
-        torch._C._cuda_clearCublasWorkspaces()
-        self.replay, outputs = self.record(inputs)
+        outputs = self._record(inputs)
         self.step = self._time_replay
         if not self.function.is_capturable:
-            self._decide(NO_GRAPH, self.uncaptured, "it can not be captured")
+            # Not kept: that may be for what else the process does, or has no memory for.
+            self._decide(NO_GRAPH, self.uncaptured, NOT_CAPTURABLE)
         return outputs
 
     def _time_replay(self, inputs: list[InputType]) -> OutputType:
@@ -282,15 +347,14 @@ class Selection:
             raise AssertionError("nothing was recorded")
         if not self.replay_samples.complete:
             return self.replay_samples.call(self.replay, inputs)
-        choice = NODE_UPDATE if self.function.binds_inputs else COPY
         cost = self.replay_samples.cost()
-        self.function.report.timings_us[choice] = cost.call
+        self.function.report.timings_us[self._graph_choice()] = cost.call
         if graph_is_faster(cost, self.uncaptured_cost):
-            self._decide(choice, self.replay, "measured faster")
-            # What the uncaptured calls had is not needed again.
-            torch.cuda.empty_cache()
+            self._decide_on_graph("measured faster")
+            self._keep()
             return self.replay(inputs)
         decide(self.function, NO_GRAPH, "measured not slower")
+        self._keep()
         self.step = self._retire
         return self.uncaptured(inputs)
 
@@ -301,6 +365,24 @@ class Selection:
             self.step = self.uncaptured
             self.deploy(self.uncaptured)
         return self.uncaptured(inputs)
+
+    def _decide_on_graph(self, reason: str) -> None:
+        if self.replay is None:
+            raise AssertionError("nothing was recorded")
+        choice = self._graph_choice()
+        self._decide(choice, self.replay, reason)
+        # Lets go of the events, and begins anew should it be selected again.
+        self._reset_samples()
+        if choice == NODE_UPDATE:
+            self.function.reselect = self._reselect
+        # What the uncaptured calls had is not needed again.
+        torch.cuda.empty_cache()
+
+    def _keep(self) -> None:
+        if self.entry is not None:
+            report = self.function.report
+            decision = store.Decision(report.choice, report.reason, report.timings_us)
+            self.entry.save(decision)
 
     def _decide(self, choice: str, fn: ModelType, reason: str) -> None:
         decide(self.function, choice, reason)
@@ -315,6 +397,7 @@ def decide(function: Function, choice: str, reason: str) -> None:
     entry.copied_bytes = entry.stock_copied_bytes if choice == COPY else 0
     counters["pygraph"][choice] += 1
     log.info("%s (%s): %s, %s", entry.name, entry.mode, choice, reason)
+    publish(entry)
 
 
 def deploy(
@@ -329,6 +412,8 @@ def deploy(
     returned_output_idxs: OrderedSet[int],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
+    code_hash: str | None = None,
+    source: str = "",
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -337,8 +422,13 @@ def deploy(
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
         returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
-        force: one of NO_GRAPH, COPY, NODE_UPDATE, to skip the selection; config.pygraph_force
+        force: one of CANDIDATES, to skip the selection; config.pygraph_force
+        code_hash: of the code that the function belongs to, if its decision is kept
+        source: where it is in the program
         kwargs: further arguments of cudagraph_trees.cudagraphify
+
+    Raises:
+        ValueError: there is no candidate ``force``.
     """
     mode = (
         CompilationMode.BACKWARD
@@ -347,8 +437,19 @@ def deploy(
         if is_inference
         else CompilationMode.FORWARD
     )
+    if force is not None and force not in CANDIDATES:
+        raise ValueError(
+            f"config.pygraph_force is {force!r}: use one of {', '.join(CANDIDATES)}"
+        )
     name = getattr(model, "__name__", "graph")
-    function = Function(new_report(name, mode.name.lower()), returned_output_idxs)
+    entry = new_report(
+        name,
+        mode.name.lower(),
+        source=source,
+        compile_id=str(kwargs.get("compile_id") or ""),
+        sizes=[v for v in inputs if isinstance(v, int)],
+    )
+    function = Function(entry, returned_output_idxs)
     to_check = get_input_idxs_to_check(inputs, static_input_idxs)
     aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
 
@@ -426,13 +527,32 @@ def deploy(
 
         return record.forget(get_manager(device_index), function.id)
 
+    kept = remembered = None
+    if code_hash is not None and force is None:
+        kept = store.entry_for(
+            code_hash, name, entry.mode, inputs, aligned_static_idxs, device_index
+        )
+    if kept is not None and (remembered := kept.load(CANDIDATES)) is not None:
+        counters["pygraph"]["remembered"] += 1
+        entry.remembered = True
+        entry.timings_us = remembered.timings_us
+        if remembered.choice == NO_GRAPH:
+            decide(function, NO_GRAPH, remembered.reason)
+            fn = realigned(uncaptured)
+            replace(fn)
+            return fn
+        function.binds_inputs = remembered.choice == NODE_UPDATE
+
     selection = Selection(
         function,
         uncaptured,
         record,
-        lambda fn: replace(realigned(fn) if fn is uncaptured else fn),
+        # A replay aligns what it takes.
+        lambda fn: replace(fn if fn is selection.replay else realigned(fn)),
         forget,
         device_index,
         is_forced=force is not None,
+        entry=kept,
+        remembered=remembered,
     )
     return realigned(selection)

@@ -1,0 +1,769 @@
+# Owner(s): ["module: inductor"]
+"""
+What PyGraph says of a run: as text, JSON and a page, in the structured trace, and of what
+Inductor keeps out of CUDA graphs. All but the last class needs no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import pickle
+import re
+import subprocess
+import sys
+import tempfile
+import types
+import unittest
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from typing import TYPE_CHECKING
+from unittest import mock
+
+from hypothesis import given, settings, strategies as st
+
+import torch
+import torch._logging._internal as torch_logging
+from torch._inductor import config
+from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.report import (
+    __main__ as command,
+    advice,
+    Blocker,
+    COPY,
+    describe_partition,
+    FunctionReport,
+    GraphReport,
+    innermost,
+    new_graph,
+    new_report,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PartitionReport,
+    publish,
+    Report,
+    source_of_partition,
+    span,
+    trace,
+)
+from torch._inductor.pygraph.report.text import format_bytes, format_us
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def modelled() -> Report:
+    "A run of a training step, and of what can go wrong."
+    bert, train = "/home/user/project/models/bert.py", "/home/user/project/train.py"
+    functions = [
+        FunctionReport(
+            "partition_0",
+            "forward",
+            NODE_UPDATE,
+            "measured faster",
+            {NO_GRAPH: 2721.8, NODE_UPDATE: 1319.2},
+            external_inputs=2,
+            stock_copied_bytes=16384,
+            kernel_nodes=181,
+            updated_nodes=2,
+            source=f"{bert}:412-498 in forward",
+            compile_id="0/0",
+        ),
+        FunctionReport(
+            "partition_0",
+            "backward",
+            NODE_UPDATE,
+            "measured faster",
+            {NO_GRAPH: 4094.3, NODE_UPDATE: 1662.8},
+            external_inputs=4,
+            stock_copied_bytes=62_525_444,
+            kernel_nodes=307,
+            updated_nodes=1,
+            source=f"{bert}:412-498 in forward",
+            compile_id="0/0",
+            remembered=True,
+        ),
+        FunctionReport(
+            "partition_1",
+            "forward",
+            COPY,
+            "output 0 (torch.float32 [64, 128]) differs from the uncaptured function's; "
+            "measured faster",
+            {NO_GRAPH: 320.0, COPY: 210.5},
+            external_inputs=3,
+            stock_copied_bytes=4_194_304,
+            copied_bytes=4_194_304,
+            source=f"{bert}:498-510 in <lambda>",
+            compile_id="0/0",
+        ),
+        FunctionReport(
+            "partition_0",
+            "inference",
+            NO_GRAPH,
+            "launching takes 83 us of the device's 1556",
+            {NO_GRAPH: 1556.4},
+            source=f"{train}:31-44 in evaluate",
+            compile_id="1/0",
+        ),
+        FunctionReport(
+            "partition_0",
+            "inference",
+            NO_GRAPH,
+            "capture failed: operation not permitted; it can not be captured",
+            {NO_GRAPH: 112.0},
+            source=f"{train}:90 in metrics",
+            compile_id="2/0",
+            sizes=[8, 128],
+        ),
+        FunctionReport("graph", "inference"),
+    ]
+    graphs = [
+        GraphReport(
+            "0/0",
+            "forward",
+            "NVIDIA H200",
+            source=f"{bert}:412-498 in forward",
+            partitions=[
+                PartitionReport(181, f"{bert}:412-498 in forward"),
+                PartitionReport(
+                    3,
+                    f"{bert}:498 in forward",
+                    (
+                        Blocker(
+                            "aten.nonzero.default",
+                            "unbacked binding ops",
+                            f"{bert}:498 in forward",
+                        ),
+                    ),
+                ),
+                PartitionReport(12, f"{bert}:498-510 in <lambda>"),
+            ],
+        ),
+        GraphReport(
+            "3/0",
+            "inference",
+            "NVIDIA H200",
+            skip_reason="control flow operator: torch.cond",
+            source=f"{train}:120 in route",
+        ),
+    ]
+    return Report(functions, graphs)
+
+
+class TextTest(TestCase):
+    maxDiff = None
+
+    def test_text(self):
+        self.assertExpectedInline(
+            modelled().text(),
+            """\
+PyGraph on NVIDIA H200
+6 functions: 1 graph, inputs copied; 2 no graph; 2 graph, inputs bound; 1 undecided
+193 of 196 kernels are in functions that can be captured
+a call of each: 8.8 ms without graphs, 4.86 ms as chosen (1.81x)
+copied by a replay of each: 4.19 MB; by stock CUDA graphs: 66.7 MB
+1 of 6 measured by an earlier process
+
+1. models/bert.py:412-498 in forward                    backward, graph 0/0, partition_0
+   graph, inputs bound: measured faster (by an earlier process)
+     no graph                4.09 ms  ################################################
+   * graph, inputs bound     1.66 ms  ###################
+   307 nodes captured, 4 of 4 external inputs bound, 1 node updated
+   copied by each replay: 0 B; by stock CUDA graphs: 62.5 MB
+
+2. models/bert.py:412-498 in forward                     forward, graph 0/0, partition_0
+   graph, inputs bound: measured faster
+     no graph                2.72 ms  ################################################
+   * graph, inputs bound     1.32 ms  #######################
+   181 nodes captured, 2 of 2 external inputs bound, 2 nodes updated
+   copied by each replay: 0 B; by stock CUDA graphs: 16.4 kB
+
+3. models/bert.py:498-510 in <lambda>                    forward, graph 0/0, partition_1
+   graph, inputs copied: output 0 (torch.float32 [64, 128]) differs from the uncaptured
+     function's; measured faster
+     no graph                 320 us  ################################################
+   * graph, inputs copied     210 us  ################################
+   0 of 3 external inputs bound
+   copied by each replay: 4.19 MB; by stock CUDA graphs: 4.19 MB
+   change: A kernel keeps the input's address where it cannot be set, so that the input
+     is copied. If its address never changes, mark it with
+     torch._dynamo.mark_static_address.
+
+4. project/train.py:31-44 in evaluate                  inference, graph 1/0, partition_0
+   no graph: launching takes 83 us of the device's 1556
+   * no graph                1.56 ms  ################################################
+
+5. project/train.py:90 in metrics        inference, graph 2/0, partition_0, sizes 8, 128
+   no graph: capture failed: operation not permitted; it can not be captured
+   * no graph                 112 us  ################################################
+   change: An operator waits for the device or allocates outside of PyTorch. If it is a
+     custom operator, tag it torch.Tag.cudagraph_unsafe: the rest is captured then.
+
+6. (unknown source)                                                     inference, graph
+   undecided: it was not called often enough to be measured
+
+Not captured
+
+   models/bert.py:498 in forward                           forward, graph 0/0, 3 kernels
+   why: unbacked binding ops: aten.nonzero.default at models/bert.py:498 in forward
+   change: The result's size, or a number that the host reads, depends on data. Use a
+     form with a fixed size (torch.where, nonzero_static, padding), or keep the number
+     on the GPU instead of .item().
+
+   project/train.py:120 in route                         inference, graph 3/0, all of it
+   why: control flow operator: torch.cond
+   change: Control flow on data. Where both branches are cheap, compute both and select
+     with torch.where.""",
+        )
+
+    def test_empty(self):
+        self.assertExpectedInline(
+            Report([], []).text(),
+            """\
+PyGraph
+0 functions""",
+        )
+
+    names = st.text(min_size=1, max_size=40) | st.just("a_name/" * 30)
+
+    @settings(deadline=None, max_examples=50)
+    @given(
+        st.integers(80, 100),
+        st.builds(
+            FunctionReport,
+            name=names,
+            mode=st.sampled_from(["forward", "backward"]),
+            choice=st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE, "undecided"]),
+            reason=names,
+            timings_us=st.dictionaries(
+                st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE]), st.floats(1e-3, 1e9)
+            ),
+            kernel_nodes=st.integers(0, 10**6),
+            stock_copied_bytes=st.integers(0, 10**12),
+            source=names,
+        ),
+        names,
+    )
+    def test_fits(self, width, function, op):
+        blocker = Blocker(op, op, op)
+        graph = GraphReport(
+            "0/0", op, "H200", partitions=[PartitionReport(1, op, (blocker,))]
+        )
+        for line in Report([function], [graph]).text(width).split("\n")[1:]:
+            self.assertLessEqual(len(line), width, line)
+
+    @parametrize(
+        "us,text",
+        ((0.5, "0.5 us"), (38.44, "38.4 us"), (999.4, "999 us"), (999.6, "1 ms"))
+        + ((1556.4, "1.56 ms"), (12_345.0, "12.3 ms"), (2e6, "2 s")),
+    )
+    def test_us(self, us, text):
+        self.assertEqual(format_us(us), text)
+
+    @parametrize(
+        "nbytes,text",
+        ((0, "0 B"), (999, "999 B"), (16384, "16.4 kB"), (62_525_444, "62.5 MB"))
+        + ((3 * 10**9, "3 GB"),),
+    )
+    def test_bytes(self, nbytes, text):
+        self.assertEqual(format_bytes(nbytes), text)
+
+    def test_order(self):
+        "What saves most, then what takes longest, then what is unknown."
+        saved = [round(f.saved_us) for f in modelled().by_gain()]
+        self.assertEqual(saved, [2432, 1403, 110, 0, 0, 0])
+        names = [f.compile_id for f in modelled().by_gain()[3:]]
+        self.assertEqual(names, ["1/0", "2/0", ""])
+
+    def test_sequence(self):
+        "The report is that of its functions."
+        run = modelled()
+        self.assertEqual(len(run), 6)
+        self.assertIs(run[0], run.functions[0])
+        self.assertEqual([f.choice for f in run][:1], [NODE_UPDATE])
+        self.assertEqual(str(run), run.text())
+
+
+instantiate_parametrized_tests(TextTest)
+
+
+class AdviceTest(TestCase):
+    @parametrize(
+        "reason",
+        (
+            "cpu ops",
+            "cpu device (sin)",
+            "DeviceCopy ops",
+            "Conditional ops",
+            "unbacked binding ops",
+            "CUDAGraph-unsafe custom ops",
+            "dynamic shape ops",
+            "custom partition op: aten.sin.default",
+            "multiple devices: device(type='cuda', index=0), device(type='cuda', index=1)",
+            "mutated inputs (1 instances)",
+            "complex memory overlap",
+            "non-Tensor inputs",
+            "control flow operator: torch.while_loop",
+            "index_put_ fallback with boolean indexing is not compatible with CUDA graphs",
+            "disabling cudagraphs due to incompatible op aten._local_scalar_dense",
+            "an input lies on the CPU; it can not be captured",
+            "capture failed: operation not permitted; it can not be captured",
+            "an earlier graph's output is mutated",
+            "trees do not know this thread",
+            "output 0 (torch.float32 [4]) differs from the uncaptured function's",
+            "the graph wrote to an address it should not hold",
+            "CUDA graphs were off when it was compiled",
+        ),
+    )
+    def test_something_to_change(self, reason):
+        self.assertNotEqual(advice.advice(reason), "")
+
+    @parametrize(
+        "reason",
+        ("", "forced", "measured faster", "measured not slower")
+        + ("launching takes 83 us of the device's 1556",),
+    )
+    def test_nothing_to_change(self, reason):
+        self.assertEqual(advice.advice(reason), "")
+
+
+instantiate_parametrized_tests(AdviceTest)
+
+
+class HtmlTest(TestCase):
+    def page(self, run: Report | None = None) -> ET.Element:
+        "It has to be well-formed."
+        return ET.fromstring((modelled() if run is None else run).html())
+
+    def text(self, page: ET.Element) -> str:
+        return " ".join(" ".join(page.itertext()).split())
+
+    def test_facts(self):
+        text = self.text(self.page())
+        for fact in (
+            "models/bert.py:412-498 in forward",
+            "backward, graph 0/0, partition_0",
+            "bert.py:498-510 in <lambda>",
+            "4.09 ms",
+            "1.66 ms",
+            "62.5 MB",
+            "307 nodes captured, 4 of 4 external inputs bound, 1 node updated",
+            "by an earlier process",
+            "differs from the uncaptured function's",
+            "launching takes 83 us",
+            "sizes 8, 128",
+            "undecided",
+            "unbacked binding ops: aten.nonzero.default",
+            "torch.where",
+            "control flow operator: torch.cond",
+            "193 of 196 kernels",
+            "NVIDIA H200",
+        ):
+            self.assertIn(fact.lower(), text.lower())
+
+    def test_self_contained(self):
+        page = self.page()
+        self.assertEqual(
+            {e.tag for e in page.iter()} & {"script", "link", "img"}, set()
+        )
+        attributes = {name for e in page.iter() for name in e.attrib}
+        self.assertLessEqual(
+            attributes,
+            {"lang", "charset", "name", "content", "class", "style", "title"},
+        )
+        self.assertNotRegex(modelled().html(), r"https?:|url\(|@import")
+
+    def test_light_and_dark(self):
+        self.assertIn("prefers-color-scheme: dark", modelled().html())
+
+    def bars(self, page: ET.Element, kind: str) -> list[list[float]]:
+        "Widths in percent of the bars in each element of a class."
+        return [
+            [
+                float(re.search(r"width: ([\d.]+)%", bar.get("style"))[1])
+                for bar in chart.iter("div")
+                if bar.get("style")
+            ]
+            for chart in page.iter("div")
+            if kind in chart.get("class", "").split()
+        ]
+
+    def test_bars(self):
+        page = self.page()
+        times = self.bars(page, "times")
+        self.assertEqual(times[:3], [[100, 40.6], [100, 48.5], [100, 65.8]])
+        total = 4094.3 + 2721.8 + 320 + 1556.4 + 112
+        before, after = self.bars(page, "stack")
+        self.assertEqual(sum(before), 100, atol=0.05, rtol=0)
+        after_us = 1662.8 + 1319.2 + 210.5 + 1556.4 + 112
+        self.assertEqual(sum(after), 100 * after_us / total, atol=0.05, rtol=0)
+
+    def test_names_are_escaped(self):
+        run = Report(
+            [FunctionReport("<b>&'\"", "forward", source="<i>:1 in <lambda>")], []
+        )
+        self.assertIn("<b>&'\"", self.text(self.page(run)))
+
+    def test_processes(self):
+        page = ET.fromstring(command.render([modelled(), modelled()]))
+        self.assertEqual(len(list(page.iter("h1"))), 2)
+
+    def test_empty(self):
+        self.assertIn("0 of 0 functions", self.text(self.page(Report([], []))))
+
+
+class RunTest(TestCase):
+    "From a run to what the command prints."
+
+    def setUp(self):
+        super().setUp()
+        reset_report()
+        self.addCleanup(reset_report)
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        self.directory = Path(directory.name)
+
+    @contextlib.contextmanager
+    def tracing(self) -> Iterator[None]:
+        "What TORCH_TRACE=directory does."
+        handler = torch_logging.LazyTraceHandler(str(self.directory))
+        handler.setFormatter(torch_logging.TorchLogsFormatter(trace=True))
+        handlers = torch_logging.trace_log.handlers
+        level = torch_logging.trace_log.level
+        torch_logging.trace_log.handlers = [handler]
+        torch_logging.trace_log.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            torch_logging.trace_log.handlers = handlers
+            torch_logging.trace_log.setLevel(level)
+            handler.close()
+
+    def run_command(self, *arguments: str | Path) -> str:
+        output = io.StringIO()
+        with (
+            mock.patch.object(sys, "argv", ["report", *map(str, arguments)]),
+            contextlib.redirect_stdout(output),
+            contextlib.redirect_stderr(output),
+        ):
+            command.main()
+        return output.getvalue()
+
+    def test_trace(self):
+        with self.tracing():
+            first = new_report("f", "forward", compile_id="1/2", source="a.py:3 in f")
+            new_report("g", "backward")
+            torch_logging.trace_structured("artifact", payload_fn=lambda: "other")
+            for graph in modelled().graphs:
+                publish(graph)
+            first.choice, first.timings_us = NODE_UPDATE, {NO_GRAPH: 2.0}
+            publish(first)
+            torch_logging.trace_structured("compile", payload_fn=lambda: "\n\n")
+        (read,) = trace.load(self.directory)
+        self.assertEqual(read.functions, list(report()))
+        self.assertEqual(read.graphs, modelled().graphs)
+        self.assertEqual(read.functions[0].choice, NODE_UPDATE)
+
+    def test_trace_is_an_artifact(self):
+        "As tlparse wants it: under its compilation."
+        with self.tracing():
+            new_report("f", "forward", compile_id="1/2")
+            new_report("f", "forward", compile_id="!0/3/4")
+            new_report("f", "forward")
+        (log,) = self.directory.glob("*.log")
+        records = [
+            json.loads(line[line.index("{") :])
+            for line in log.read_text().splitlines()
+            if not line.startswith("\t")
+        ]
+        ids = [
+            (
+                r.get("compiled_autograd_id"),
+                r.get("frame_id"),
+                r.get("frame_compile_id"),
+            )
+            for r in records
+        ]
+        self.assertEqual(ids, [(None, 1, 2), (0, 3, 4), (None, None, None)])
+        for record in records:
+            self.assertEqual(
+                record["artifact"], {"name": "pygraph_report", "encoding": "json"}
+            )
+            self.assertIn("has_payload", record)
+
+    def test_nothing_is_written_without_a_trace(self):
+        with mock.patch.object(torch_logging.trace_log, "handlers", []):
+            with mock.patch.object(json, "dumps", None):
+                publish(FunctionReport("f", "forward"))
+
+    def test_processes(self):
+        for rank in range(2):
+            with (
+                self.tracing(),
+                mock.patch("torch.distributed.is_initialized", lambda: True),
+                mock.patch("torch.distributed.get_rank", lambda: rank),
+            ):
+                new_report(f"of_{rank}", "forward")
+        text = self.run_command(self.directory)
+        for rank in range(2):
+            self.assertRegex(text, rf"(?s)PyGraph, rank {rank}\b.*of_{rank}")
+
+    def test_json(self):
+        file = self.directory / "run.json"
+        run = modelled()
+        file.write_text(run.json())
+        (read,) = trace.load(file)
+        self.assertEqual(read.functions, run.functions)
+        self.assertEqual(read.graphs, run.graphs)
+        self.assertEqual(self.run_command(file), run.text() + "\n")
+
+    def test_html(self):
+        file, page = self.directory / "run.json", self.directory / "run.html"
+        file.write_text(modelled().json())
+        self.assertEqual(self.run_command(file, "--html", page), "")
+        self.assertEqual(page.read_text(encoding="utf-8"), modelled().html())
+
+    @parametrize(
+        "name,content",
+        (("a.json", "{"), ("a.json", "[]"), ("a.json", '{"functions": [{}]}'))
+        + (("a.log", ""), ("a.log", "V1 x] {}\n\tpayload\n"), ("", "")),
+    )
+    def test_no_report(self, name, content):
+        "One line that says what to do."
+        if name:
+            (self.directory / name).write_text(content)
+        error = io.StringIO()
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(error):
+            with mock.patch.object(sys, "argv", ["report", str(self.directory / name)]):
+                command.main()
+        self.assertRegex(error.getvalue(), r"^[^\n]*(json|TORCH_TRACE)[^\n]*\n$")
+
+    def test_command(self):
+        file = self.directory / "run.json"
+        file.write_text(modelled().json())
+        done = subprocess.run(
+            [sys.executable, "-m", "torch._inductor.pygraph.report", str(file)],
+            capture_output=True,
+            text=True,
+        )
+        self.assertEqual((done.returncode, done.stderr), (0, ""))
+        self.assertIn("models/bert.py:412-498", done.stdout)
+
+
+instantiate_parametrized_tests(RunTest)
+
+
+STACK = f"""\
+  File "/home/user/train.py", line 12, in step
+    loss = model(x)
+  File "{torch.__path__[0]}/nn/modules/module.py", line 1779, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/home/user/model.py", line 34, in forward
+    return F.linear(x, self.weight)
+  File "{torch.__path__[0]}/nn/functional.py", line 7, in linear
+    return torch._C._nn.linear(input, weight)
+"""
+
+
+class SourceTest(TestCase):
+    def test_innermost(self):
+        self.assertEqual(innermost(STACK), "/home/user/model.py:34 in forward")
+        self.assertEqual(innermost("no stack"), "")
+
+    def test_torch_if_nothing_else(self):
+        line = STACK.splitlines()[2]
+        self.assertRegex(innermost(line), r"module.py:1779 in _call_impl")
+
+    def test_span(self):
+        later = STACK.replace("line 12", "line 9")
+        other = STACK.replace("train.py", "other.py")
+        self.assertEqual(
+            span([STACK, later, other, None]), "/home/user/train.py:9-12 in step"
+        )
+        self.assertEqual(span([STACK]), "/home/user/train.py:12 in step")
+        self.assertEqual(span([]), "")
+
+    def node(
+        self, *traces: str | None, op: str = "call_function"
+    ) -> types.SimpleNamespace:
+        origins = [
+            types.SimpleNamespace(stack_trace=t, op=op, target="aten.sin.default")
+            for t in traces
+        ]
+        node = types.SimpleNamespace(
+            node=types.SimpleNamespace(get_origins=lambda: origins)
+        )
+        node.get_nodes = lambda: [node, types.SimpleNamespace(node=None)]
+        return node
+
+    def test_partition(self):
+        good, bad = self.node(None, STACK), self.node(STACK)
+        nameless = self.node(None, op="placeholder")
+        reasons = {id(bad): "cpu ops", id(nameless): "other"}
+        described = describe_partition(
+            [good, bad, bad, nameless], lambda node: reasons.get(id(node))
+        )
+        self.assertEqual(
+            described,
+            PartitionReport(
+                4,
+                "/home/user/train.py:12 in step",
+                (
+                    Blocker("SimpleNamespace", "other", ""),
+                    Blocker(
+                        "aten.sin.default",
+                        "cpu ops",
+                        "/home/user/model.py:34 in forward",
+                    ),
+                ),
+            ),
+        )
+        self.assertEqual(pickle.loads(pickle.dumps(described)), described)
+
+
+class CompiledTest(TestCase):
+    "What Inductor keeps out, for an H200 that need not be there."
+
+    def setUp(self):
+        super().setUp()
+        reset_report()
+        self.addCleanup(reset_report)
+
+    def compile(self, fn, **options) -> list[GraphReport]:
+        with fake_cuda():
+            x = torch.randn(8, 64, device="cuda", requires_grad=True)
+            compiled = torch.compile(fn, options={"pygraph": True, **options})
+            compiled(x).sum().backward()
+        return report().graphs
+
+    def test_partitions(self):
+        def through_the_cpu(x):
+            y = x.sin().cpu()
+            return y.cos().cuda() + x
+
+        forward, backward = self.compile(through_the_cpu)
+        self.assertEqual((forward.mode, backward.mode), ("forward", "backward"))
+        self.assertEqual(forward.compile_id, "0/0")
+        self.assertEqual(forward.device, "NVIDIA H200")
+        captured = [not p.blockers for p in forward.partitions]
+        self.assertEqual(captured, [True, False, True])
+        line = through_the_cpu.__code__.co_firstlineno + 1
+        file = through_the_cpu.__code__.co_filename
+        reasons = {b.reason for b in forward.partitions[1].blockers}
+        self.assertEqual(reasons, {"DeviceCopy ops", "cpu ops"})
+        sources = {b.source for b in forward.partitions[1].blockers}
+        places = {f"{file}:{n} in through_the_cpu" for n in (line, line + 1)}
+        self.assertLessEqual(sources, places)
+        self.assertIn(f"{file}:{line}", forward.partitions[0].source)
+        compiled = types.SimpleNamespace(partition_reports=forward.partitions)
+        self.assertEqual(source_of_partition(compiled, 1), forward.partitions[2].source)
+
+    def test_all_of_a_graph(self):
+        def through_the_cpu(x):
+            return x.sin().cpu().cos().cuda()
+
+        forward, backward = self.compile(through_the_cpu, graph_partition=False)
+        self.assertRegex(forward.skip_reason, r"^cpu device \(\w+\)$")
+        line = through_the_cpu.__code__.co_firstlineno + 1
+        self.assertIn(
+            f"test_pygraph_report.py:{line} in through_the_cpu", forward.source
+        )
+        self.assertEqual(
+            backward.skip_reason, "CUDA graphs were off when it was compiled"
+        )
+        self.assertEqual(forward.partitions, [])
+
+    def options(self, **process_wide) -> list[tuple[str | None, bool, str]]:
+        """
+        (forced candidate, whether its decision is kept, its source) of functions that are
+        compiled with no option, "copy" and no cache.
+        """
+        seen = []
+
+        def cudagraphify(model, *, pygraph, **kwargs):
+            where = pygraph.source.rpartition(" in ")[2]
+            seen.append((pygraph.force, pygraph.code_hash is not None, where))
+            return model
+
+        def plain(x):
+            return x + 1
+
+        def copied(x):
+            return x + 2
+
+        def uncached(x):
+            return x + 3
+
+        with (
+            fake_cuda(),
+            config.patch(pygraph=True, fx_graph_cache=True, **process_wide),
+        ):
+            x = torch.randn(8, device="cuda")
+            with mock.patch("torch._inductor.compile_fx.cudagraphify", cudagraphify):
+                torch.compile(plain)(x)
+                torch.compile(copied, options={"pygraph_force": COPY})(x)
+                torch.compile(uncached, options={"fx_graph_cache": False})(x)
+        return seen
+
+    def test_options(self):
+        "Of one function, of the process, and of one function against the process."
+        self.assertEqual(
+            self.options(),
+            [(None, True, "plain"), (COPY, True, "copied"), (None, False, "uncached")],
+        )
+        self.assertEqual(
+            self.options(pygraph_force=NO_GRAPH, force_disable_caches=True),
+            [
+                (NO_GRAPH, False, "plain"),
+                (COPY, False, "copied"),
+                (NO_GRAPH, False, "uncached"),
+            ],
+        )
+
+    def test_off(self):
+        self.assertEqual(self.compile(lambda x: x.sin(), pygraph=False), [])
+
+    def test_graph_on_the_cpu(self):
+        new_graph(types.SimpleNamespace(device_types=["cpu"]))
+        self.assertEqual(report().graphs, [])
+
+
+@unittest.skipUnless(HAS_CUDA_AND_TRITON, "requires CUDA and Triton")
+class DeviceTest(TestCase):
+    def test_graph_cache(self):
+        "What is known of a graph comes with it from the cache."
+        from torch._inductor.utils import fresh_cache
+
+        def fn(x):
+            return x.sin().cpu().cos().cuda() + x
+
+        seen = []
+        with fresh_cache(), config.patch(fx_graph_cache=True):
+            for _ in range(2):
+                torch._dynamo.reset()
+                reset_report()
+                compiled = torch.compile(fn, options={"pygraph": True})
+                for _ in range(40):
+                    compiled(torch.randn(64, device="cuda"))
+                seen.append(report())
+        first, second = seen
+        self.assertEqual(first.graphs, second.graphs)
+        self.assertEqual([f.choice for f in first], [f.choice for f in second])
+        self.assertEqual([f.remembered for f in second], [True] * len(first))
+        for f in first:
+            self.assertIn("test_pygraph_report.py", f.source)
+        self.assertIn("DeviceCopy ops", second.text())
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,335 @@
+"""
+What PyGraph did with each graph that was compiled and each function that trees could
+record, and why.
+
+report() has it while the program runs, and the structured trace (TORCH_TRACE, tlparse)
+keeps it as artifacts named "pygraph_report". Of a finished run::
+
+    python -m torch._inductor.pygraph.report TRACE_DIRECTORY_OR_LOG_OR_JSON [--html FILE]
+
+text, html    what a report looks like
+advice        what the user could change about a reason
+trace         from the structured trace and JSON to a report
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import re
+from collections.abc import Sequence
+from typing import Any, overload, TYPE_CHECKING
+
+import torch
+from torch._guards import CompileContext, CompileId
+from torch._logging import trace_structured
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
+
+    from torch._inductor.output_code import CompiledFxGraph
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+NO_GRAPH = "no_graph"
+COPY = "copy"
+NODE_UPDATE = "node_update"
+
+UNDECIDED = "undecided"
+
+ARTIFACT = "pygraph_report"
+
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass
+class FunctionReport:
+    """
+    One function (a graph, or one partition of it, for one set of sizes).
+
+    Times are medians in microseconds, bytes are per replay. ``stock_copied_bytes`` is
+    what cudagraph trees would copy, ``copied_bytes`` what the chosen candidate does.
+    ``kernel_nodes`` are the nodes of the last recording, of any kind, ``updated_nodes``
+    those that hold an external input. Both bytes and nodes are 0 until it is recorded.
+
+    ``source`` is where it is in the program, ``compile_id`` names its graph, and
+    ``remembered`` says that an earlier process measured it.
+    """
+
+    name: str
+    mode: str
+    choice: str = UNDECIDED
+    reason: str = ""
+    timings_us: dict[str, float] = dataclasses.field(default_factory=dict)
+    external_inputs: int = 0
+    stock_copied_bytes: int = 0
+    copied_bytes: int = 0
+    kernel_nodes: int = 0
+    updated_nodes: int = 0
+    source: str = dataclasses.field(default="", repr=False)
+    compile_id: str = dataclasses.field(default="", repr=False)
+    sizes: list[int] = dataclasses.field(default_factory=list, repr=False)
+    remembered: bool = dataclasses.field(default=False, repr=False)
+    number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
+
+    @property
+    def is_graph(self) -> bool:
+        return self.choice not in (NO_GRAPH, UNDECIDED)
+
+    @property
+    def bound_inputs(self) -> int:
+        return self.external_inputs if self.is_graph and self.choice != COPY else 0
+
+    @property
+    def saved_us(self) -> float:
+        "What the choice saves in a call over no graph."
+        times = self.timings_us
+        return times.get(NO_GRAPH, 0) - times.get(self.choice, times.get(NO_GRAPH, 0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Blocker:
+    """An operator that cannot be captured."""
+
+    op: str
+    reason: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionReport:
+    """Consecutive kernels, captured together or, for the blockers among them, not."""
+
+    kernels: int
+    source: str
+    blockers: tuple[Blocker, ...] = ()
+
+
+@dataclasses.dataclass
+class GraphReport:
+    """
+    One compiled graph. ``skip_reason`` is why all of it is not captured, if so;
+    ``partitions`` are those of Inductor, in their order.
+    """
+
+    compile_id: str
+    mode: str
+    device: str
+    skip_reason: str = ""
+    source: str = ""
+    partitions: list[PartitionReport] = dataclasses.field(default_factory=list)
+
+
+class Report(Sequence[FunctionReport]):
+    """The functions and graphs of one process; as a sequence, its functions."""
+
+    def __init__(
+        self,
+        functions: Iterable[FunctionReport],
+        graphs: Iterable[GraphReport],
+        title: str = "",
+    ) -> None:
+        self.functions = list(functions)
+        self.graphs = list(graphs)
+        self.title = title
+
+    def __len__(self) -> int:
+        return len(self.functions)
+
+    @overload
+    def __getitem__(self, index: int) -> FunctionReport: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[FunctionReport]: ...
+
+    def __getitem__(self, index: int | slice) -> FunctionReport | list[FunctionReport]:
+        return self.functions[index]
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def by_gain(self) -> list[FunctionReport]:
+        "What saves most first, then what takes longest."
+        return sorted(
+            self.functions,
+            key=lambda f: (-f.saved_us, -max(f.timings_us.values(), default=0)),
+        )
+
+    def text(self, width: int = 88) -> str:
+        """For a terminal of that many columns."""
+        from torch._inductor.pygraph.report.text import render
+
+        return render(self, width)
+
+    def html(self) -> str:
+        """One page that needs no other file."""
+        from torch._inductor.pygraph.report.html import render
+
+        return render([self])
+
+    def json(self) -> str:
+        content = {
+            "title": self.title,
+            "functions": [dataclasses.asdict(f) for f in self.functions],
+            "graphs": [dataclasses.asdict(g) for g in self.graphs],
+        }
+        return json.dumps(content, indent=1)
+
+
+_functions: list[FunctionReport] = []
+_graphs: list[GraphReport] = []
+
+
+def report() -> Report:
+    """What was seen since the process started or :func:`reset_report` was called."""
+    return Report(_functions, _graphs)
+
+
+def reset_report() -> None:
+    _functions.clear()
+    _graphs.clear()
+
+
+def new_report(name: str, mode: str, **facts: Any) -> FunctionReport:
+    entry = FunctionReport(name, mode, **facts)
+    _functions.append(entry)
+    publish(entry)
+    return entry
+
+
+def publish(entry: FunctionReport | GraphReport) -> None:
+    """Writes to the structured trace; of one function, the last that is written holds."""
+    kind = "function" if isinstance(entry, FunctionReport) else "graph"
+    trace_structured(
+        "artifact",
+        metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},
+        payload_fn=lambda: json.dumps({kind: dataclasses.asdict(entry)}),
+        expect_trace_id=False,
+        compile_id=CompileId.from_string(entry.compile_id or None),
+    )
+
+
+def new_graph(compiled: CompiledFxGraph) -> None:
+    """Called when a graph was compiled, or came from a cache."""
+    if "cuda" not in compiled.device_types:
+        return
+    skip_reason, _, trace = _skip_reason(compiled).partition("Found from")
+    partitions = compiled.partition_reports or []
+    device_index = min(compiled.device_idxs, default=0)
+    entry = GraphReport(
+        compile_id=str(CompileContext.current_compile_id() or ""),
+        mode=_mode(compiled),
+        device=torch.cuda.get_device_properties(device_index).name,
+        skip_reason=skip_reason.removeprefix("skipping cudagraphs due to ").strip(". "),
+        source=innermost(trace) or (partitions[0].source if partitions else ""),
+        partitions=partitions,
+    )
+    _graphs.append(entry)
+    publish(entry)
+
+
+def _mode(compiled: CompiledFxGraph) -> str:
+    if compiled.fx_kwargs["is_backward"]:
+        return "backward"
+    return "inference" if compiled.fx_kwargs["is_inference"] else "forward"
+
+
+def _skip_reason(compiled: CompiledFxGraph) -> str:
+    if compiled.disabled_cudagraphs_reason:
+        return compiled.disabled_cudagraphs_reason
+    if compiled.cudagraph_info is None:
+        # cpp_wrapper, or a backward whose forward was skipped
+        return "CUDA graphs were off when it was compiled"
+    return ", ".join(compiled.cudagraph_info.cudagraph_fail_reasons)
+
+
+def source_of_partition(compiled: CompiledFxGraph, partition: int) -> str:
+    """Where the partition-th of the captured partitions is in the program."""
+    if compiled.partition_reports is None:
+        info = compiled.cudagraph_info
+        return span(info.stack_traces if info is not None else ())
+    captured = [p for p in compiled.partition_reports if not p.blockers]
+    return captured[partition].source
+
+
+def describe_partition(
+    nodes: Sequence[BaseSchedulerNode],
+    why_not: Callable[[BaseSchedulerNode], str | None],
+) -> PartitionReport:
+    """
+    Args:
+        nodes: the partition
+        why_not: why a node cannot be captured, None if it can
+    """
+    from torch._inductor.scheduler import NopKernelSchedulerNode
+
+    kernels = [node for node in nodes if not isinstance(node, NopKernelSchedulerNode)]
+    blockers = OrderedSet(
+        Blocker(_op(node), reason, innermost(next(iter(_traces(node)), "")))
+        for node in kernels
+        if (reason := why_not(node)) is not None
+    )
+    return PartitionReport(
+        kernels=len(kernels),
+        source=span(trace for node in kernels for trace in _traces(node)),
+        blockers=tuple(sorted(blockers, key=lambda b: (b.source, b.op))),
+    )
+
+
+def _traces(node: BaseSchedulerNode) -> list[str]:
+    "Stack traces of the operators that became a node."
+    return [o.stack_trace for o in _origins(node) if o.stack_trace]
+
+
+def _origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
+    for part in node.get_nodes():
+        if part.node is not None:
+            yield from part.node.get_origins()
+
+
+def _op(node: BaseSchedulerNode) -> str:
+    ops = dict.fromkeys(
+        str(origin.target) for origin in _origins(node) if origin.op == "call_function"
+    )
+    return ", ".join(ops) or type(node.node).__name__
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+_TORCH = os.path.dirname(torch.__file__)
+
+
+def _frames(trace: str) -> list[tuple[str, int, str]]:
+    "(file, line, function) of a stack trace, outermost first; torch's own if no others."
+    frames = [(f, int(line), fn) for f, line, fn in _FRAME.findall(trace)]
+    return [f for f in frames if not f[0].startswith(_TORCH + os.sep)] or frames
+
+
+def innermost(trace: str) -> str:
+    """The line of the program that a stack trace ends in: "file:line in function"."""
+    frames = _frames(trace)
+    if not frames:
+        return ""
+    file, line, function = frames[-1]
+    return f"{file}:{line} in {function}"
+
+
+def span(traces: Iterable[str | None]) -> str:
+    """
+    The lines of the compiled function that stack traces go through: "file:first-last in
+    function", of the function that most of them belong to.
+    """
+    lines: dict[tuple[str, str], list[int]] = {}
+    for trace in traces:
+        if frames := _frames(trace or ""):
+            file, line, function = frames[0]
+            lines.setdefault((file, function), []).append(line)
+    if not lines:
+        return ""
+    (file, function), found = max(lines.items(), key=lambda item: len(item[1]))
+    first, last = min(found), max(found)
+    where = f"{first}" if first == last else f"{first}-{last}"
+    return f"{file}:{where} in {function}"

@@ -1,0 +1,98 @@
+"""From a finished run to reports: one for each process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor.pygraph.report import (
+    ARTIFACT,
+    Blocker,
+    FunctionReport,
+    GraphReport,
+    PartitionReport,
+    Report,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+def load(path: Path) -> list[Report]:
+    """
+    The reports of a directory of structured traces, one such log, or Report.json().
+
+    Raises:
+        ValueError: there is no report in it.
+    """
+    if path.is_dir():
+        logs = sorted(path.rglob("*.log"))
+        reports = [report for log in logs if (report := _of_log(log)) is not None]
+        if len(reports) == 1:
+            reports[0].title = ""
+    elif path.suffix == ".json":
+        reports = [_of_json(path)]
+    else:
+        report = _of_log(path)
+        reports = [] if report is None else [report]
+    if not reports:
+        raise ValueError(
+            f"{path} has no {ARTIFACT}: run the program with TORCHINDUCTOR_PYGRAPH=1 and "
+            "TORCH_TRACE=DIRECTORY, and give the directory"
+        )
+    return reports
+
+
+def _of_json(path: Path) -> Report:
+    try:
+        content = json.loads(path.read_text())
+        return Report(
+            [FunctionReport(**f) for f in content["functions"]],
+            [_graph(g) for g in content["graphs"]],
+            content["title"],
+        )
+    except (ValueError, LookupError, TypeError) as e:
+        raise ValueError(f"{path} is not what Report.json() writes: {e!r}") from e
+
+
+def _of_log(path: Path) -> Report | None:
+    functions: dict[int, FunctionReport] = {}
+    graphs = []
+    title = path.name
+    for record, payload in _artifacts(path):
+        if "function" in payload:
+            function = FunctionReport(**payload["function"])
+            functions[function.number] = function
+        else:
+            graphs.append(_graph(payload["graph"]))
+        if "rank" in record:
+            title = f"rank {record['rank']}"
+    return Report(functions.values(), graphs, title) if functions or graphs else None
+
+
+def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """
+    (record, payload) of each report in a structured trace: lines of "PREFIX] RECORD", each
+    followed by its payload in lines that start with a tab.
+    """
+    record: dict[str, Any] | None = None
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if line.startswith("\t"):
+                if record is not None:
+                    yield record, json.loads(line)
+                record = None
+                continue
+            # Most of a trace is other artifacts, which need not be parsed.
+            is_report = f'"{ARTIFACT}"' in line
+            record = json.loads(line[line.index("{") :]) if is_report else None
+
+
+def _graph(content: dict[str, Any]) -> GraphReport:
+    partitions = [
+        PartitionReport(**{**p, "blockers": tuple(Blocker(**b) for b in p["blockers"])})
+        for p in content["partitions"]
+    ]
+    return GraphReport(**{**content, "partitions": partitions})

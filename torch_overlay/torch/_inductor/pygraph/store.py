@@ -1,0 +1,201 @@
+"""
+Decisions of earlier processes.
+
+What select.py measured for a function is kept in a file beside Inductor's caches, so that
+the next process deploys it without measuring. The file's name is a hash of all that makes
+the function what it is:
+
+- the code that Inductor generated for the graph. FxGraphCache and AOTAutogradCache hand
+  out the same code again; their keys would do less well: two graphs that differ in their
+  guards share one, and a graph that cannot be cached has none
+- which part of that code it is, whether it belongs to a forward, a backward or inference,
+  and the sizes, strides and dtypes it is called with
+- the device's name and capability, so that machines may share a directory
+
+The file also says in which environment it was measured (versions, driver, CPU). One from
+another is ignored, and overwritten by what is measured next. So is what cannot be read.
+
+A file is written whole or not at all, by a rename, and never locked: of processes that
+decide at once the last one's decision stays, and each is right.
+
+A decision says what to try first. Captures are still proven, inputs are still bound or
+copied as they have to be, so that even a wrong one costs time and nothing else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+import platform
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor import config
+from torch._inductor.codecache import torch_key, write_atomic
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
+
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterable, Sequence
+
+    from torch._inductor.utils import InputType
+
+
+log = logging.getLogger(__name__)
+
+
+def is_enabled() -> bool:
+    """
+    Whether decisions are kept: where Inductor keeps the graphs that they belong to.
+
+    Without its local cache a process would decide on code that the next one compiles, and
+    possibly tunes, anew.
+    """
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """A candidate, why it was chosen, and what was measured: microseconds per call."""
+
+    choice: str
+    reason: str
+    timings_us: dict[str, float]
+
+
+class Entry:
+    """
+    Where the decision on one function is kept.
+
+    Args:
+        function: what makes the function what it is
+        environment: what a decision also depends on, and is not kept apart by
+    """
+
+    def __init__(
+        self, directory: Path, function: dict[str, Any], environment: dict[str, Any]
+    ) -> None:
+        key = hashlib.sha256(json.dumps(function, sort_keys=True).encode()).hexdigest()
+        self.path = directory / key[:2] / f"{key}.json"
+        self.function = function
+        self.environment = environment
+
+    def load(self, candidates: Container[str]) -> Decision | None:
+        """The decision if there is one for one of the candidates."""
+        try:
+            decision = self._parse(self.path.read_bytes(), candidates)
+        except FileNotFoundError:
+            return None
+        except Exception as e:
+            # Whatever the file holds, it must not fail the program.
+            reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+            log.info("ignoring the decision in %s: %s", self.path, reason)
+            return None
+        return decision
+
+    def _parse(self, content: bytes, candidates: Container[str]) -> Decision:
+        kept = json.loads(content)
+        if kept["function"] != self.function:
+            raise ValueError("it is for another function")
+        theirs = kept["environment"]
+        changed = [k for k, v in self.environment.items() if theirs.get(k) != v]
+        if changed:
+            raise ValueError(f"measured with another {', '.join(changed)}")
+        decision = Decision(
+            choice=kept["choice"],
+            reason=str(kept["reason"]),
+            timings_us={str(k): float(v) for k, v in kept["timings_us"].items()},
+        )
+        if decision.choice not in candidates:
+            raise ValueError(f"there is no candidate {decision.choice!r}")
+        return decision
+
+    def save(self, decision: Decision) -> None:
+        content = {
+            "function": self.function,
+            "environment": self.environment,
+            **dataclasses.asdict(decision),
+        }
+        try:
+            write_atomic(str(self.path), json.dumps(content, indent=1), make_dirs=True)
+        except OSError as e:
+            log.info("the decision can not be kept in %s: %s", self.path, e)
+
+
+def entry_for(
+    code_hash: str,
+    name: str,
+    mode: str,
+    inputs: Sequence[InputType],
+    static_input_idxs: Iterable[int],
+    device_index: int,
+) -> Entry | None:
+    """
+    The entry of one function, None if there is no place for it.
+
+    Args:
+        code_hash: of the code that Inductor generated for the graph
+        name: of the function in that code
+        mode: forward, backward or inference
+        inputs: of a call
+        static_input_idxs: the inputs that keep their address
+    """
+    try:
+        directory = Path(cache_dir())
+    except OSError as e:
+        log.info("decisions are not kept: %s", e)
+        return None
+    device = torch.cuda.get_device_properties(device_index)
+    described = [_describe(t) for t in inputs]
+    static = sorted(static_input_idxs)
+    function = {
+        "code": code_hash,
+        "name": name,
+        "mode": mode,
+        "inputs": hashlib.sha256(json.dumps([described, static]).encode()).hexdigest(),
+        "device": device.name,
+        "capability": f"{device.major}.{device.minor}",
+        "tag": torch.compiler.config.cache_key_tag,
+    }
+    environment = {
+        "torch": torch_key().hex(),
+        "triton": triton_key() if HAS_TRITON else None,
+        "driver": _driver(),
+        "CPU": _cpu(),
+    }
+    return Entry(directory / "pygraph", function, environment)
+
+
+def _describe(value: InputType) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (
+            str(value.dtype),
+            value.device.type,
+            list(value.shape),
+            list(value.stride()),
+        )
+    return value if isinstance(value, int) else type(value).__name__
+
+
+def _first_line(path: str, start: str) -> str | None:
+    try:
+        with open(path) as f:
+            return next((line.strip() for line in f if line.startswith(start)), None)
+    except OSError:
+        return None
+
+
+def _driver() -> str:
+    # The runtime only knows which CUDA version the driver supports.
+    return _first_line("/proc/driver/nvidia/version", "NVRM") or str(
+        torch._C._cuda_getDriverVersion()
+    )
+
+
+def _cpu() -> str:
+    # It launches what is not in a graph.
+    return _first_line("/proc/cpuinfo", "model name") or platform.machine()
