@@ -37,16 +37,14 @@ def measure() -> None:
 def compile_for_h200(name: str) -> list[CompiledGraph]:
     """The graphs of one step of a case."""
     from pygraph.cases import CASES
-    from pygraph.worker import Program, Variant
+    from pygraph.program import build, Program, VARIANTS
 
     from torch.testing._internal.fake_cuda import fake_cuda
 
     case = CASES[name]
     with fake_cuda(compile_kernels=True) as graphs, torch.device("cuda"):
-        model = case.module(False).train(case.mode == "training")
-        if case.mode == "inference":
-            model.to(case.dtype)
-        program = Program(case, model, Variant({"options": {"pygraph": True}}), "cuda")
+        model = build(case, torch.device("cuda"), small=False)
+        program = Program(case, model, VARIANTS["pygraph"], "cuda")
         with program.configured():
             program.step(*case.inputs(False))
     return graphs

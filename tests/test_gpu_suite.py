@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib.machinery
 import importlib.util
 import json
@@ -20,12 +22,12 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from pygraph import outcomes  # noqa: E402
 from pygraph.report import format_table  # noqa: E402
-from pygraph.timing import time_interleaved, Timing  # noqa: E402
+from pygraph.timing import LoopFailed, time_interleaved, Timing  # noqa: E402
 
 
 torch = pytest.importorskip("torch")
 
-from pygraph import cases, suite, worker  # noqa: E402
+from pygraph import cases, launches, program, smoke, suite, worker  # noqa: E402
 from pygraph.compare import compare, snapshot  # noqa: E402
 
 
@@ -86,13 +88,14 @@ def test_timing_is_the_slower_of_host_and_device():
     assert timings["host bound"].median_us == pytest.approx(50, rel=0.01)
     assert timings["device bound"].median_us == pytest.approx(80, rel=0.01)
     assert timings["host bound"].iqr_us == pytest.approx(0, abs=0.1)
+    assert timings["device bound"].host_us == pytest.approx(5, rel=0.01)
 
 
 def test_rounds_are_interleaved():
     device = Device()
     _time(device, {name: device.loop(name, 1e-3, 0) for name in "ab"}, rounds=3)
-    # Each turn is a lead-in and a measurement; before the rounds, both are estimated.
-    assert device.order[-12:] == ["a", "a", "b", "b"] * 3
+    # Each turn is a lead-in, one call and a measurement; before the rounds, both are estimated.
+    assert device.order[-18:] == ["a", "a", "a", "b", "b", "b"] * 3
 
 
 def test_slow_calls_still_get_a_few_and_the_collector_comes_back():
@@ -103,9 +106,19 @@ def test_slow_calls_still_get_a_few_and_the_collector_comes_back():
     assert gc.isenabled()
 
 
+def test_a_loop_that_fails_is_named():
+    def broken(calls):
+        raise ValueError("no")
+
+    device = Device()
+    with pytest.raises(LoopFailed) as failure:
+        _time(device, {"good": device.loop("g", 1e-6, 0), "bad": broken})
+    assert failure.value.name == "bad" and isinstance(failure.value.__cause__, ValueError)
+
+
 def test_median_and_spread():
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0]).median_us == 3.0
-    assert Timing.of([5.0] * 8) == Timing(5.0, 0.0)
+    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0], [1.0]).median_us == 3.0
+    assert Timing.of([5.0] * 8, [1.0, 2.0, 9.0]) == Timing(5.0, 0.0, 2.0)
 
 
 # comparison
@@ -178,7 +191,21 @@ def _reset_dynamo():
     torch._dynamo.reset()
 
 
-EAGER = {name: worker.Variant({"backend": "eager"}) for name in worker.VARIANTS}
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread():
+    # More wait for each other longer than such sizes compute.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def _variant(name, compile):
+    return dataclasses.replace(program.VARIANTS[name], compile=compile, config={})
+
+
+PI = cases.SUITES["pi"].variants
+EAGER = {name: _variant(name, {"backend": "eager"}) for name in PI}
 
 
 def _measure(case, variants, **options):
@@ -201,7 +228,7 @@ def _tiny(mode="inference", module=None):
 def test_equal_variants(mode):
     row = _measure(_tiny(mode), EAGER)
     assert row["equal"] and row["bitwise"] and row["repeatable"] and not row["note"]
-    assert set(row["spread"]) == set(worker.VARIANTS)
+    assert set(row["spread"]) == set(row["host_us"]) == set(PI)
     assert all(row[key] > 0 for key in ("no_cg_us", "stock_cg_us", "pygraph_us", "forced_node_update_us"))
     json.dumps(row)
 
@@ -215,7 +242,7 @@ def _backend(change):
 
 def test_a_wrong_result_is_found():
     wrong = _backend(lambda forward: lambda *args: tuple(out * 1.5 for out in forward(*args)))
-    row = _measure(_tiny(), {**EAGER, "pygraph": worker.Variant(wrong)})
+    row = _measure(_tiny(), {**EAGER, "pygraph": _variant("pygraph", wrong)})
     assert not row["equal"] and row["max_diff"] > 0
 
 
@@ -229,7 +256,7 @@ def test_a_result_that_is_wrong_once_is_found():
 
         return run
 
-    assert not _measure(_tiny(), {**EAGER, "pygraph": worker.Variant(_backend(sometimes))})["equal"]
+    assert not _measure(_tiny(), {**EAGER, "pygraph": _variant("pygraph", _backend(sometimes))})["equal"]
 
 
 def test_stale_inputs_are_found():
@@ -243,7 +270,9 @@ def test_stale_inputs_are_found():
 
         return run
 
-    assert not _measure(_tiny(), {**EAGER, "forced": worker.Variant(_backend(first_inputs))})["equal"]
+    assert not _measure(
+        _tiny(), {**EAGER, "forced_node_update": _variant("forced_node_update", _backend(first_inputs))}
+    )["equal"]
 
 
 class Unrepeatable(torch.nn.Module):
@@ -263,18 +292,176 @@ def test_results_close_to_an_unrepeatable_reference_are_equal():
 
         return run
 
-    drifting = {name: worker.Variant(_backend(drift)) for name in worker.VARIANTS}
+    drifting = {name: _variant(name, _backend(drift)) for name in PI}
     row = _measure(_tiny(module=lambda small: Unrepeatable()), drifting)
     assert row["equal"] and not row["bitwise"] and not row["repeatable"]
 
 
-@pytest.mark.parametrize("failing", ["stock_cg", "pygraph", "forced"])
-def test_a_variant_that_fails_leaves_the_others_their_results(failing):
-    variants = {**EAGER, failing: worker.Variant({"options": {"no such option": True}})}
-    row = _measure(_tiny(), variants)
-    assert row["no_cg_us"] > 0
-    assert f"{failing} failed: RuntimeError" in row["note"]
+def _failing_from(call):
+    calls = []
+
+    def fail(forward):
+        def run(*args):
+            calls.append(1)
+            if len(calls) >= call:
+                raise ValueError("no\nmore")
+            return forward(*args)
+
+        return run
+
+    return _backend(fail)
+
+
+# When it is compiled, while it settles, when it is timed.
+@pytest.mark.parametrize(("failing", "call"), [("pygraph", 1), ("forced_node_update", 4), ("stock_cg", 20)])
+def test_a_variant_that_fails_leaves_the_others_their_results(failing, call):
+    row = _measure(_tiny(), {**EAGER, failing: _variant(failing, _failing_from(call))})
+    assert row["failed"] == {failing: "ValueError: no"} and row[f"{failing}_us"] is None
+    assert all(row[f"{name}_us"] > 0 for name in PI if name != failing)
     assert row["equal"] == (failing == "stock_cg")
+    assert f"{failing}: ValueError: no" in format_table([{**row, "missed": []}])
+
+
+def test_a_device_that_is_lost_ends_the_case_and_names_the_variant(monkeypatch):
+    told = []
+    run = worker.CaseRun(
+        _tiny(),
+        "cpu",
+        small=True,
+        variants={**EAGER, "stock_cg": _variant("stock_cg", _failing_from(2))},
+        rounds=2,
+        round_s=1e-4,
+        on_variant=told.append,
+    )
+    run.prepare()
+
+    def synchronize():
+        if run.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(run, "_synchronize", synchronize)
+    with pytest.raises(worker.DeviceLost, match="ValueError: no"):
+        run.measure()
+    assert told[-1] == "stock_cg"
+
+
+# against eager
+
+
+WORKLOAD = {name: _variant(name, None if name == "eager" else {"backend": "eager"}) for name in (*PI, "eager")}
+
+
+def _workload(mode="inference", module=None, **overrides):
+    return dataclasses.replace(_tiny(mode, module), suite="paper", about="a case", **overrides)
+
+
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_variants_equal_to_eager(mode):
+    row = _measure(_workload(mode), WORKLOAD)
+    assert row["equal"] and row["bitwise"] and not row["failed"] and not row["note"]
+    assert row["eager_us"] > 0
+    assert (row["mode"], row["about"]) == (mode, "a case")
+
+
+def test_all_kernels_can_be_wrong_alike():
+    wrong = _backend(lambda forward: lambda *args: tuple(out * 1.5 for out in forward(*args)))
+    variants = {name: _variant(name, wrong) for name in WORKLOAD} | {"eager": WORKLOAD["eager"]}
+    row = _measure(_workload(), variants)
+    assert row["bitwise"] is False and not row["equal"]
+    assert set(row["failed"]) == set(PI)
+    assert row["failed"]["no_cg"] == "wrong result: ['outputs'] differs from eager's"
+
+
+def test_a_case_that_eager_cannot_repeat_says_so():
+    wrong = _backend(lambda forward: lambda *args: tuple(out * 1.5 for out in forward(*args)))
+    variants = {name: _variant(name, wrong) for name in WORKLOAD} | {"eager": WORKLOAD["eager"]}
+    row = _measure(_workload(not_as_eager="it rolls dice"), variants)
+    assert row["equal"] and not row["failed"] and row["note"] == "not compared with eager: it rolls dice"
+
+
+def test_other_kernels_may_round_as_they_like():
+    rounding = _backend(lambda forward: lambda *args: tuple(out * (1 + 1e-7) for out in forward(*args)))
+    variants = {name: _variant(name, rounding) for name in WORKLOAD} | {"eager": WORKLOAD["eager"]}
+    row = _measure(_workload(), variants)
+    assert row["equal"] and row["bitwise"] and not row["failed"]
+
+
+def test_a_failing_eager_leaves_the_others_their_results(monkeypatch):
+    step = program.Program.step
+
+    def failing(self, args, kwargs):
+        if self.compiled is self.module:
+            raise ValueError("no eager")
+        return step(self, args, kwargs)
+
+    monkeypatch.setattr(program.Program, "step", failing)
+    row = _measure(_workload(), WORKLOAD)
+    assert row["failed"] == {"eager": "ValueError: no eager"}
+    assert row["equal"] and row["pygraph_us"] > 0
+
+
+def test_dropout_drops_nothing_when_compared_with_eager():
+    case = _workload("training", lambda small: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)))
+    case = dataclasses.replace(case, inputs=lambda small: ((torch.randn(8, 4),), {}))
+    assert _measure(case, WORKLOAD)["bitwise"]
+    assert program.build(case, torch.device("cpu"), True)[1].p > 0
+    assert program.build(dataclasses.replace(case, suite="pi"), torch.device("cpu"), True)[1].p == 0.5
+
+
+def test_a_variant_without_its_setting_is_left_out():
+    missing = program.Variant({"options": {"pygraph_no_such_setting": True}})
+    run = worker.CaseRun(_tiny(), "cpu", small=True, variants={**EAGER, "later": missing}, rounds=2, round_s=1e-4)
+    run.prepare()
+    assert "later_us" not in run.measure()
+
+
+def test_without_time_only_what_matters_is_compiled():
+    run = worker.CaseRun(_workload(), "cpu", small=True, variants=WORKLOAD, rounds=2, round_s=1e-4)
+    run.prepare("0")
+    row = run.measure()
+    assert {name for name in WORKLOAD if f"{name}_us" in row} == {"no_cg", "stock_cg", "pygraph"}
+    assert "no time to compile forced_node_update" in row["note"] and row["equal"]
+
+
+def test_this_build_has_every_setting():
+    assert [name for name, variant in program.VARIANTS.items() if not variant.available] == []
+
+
+def test_buffers_start_from_the_same_state():
+    # As a cache that a decoder fills.
+    class Cache(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(2, 4))
+
+        def forward(self, x, y):
+            self.seen.add_(x)
+            return self.seen + y
+
+    row = _measure(_workload(module=lambda small: Cache()), WORKLOAD)
+    assert row["bitwise"]
+
+
+def test_inference_shares_weights_and_training_does_not():
+    for mode, shared in (("inference", True), ("training", False)):
+        case = _workload(mode)
+        original = program.build(case, torch.device("cpu"), True)
+        copy = program.Program(case, original, program.VARIANTS["eager"], "cpu").module
+        pairs = list(zip(original.parameters(), copy.parameters()))
+        assert pairs and all((a is b) == shared for a, b in pairs)
+
+
+def test_clones_alias_as_the_originals():
+    x = torch.ones(2)
+    (a, (b, c)), _ = program.clone(((x, (x, 3)), {}))
+    assert a is b and a is not x and c == 3
+
+
+def test_loss_is_the_models_own_or_of_all_outputs():
+    x = torch.ones(4, requires_grad=True)
+    assert program.loss_of(SimpleNamespace(loss=x)) is x
+    assert program.loss_of(2 * x).item() == 4
+    assert program.loss_of((2 * x, (x.sum(), 3))).item() == 8
 
 
 def test_state_is_restored_before_each_comparison():
@@ -292,11 +479,22 @@ def test_variants_do_not_evict_each_other():
     assert "compiled again" not in run.measure()["note"]
 
 
-def test_every_case_builds_small_inputs_and_names_its_suite():
-    for case in cases.CASES.values():
-        args, kwargs = case.inputs(True)
-        assert args or kwargs
-        assert case.suite == "pi" and case.tolerance > 0
+@pytest.mark.parametrize("case", cases.CASES.values(), ids=lambda case: case.name)
+def test_smoke(case):
+    if case.missing:
+        pytest.skip(f"needs {case.missing}")
+    assert smoke.twice(case).bitwise
+
+
+def test_the_suites():
+    by_suite = {suite: cases.select(suite) for suite in cases.SUITES}
+    assert len(by_suite["pi"]) == 14
+    papers = [case.paper for case in by_suite["paper"]]
+    assert len(papers) == len(set(papers)) == 25 and all(papers)
+    assert all(case.about for suite in ("paper", "modern") for case in by_suite[suite])
+    assert all(case.suite == "quick" for case in by_suite["quick"]) and 5 <= len(by_suite["quick"]) <= 12
+    assert all(case.tolerance > 0 for case in cases.CASES.values())
+    assert all(set(suite.variants) <= set(program.VARIANTS) for suite in cases.SUITES.values())
 
 
 def test_selecting_cases():
@@ -305,7 +503,7 @@ def test_selecting_cases():
         cases.select("pi", ["nonsense"])
 
 
-def test_memory_is_that_of_one_settled_variant(monkeypatch):
+def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
     calls = []
 
     def count(forward):
@@ -315,12 +513,53 @@ def test_memory_is_that_of_one_settled_variant(monkeypatch):
 
         return run
 
-    for name, value in {"synchronize": None, "memory_reserved": 3 * 2**20, "max_memory_reserved": 2**23}.items():
+    amounts = {"memory_reserved": 3 * 2**20, "max_memory_reserved": 2**23, "max_memory_allocated": 2**22}
+    for name, value in {"synchronize": None, **amounts}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
-    variants = {"pygraph": worker.Variant(_backend(count))}
-    run = worker.CaseRun(_tiny(), "cpu", small=True, variants=variants)
-    assert run.memory("pygraph") == {"reserved_mib": 3, "peak_reserved_mib": 8, "choice": None}
+    variants = {"pygraph": _variant("pygraph", _backend(count))}
+    launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
+    monkeypatch.setattr(worker.CaseRun, "_launches", lambda self, loop: launched)
+    case = _workload()
+    assert worker.CaseRun(case, "cpu", small=True, variants=variants).solo("pygraph")["launches"] == launched
+    calls.clear()
+    found = worker.CaseRun(_tiny(), "cpu", small=True, variants=variants).solo("pygraph")
+    assert found.pop("compile_s") > 0 and found.pop("warm_up_s") >= 0
+    assert found == {"reserved_mib": 3, "peak_reserved_mib": 8, "peak_allocated_mib": 4, "choice": None}
     assert len(calls) == worker.SETTLE_CALLS["pygraph"]
+
+
+# what is launched
+
+
+def test_kernels_belong_to_graphs_by_correlation():
+    def event(cat, name, correlation):
+        return {"cat": cat, "name": name, "args": {"correlation": correlation}}
+
+    events = [
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+        event("cuda_runtime", "cudaLaunchKernel", 1),
+        event("kernel", "triton_", 1),
+        event("cuda_runtime", "cudaGraphLaunch", 2),
+        event("kernel", "triton_", 2),
+        event("kernel", "gemm", 2),
+        event("cuda_driver", "cuGraphLaunch", 3),
+        event("kernel", "triton_", 3),
+        event("gpu_memcpy", "Memcpy DtoD", 4),
+    ]
+    assert launches.counted(events) == {"kernels": 4, "kernels_in_graphs": 3, "graph_launches": 2}
+
+
+def test_copies_of_inputs_are_counted(monkeypatch):
+    from torch._inductor.cudagraph_trees import CUDAGraphNode
+
+    node = SimpleNamespace(non_static_input_idx=[0, 2], expanded_dims=[[], [], []])
+    srcs = [torch.ones(3), torch.ones(100), torch.ones(5, dtype=torch.int64)]
+    dsts = [torch.zeros_like(t) for t in srcs]
+    original = CUDAGraphNode._copy_inputs_and_remove_from_src
+    with launches.counting_copies() as sizes:
+        CUDAGraphNode._copy_inputs_and_remove_from_src(node, dsts, srcs)
+    assert sizes == [12, 40] and dsts[2].sum() == 5
+    assert CUDAGraphNode._copy_inputs_and_remove_from_src is original
 
 
 # the suite
@@ -330,33 +569,40 @@ class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
 
-    def __init__(self, case, options, logs, threads):
-        self.case = case
+    def __init__(self, case, options, logs, threads, cold=False):
+        self.case, self.options, self.cold = case, options, cold
+        self.variant = ""
 
     def ask(self, command, deadline):
-        return dict(self.answers[f"{self.case.name} {command}"])
+        without = self.options[-1] if "--without" in self.options else ""
+        command = command if not command.startswith("prepare") else "prepare"
+        answer = copy.deepcopy(self.answers[f"{self.case.name} {command}{without and ' without ' + without}"])
+        self.variant = answer.pop("at", "")
+        return answer
 
     def close(self):
         self.closed.append(self.case.name)
 
 
-def _run_suite(names, answers, budget_s=100.0):
+def _run_suite(names, answers, budget_s=100.0, suite_name="pi", **overrides):
     FakeWorker.answers, FakeWorker.closed = answers, []
-    selected = [cases.Case(name, "pi", lambda small: torch.nn.Identity(), lambda small: ((), {})) for name in names]
+    build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
+    selected = [cases.Case(name, suite_name, *build, **overrides) for name in names]
     return suite.run_suite(selected, options=[], logs=Path(), budget_s=budget_s, start_worker=FakeWorker)
 
 
+ALONE = {"compile_s": 2.0, "warm_up_s": 0.5, "peak_allocated_mib": 7.0}
 MEMORY = {
-    "a memory stock_cg": {"reserved_mib": 20.2, "peak_reserved_mib": 30.0, "choice": None},
-    "a memory pygraph": {"reserved_mib": 10.4, "peak_reserved_mib": 31.0, "choice": "no_graph"},
+    "a solo stock_cg": {**ALONE, "reserved_mib": 20.2, "peak_reserved_mib": 30.0, "choice": None},
+    "a solo pygraph": {**ALONE, "reserved_mib": 10.4, "peak_reserved_mib": 31.0, "choice": "no_graph"},
 }
 
 
 def test_a_suite_merges_memory_into_the_rows():
     (row,), skipped = _run_suite(["a"], {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY})
     assert (row["reserved_mib"], row["stock_reserved_mib"], row["peak_reserved_mib"]) == (10, 20, 31)
-    assert row["note"] == "memory measured with no_graph"
-    assert row["missed"] == [] and skipped == []
+    assert row["note"] == "ran alone with no_graph"
+    assert row["missed"] == [] and skipped == [] and "alone" not in row
 
 
 def test_a_case_that_fails_is_a_row():
@@ -377,10 +623,93 @@ def test_a_case_that_fails_is_a_row():
     assert "b: OutOfMemoryError: no" in table
 
 
+def test_workloads_run_alone_some_from_cold_caches():
+    launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
+    row = {**ROW, "name": "a", "suite": "paper", "stock_whole_us": 9.0, "forced_copy_us": 9.0}
+    answers = {"a prepare": {}, "a measure": row, **MEMORY}
+    answers["a solo stock_whole"] = {**MEMORY["a solo stock_cg"], "launches": launched}
+    answers["a solo forced_copy"] = {**MEMORY["a solo stock_cg"], "launches": {"error": "RuntimeError: no"}}
+    (row,), _ = _run_suite(["a"], answers, suite_name="paper")
+    assert row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
+    assert row["launches"] == {"stock_whole": launched} and row["stock_reserved_mib"] == 20
+    assert "forced_copy was not profiled: RuntimeError: no" in row["note"]
+
+
+def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
+    row = {**ROW, "name": "a", "failed": {}}
+    answers = {
+        "a prepare": {},
+        "a measure": {"error": "process ended with status -11", "at": "stock_cg"},
+        "a measure without stock_cg": {**row, "stock_cg_us": None},
+        "a solo pygraph": MEMORY["a solo pygraph"],
+    }
+    (found,), _ = _run_suite(["a"], answers)
+    assert found["failed"] == {"stock_cg": "process ended with status -11"}
+    assert found["pygraph_us"] == row["pygraph_us"] and found["equal"]
+
+    answers["a measure"]["at"] = "pygraph"
+    answers["a measure without pygraph"] = {**row, "pygraph_us": None}
+    answers["a solo stock_cg"] = MEMORY["a solo stock_cg"]
+    (found,), _ = _run_suite(["a"], answers)
+    assert not found["equal"] and "not measured" in found["missed"]
+
+    # Nothing to compare with.
+    answers["a measure"]["at"] = "no_cg"
+    (found,), _ = _run_suite(["a"], answers)
+    assert found["error"] == "process ended with status -11"
+
+
+class Scripted(suite.Worker):
+    """A worker that is another program."""
+
+    def __init__(self, script):
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-c", f"import os\ninput()\n{script}"]
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
+        self.caches = None
+
+
+@pytest.mark.parametrize(
+    ("script", "seconds", "answer"),
+    [
+        ('print(\'{"at": "stock_cg"}\\n{"x": 1}\', flush=True); input()', 60, {"x": 1}),
+        ('print(\'{"at": "stock_cg"}\', flush=True); os._exit(3)', 60, {"error": "process ended with status 3"}),
+        (
+            'print(\'{"at": "stock_cg"}\\n{"x"\', end=\'\', flush=True); os._exit(4)',
+            60,
+            {"error": "process ended with status 4"},
+        ),
+        ('print(\'{"at": "stock_cg"}\', flush=True); input()', 2, {"error": "out of time"}),
+    ],
+)
+def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
+    worker = Scripted(script)
+    assert worker.ask("measure", time.monotonic() + seconds) == answer
+    assert worker.variant == "stock_cg"
+    worker.close()
+
+
+def test_a_case_whose_library_is_missing_is_a_row():
+    (row,), skipped = _run_suite(["a"], {}, needs=("no_such_library",))
+    assert row["skipped"] == "needs no_such_library" and row["missed"] == [] and skipped == []
+    assert "needs no_such_library" in format_table([row])
+
+
+def test_cases_are_prepared_together_as_memory_allows():
+    def batches(suite_name, *gib):
+        found = [_case(gib=g) for g in gib]
+        found = [dataclasses.replace(case, suite=suite_name) for case in found]
+        return [[case.gib for case in batch] for batch in suite._batches(found)]
+
+    assert batches("paper", 10, 10, 10, 30, 2) == [[10, 10], [10], [30], [2]]
+    assert batches("pi", 10, 10, 10, 30) == [[10, 10, 10, 30]]
+    assert [len(batch) for batch in batches("pi", *[1] * 20)] == [16, 4]
+
+
 def test_the_budget_leaves_cases_out():
     rows, skipped = _run_suite(["a", "b"], {"a prepare": {}, "b prepare": {}}, budget_s=-1.0)
     assert rows == [] and skipped == ["a", "b"]
-    assert set(FakeWorker.closed) == {"a", "b"}
+    assert FakeWorker.closed == []
 
 
 @pytest.mark.parametrize(
@@ -410,10 +739,21 @@ def test_what_a_case_must_show(case, row, expected):
 
 def test_choices_of_several_graphs():
     entry = {"choice": "copy", "copied_bytes": 1, "stock_copied_bytes": 2}
-    totals = worker._totals([entry, {**entry, "choice": "no_graph", "copied_bytes": 0}, entry])
+    totals = worker.totals([entry, {**entry, "choice": "no_graph", "copied_bytes": 0}, entry])
     assert totals == {"choice": "2 copy + 1 no_graph", "copied_bytes": 2, "stock_copied_bytes": 6}
-    assert worker._totals([entry])["choice"] == "copy"
-    assert worker._totals([])["choice"] is None
+    assert worker.totals([entry])["choice"] == "copy"
+    assert worker.totals([])["choice"] is None
+
+
+def test_reports_name_no_files():
+    from torch._inductor.pygraph.report import new_report, reset_report
+
+    reset_report()
+    new_report("partition_0", "inference", source="/somewhere/model.py:3")
+    (entry,) = worker.report()
+    assert entry["name"] == "partition_0" and entry["choice"] == "undecided"
+    assert "/somewhere" not in json.dumps(entry)
+    reset_report()
 
 
 # what is printed
@@ -475,6 +815,21 @@ def _gpu_suite():
     module = importlib.util.module_from_spec(importlib.util.spec_from_loader("gpu_suite", loader))
     loader.exec_module(module)
     return module
+
+
+def test_resuming_runs_what_has_no_result_of_these_sources():
+    record = {
+        "cases": [
+            {"suite": "quick", "name": "eos", "sources": "new"},
+            {"suite": "quick", "name": "lcnet", "sources": "old"},
+            {"suite": "paper", "name": "dlrm", "sources": "new"},
+            {"suite": "quick", "name": "mm_clip", "sources": "new", "error": "out of time"},
+            {"suite": "quick", "name": "gat_train", "sources": "new", "skipped": "needs something"},
+        ]
+    }
+    names = [case.name for case in cases.select("quick")]
+    assert _gpu_suite().missing("quick", record, "new") == [name for name in names if name != "eos"]
+    assert {"lcnet", "dlrm", "mm_clip", "gat_train"} <= set(names)
 
 
 def test_differences_between_configurations():

@@ -1,7 +1,12 @@
 """
 Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched build.
 
-    python -m pygraph --suite pi --output rows.json [--cases a,b] [--budget 420]
+    python -m pygraph --suite paper --output rows.json [--cases a,b] [--budget 420]
+    python -m pygraph --smoke
+
+The suites: pi (small graphs, what parameter indirection must show), paper (the 25 workloads
+of the paper's evaluation), modern (workloads of today), quick (a few of both). --smoke needs
+no GPU: it builds every case in a small size and takes a step of it.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cases
+from . import cases, smoke
 from .report import format_table
 from .suite import run_suite
 
@@ -31,27 +36,30 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--suite", default="pi")
+    parser.add_argument("--suite", default="pi", choices=cases.SUITES)
+    parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--cases", help="comma-separated; all by default")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
     parser.add_argument("--output", type=Path, help="a JSON file for the rows, instead of a table")
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="shrunk cases")
-    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--rounds", type=int, help="of interleaved timing; by the suite")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--variants", help="comma-separated; all of the suite's by default")
+    parser.add_argument("--without", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:
         _serve(args)
         return
+    if args.smoke:
+        sys.exit(smoke.main())
     names = args.cases.split(",") if args.cases else None
     try:
         selected = cases.select(args.suite, names)
     except ValueError as error:
         parser.error(str(error))
-    if not selected:
-        parser.error(f"no suite {args.suite}")
     args.logs.mkdir(parents=True, exist_ok=True)
 
     def save(rows: list[Row]) -> None:
@@ -65,13 +73,16 @@ def main() -> None:
         save(done)
         print(f"{len(done)}/{len(selected)} {_progress(row)}", flush=True)
 
-    options = ["--device", args.device, "--rounds", str(args.rounds)]
+    options = ["--device", args.device]
+    options += ["--rounds", str(args.rounds)] if args.rounds else []
+    options += ["--small"] if args.small else []
+    options += ["--variants", args.variants] if args.variants else []
     rows, skipped = run_suite(
         selected,
-        options=[*options, "--small"] if args.small else options,
+        options=options,
         logs=args.logs,
         budget_s=args.budget,
-        memory=args.device == "cuda",
+        solo=args.device == "cuda",
         on_row=on_row,
     )
     save(rows)
@@ -82,9 +93,9 @@ def main() -> None:
 
 
 def _progress(row: Row) -> str:
-    if "error" in row:
-        return f"{row['name']}: {row['error']}"
-    times = [row["no_cg_us"], row["stock_cg_us"], row["pygraph_us"]]
+    if "error" in row or "skipped" in row:
+        return f"{row['name']}: {row.get('error') or row['skipped']}"
+    times = [row.get(f"{name}_us") for name in ("no_cg", "stock_cg", "pygraph")]
     return f"{row['name']}: {' / '.join(map(str, times))} us, {row['choice']}"
 
 
@@ -93,7 +104,11 @@ def _serve(args: argparse.Namespace) -> None:
     # What libraries print must not end up between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    from .program import VARIANTS
     from .worker import CaseRun, summary
+
+    def send(line: Row) -> None:
+        print(json.dumps(line, default=str), file=answers, flush=True)
 
     def answer(produce: Callable[[], Row]) -> None:
         try:
@@ -101,7 +116,7 @@ def _serve(args: argparse.Namespace) -> None:
         except Exception as error:
             logging.exception("%s", args.worker)
             result = {"error": summary(error)}
-        print(json.dumps(result, default=str), file=answers, flush=True)
+        send(result)
 
     run = None
     for line in sys.stdin:
@@ -110,8 +125,16 @@ def _serve(args: argparse.Namespace) -> None:
         def produce(command: str = command, arguments: list[str] = arguments) -> Row:
             nonlocal run
             if run is None:
-                case = cases.CASES[args.worker]
-                run = CaseRun(case, args.device, small=args.small, rounds=args.rounds)
+                (case,) = cases.select(args.suite, [args.worker])
+                names = args.variants.split(",") if args.variants else cases.SUITES[args.suite].variants
+                run = CaseRun(
+                    case,
+                    args.device,
+                    small=args.small,
+                    variants={name: VARIANTS[name] for name in names if name != args.without},
+                    rounds=args.rounds,
+                    on_variant=lambda name: send({"at": name}),
+                )
             return getattr(run, command)(*arguments) or {}
 
         answer(produce)

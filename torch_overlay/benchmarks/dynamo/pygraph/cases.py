@@ -6,8 +6,9 @@ The cases of each suite, built from configurations with random weights.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn import functional as F
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 # Relative to the size of the values. benchmarks/dynamo allows the same for these types.
-TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,23 @@ class Case:
     must_capture: bool = False
     min_gain_over_stock: float | None = None
     min_saved_mib: float = 0.0
+    # For workloads: what it is, the paper's name for it, and what stands in the way of
+    # CUDA graphs.
+    about: str = ""
+    paper: str = ""
+    obstacle: str = ""
+    # Libraries it is built from.
+    needs: tuple[str, ...] = ()
+    # Moved to the device once built, as programs do, so that what is no parameter or
+    # buffer stays on the CPU.
+    built_on_cpu: bool = False
+    # Why its results cannot be compared with eager's.
+    not_as_eager: str = ""
+    # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
+    capturable: bool = True
+    quick: bool = False
+    # Device memory that it holds while others are measured.
+    gib: float = 2.0
 
     @property
     def tolerance(self) -> float:
@@ -45,16 +63,79 @@ class Case:
     def autocast(self) -> bool:
         return self.mode == "training" and self.dtype != torch.float32
 
+    @property
+    def missing(self) -> str:
+        """The libraries that are not installed."""
+        return ", ".join(name for name in self.needs if importlib.util.find_spec(name) is None)
+
+
+@dataclass(frozen=True)
+class Suite:
+    variants: tuple[str, ...]
+    # Whether a training step updates the weights, or is a forward and a backward, as in the
+    # paper.
+    optimizer: bool = False
+    # Gradients are comparable to eager's only without dropout; its kernels stay.
+    dropout: bool = False
+    rounds: int = 21
+    # A case that hangs must not take the time of the others.
+    max_case_s: float = 240.0
+    # Device memory of the cases that are prepared at the same time.
+    gib: float = 24.0
+    # Variants that are also run alone: for the memory they need, for what they launch and
+    # copy, and some from cold caches, for the time until their steady state.
+    solo: tuple[str, ...] = ("stock_cg", "pygraph", "stock_whole", "forced_copy")
+    cold: tuple[str, ...] = ("stock_cg", "pygraph")
+    profile: bool = True
+    # Variants whose results must be those without CUDA graphs.
+    must_equal: tuple[str, ...] = ("pygraph",)
+
+
+WORKLOADS = Suite(
+    (
+        "eager",
+        "no_cg",
+        "stock_cg",
+        "stock_whole",
+        "pygraph",
+        "forced_copy",
+        "forced_node_update",
+        "hand_written",
+    )
+)
+
+SUITES = {
+    "pi": Suite(
+        ("no_cg", "stock_cg", "pygraph", "forced_node_update"),
+        optimizer=True,
+        dropout=True,
+        max_case_s=90.0,
+        gib=float("inf"),
+        solo=("stock_cg", "pygraph"),
+        cold=(),
+        profile=False,
+        must_equal=("pygraph", "forced_node_update"),
+    ),
+    "paper": WORKLOADS,
+    "modern": WORKLOADS,
+    # A few of both, in the time of a coffee.
+    "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11, max_case_s=60.0, solo=()),
+}
 
 CASES: dict[str, Case] = {}
 
 
 def add(name: str, *args: Any, suite: str = "pi", **kwargs: Any) -> None:
+    if name in CASES:
+        raise ValueError(f"two cases {name}")
     CASES[name] = Case(name, suite, *args, **kwargs)
 
 
 def select(suite: str, names: list[str] | None = None) -> list[Case]:
     cases = [case for case in CASES.values() if case.suite == suite]
+    if suite == "quick":
+        # Rows of their own, which do not replace those of a full run.
+        cases = [replace(case, suite=suite) for case in CASES.values() if case.quick]
     if names is None:
         return cases
     unknown = set(names) - {case.name for case in cases}
@@ -63,11 +144,19 @@ def select(suite: str, names: list[str] | None = None) -> list[Case]:
     return [case for case in cases if case.name in names]
 
 
-def _normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], Inputs]:
+def described(case: Case) -> dict[str, Any]:
+    """What the tables and plots say about a case."""
+    found = {"suite": case.suite, "name": case.name}
+    if case.about:
+        found |= {"mode": case.mode, "paper": case.paper, "about": case.about, "obstacle": case.obstacle}
+    return found
+
+
+def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], Inputs]:
     return lambda: (tuple(torch.randn(shape, dtype=dtype) for shape in shapes), {})
 
 
-def _sized(full: Callable[[], Any], small: Callable[[], Any]) -> Callable[[bool], Any]:
+def sized(full: Callable[[], Any], small: Callable[[], Any]) -> Callable[[bool], Any]:
     return lambda is_small: small() if is_small else full()
 
 
@@ -119,7 +208,7 @@ class Conv(nn.Module):
 add(
     "pointwise_2x1GiB",
     lambda small: Pointwise(),
-    _sized(_normal((1 << 28,), (1 << 28,)), _normal((1 << 10,), (1 << 10,))),
+    sized(normal((1 << 28,), (1 << 28,)), normal((1 << 10,), (1 << 10,))),
     ring=3,
     min_gain_over_stock=2.5,
     min_saved_mib=1.9 * 1024,
@@ -127,45 +216,45 @@ add(
 add(
     "pointwise_16x4MiB",
     lambda small: Pointwise(),
-    _sized(_normal(*[(1 << 20,)] * 16), _normal(*[(1 << 10,)] * 16)),
+    sized(normal(*[(1 << 20,)] * 16), normal(*[(1 << 10,)] * 16)),
 )
 add(
     "pointwise_2x4KiB",
     lambda small: Pointwise(),
-    lambda small: _normal((1 << 10,), (1 << 10,))(),
+    lambda small: normal((1 << 10,), (1 << 10,))(),
 )
 add(
     "mlp_20x64",
     lambda small: MLP(64, 2 if small else 20),
-    lambda small: _normal((8, 64))(),
+    lambda small: normal((8, 64))(),
 )
 add(
     "mlp_bf16_2x4096",
     lambda small: MLP(64 if small else 4096, 2),
-    _sized(
-        _normal((16384, 4096), dtype=torch.bfloat16),
-        _normal((16, 64), dtype=torch.bfloat16),
+    sized(
+        normal((16384, 4096), dtype=torch.bfloat16),
+        normal((16, 64), dtype=torch.bfloat16),
     ),
     dtype=torch.bfloat16,
 )
 add(
     "sdpa_bf16",
     lambda small: Attention(),
-    _sized(
-        _normal(*[(8, 16, 1024, 64)] * 3, dtype=torch.bfloat16),
-        _normal(*[(1, 2, 16, 64)] * 3, dtype=torch.bfloat16),
+    sized(
+        normal(*[(8, 16, 1024, 64)] * 3, dtype=torch.bfloat16),
+        normal(*[(1, 2, 16, 64)] * 3, dtype=torch.bfloat16),
     ),
     dtype=torch.bfloat16,
 )
 add(
     "conv2d",
     lambda small: Conv(),
-    _sized(_normal((32, 64, 56, 56)), _normal((2, 64, 8, 8))),
+    sized(normal((32, 64, 56, 56)), normal((2, 64, 8, 8))),
 )
 add(
     "mutated_input_mlp",
     lambda small: MutatedInput(64, 10),
-    lambda small: _normal((8, 64), (8, 64))(),
+    lambda small: normal((8, 64), (8, 64))(),
     must_capture=True,
     min_gain_over_stock=2.5,
 )
@@ -213,15 +302,16 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Callable[[bool], Inputs
 
 
 def _images(batch: int, dtype: torch.dtype) -> Callable[[bool], Inputs]:
-    return _sized(
-        _normal((batch, 3, 224, 224), dtype=dtype),
-        _normal((2, 3, 64, 64), dtype=dtype),
+    return sized(
+        normal((batch, 3, 224, 224), dtype=dtype),
+        normal((2, 3, 64, 64), dtype=dtype),
     )
 
 
 def _model(name: str, mode: str, *what: Any) -> None:
     # Weights in bfloat16 for inference, in float32 under autocast for training.
-    add(f"{name}_{mode}", *what, mode, dtype=torch.bfloat16)
+    needs = "torchvision" if name.startswith("resnet") else "transformers"
+    add(f"{name}_{mode}", *what, mode, dtype=torch.bfloat16, needs=(needs,))
 
 
 # Half the depth for training: its graphs take several times as long to compile.
@@ -231,3 +321,7 @@ _model("llama", "inference", _llama(12), _tokens(32000, 1, 256))
 _model("llama", "training", _llama(6), _tokens(32000, 4, 256))
 _model("resnet18", "inference", _resnet, _images(16, torch.bfloat16))
 _model("resnet18", "training", _resnet, _images(32, torch.float32))
+
+
+# They add theirs.
+from . import modern, paper  # noqa: E402, F401

@@ -11,25 +11,27 @@ import copy
 import dataclasses
 import gc
 import importlib
-import itertools
 import logging
 import math
+import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch.utils import _pytree as pytree
 
-from .compare import compare, Difference, snapshot
-from .timing import time_interleaved
+from .cases import described, SUITES
+from .compare import compare, Difference
+from .launches import counting_copies, profiled
+from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
+from .timing import LoopFailed, time_interleaved
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
-
-    from torch import nn
 
     from .cases import Case, Inputs
     from .report import Row
@@ -40,34 +42,25 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """A way to compile a case."""
-
-    compile: dict[str, Any]
-    # Inductor's configuration while it runs.
-    config: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-FORCED = {"pygraph": True, "pygraph_force": "node_update"}
-
-VARIANTS = {
-    "no_cg": Variant({}),
-    "stock_cg": Variant({"mode": "reduce-overhead"}),
-    "pygraph": Variant({"options": {"pygraph": True}}),
-    "forced": Variant({"options": FORCED}, FORCED),
-}
-
 # Calls until a variant is in its steady state. Selection takes 12 to 20.
-SETTLE_CALLS = {"no_cg": 3, "stock_cg": 5, "pygraph": 30, "forced": 10}
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=30, forced_copy=10, forced_node_update=10)
 MAX_SETTLE_CALLS = 90
+# As many as stock needs to warm up and to record.
+MIN_WARM_UP_CALLS = 5
 CHECKS = 4
 # Calls that no CUDA graphs gets to differ from itself in, where PyGraph does: atomics
 # change an order of additions only now and then.
 REPEATS = 24
+EAGER_CHECKS = 2
+ESSENTIAL = ("no_cg", "stock_cg", "pygraph")
 MAX_SUMMARY = 300
+# Of a function's report: paths, and numbers that are given in the order of compiling.
+OF_ONE_MACHINE = ("source", "compile_id", "number")
 MIB = 2**20
+# What the results of one time around the ring may take, and those of a step for which
+# eager is also run in double precision.
+MAX_RING_BYTES = 12 * 2**30
+MAX_EXACT_BYTES = 2**30
 
 
 def adds_with_atomics() -> bool:
@@ -76,70 +69,12 @@ def adds_with_atomics() -> bool:
     return any("tl.atomic_add(" in source.read_text() for source in sources if source.exists())
 
 
-class Program:
-    """A case compiled in one way, with weights of its own."""
-
-    def __init__(self, case: Case, original: nn.Module, variant: Variant, device_type: str) -> None:
-        self.case = case
-        self.device_type = device_type
-        self.module = copy.deepcopy(original)
-        self.compiled = torch.compile(self.module, **variant.compile)
-        self.config = variant.config
-        self.optimizer = None
-        if case.mode == "training":
-            self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
-
-    def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self.optimizer is None:
-            return self.compiled(*args, **kwargs)
-        self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self.device_type, self.case.dtype, enabled=self.case.autocast):
-            out = self.compiled(*args, **kwargs)
-        loss = out.float().square().mean() if isinstance(out, torch.Tensor) else out.loss
-        loss.backward()
-        self.optimizer.step()
-        return out
-
-    @contextlib.contextmanager
-    def configured(self) -> Iterator[None]:
-        with contextlib.ExitStack() as stack:
-            if self.config:
-                stack.enter_context(torch._inductor.config.patch(self.config))
-            stack.enter_context(torch.set_grad_enabled(self.case.mode == "training"))
-            yield
-
-    def loop(self, ring: list[Inputs]) -> Callable[[int], None]:
-        inputs = itertools.cycle(ring)
-
-        def run(calls: int) -> None:
-            with self.configured():
-                for args, kwargs in itertools.islice(inputs, calls):
-                    self.step(args, kwargs)
-
-        return run
-
-    def observe(self, inputs: Inputs, state: dict[str, torch.Tensor]) -> dict[str, Any]:
-        """A copy of all that a step from the given state leaves behind. Does not wait."""
-        if self.optimizer:
-            with torch.no_grad():
-                own = self.module.state_dict(keep_vars=True)
-                for name, value in state.items():
-                    own[name].copy_(value)
-            torch.manual_seed(0)
-        with self.configured():
-            outputs = self.step(*inputs)
-            return snapshot(
-                {
-                    "outputs": _plain(outputs),
-                    "inputs": inputs,
-                    "buffers": dict(self.module.named_buffers()),
-                    "grads": {n: p.grad for n, p in self.module.named_parameters()} if self.optimizer else {},
-                }
-            )
+class DeviceLost(RuntimeError):
+    """Nothing runs on the device any more in this process."""
 
 
 class CaseRun:
-    """What is done with one case; a Row comes out."""
+    """What is done with one case; a Row comes out. ``on_variant`` is told what comes next."""
 
     def __init__(
         self,
@@ -147,122 +82,183 @@ class CaseRun:
         device: str,
         *,
         small: bool = False,
-        variants: dict[str, Variant] = VARIANTS,
-        rounds: int = 21,
+        variants: dict[str, Variant] | None = None,
+        rounds: int | None = None,
         round_s: float = 0.05,
+        on_variant: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.case = case
+        self.suite = SUITES[case.suite]
         self.device = torch.device(device)
         self.small = small
-        self.variants = variants
-        self.timing = {"rounds": rounds, "round_s": round_s}
+        if variants is None:
+            variants = {name: VARIANTS[name] for name in self.suite.variants}
+        self.variants = {name: variant for name, variant in variants.items() if self._applies(variant)}
+        self.timing = {"rounds": rounds or self.suite.rounds, "round_s": round_s}
+        self.on_variant = on_variant
         # The variants of a case, and the modules of a kind inside it, share code objects.
         torch._dynamo.config.recompile_limit = 64
-        torch.manual_seed(0)
-        with self.device:
-            self.original = case.module(small)
-        self.original.train(case.mode == "training")
-        if case.mode == "inference":
-            self.original.to(case.dtype)
-        self.state = {n: t.clone() for n, t in self.original.state_dict().items()}
+        self.original = build(case, self.device, small)
+        weights = self.original.named_parameters() if case.mode == "training" else ()
+        self.state = {n: t.detach().clone() for n, t in [*weights, *self.original.named_buffers()]}
         # Inputs of earlier calls stay alive for a while, so that addresses change.
-        self.recent: collections.deque[Inputs] = collections.deque(maxlen=4)
+        self.recent: collections.deque[Inputs] = collections.deque(maxlen=min(4, case.ring))
         self.programs: dict[str, Program] = {}
+        self.failed: dict[str, str] = {}
         self.notes: list[str] = []
 
-    def prepare(self) -> None:
+    def _applies(self, variant: Variant) -> bool:
+        if variant.hand_written and not (self.case.capturable and self.device.type == "cuda"):
+            return False
+        return variant.available
+
+    def prepare(self, seconds: str = "inf") -> None:
         """
         Compiles everything once, while other processes may do the same. The variants that
         measure themselves are only brought into the caches: they start over in a quiet
-        machine.
+        machine. Those for which there is no time are left out.
         """
-        for name in ("pygraph", "forced"):
-            with self._noting(name):
-                self._step_once(self._program(name))
-        self.programs.clear()
-        self._reset()
-        for name in ("no_cg", "stock_cg"):
-            with self._noting(name):
-                self._step_once(self._program(name))
-        self.notes.clear()
+        deadline = time.monotonic() + float(seconds)
+        # The selecting ones share what is compiled.
+        selecting = [name for name, variant in self.variants.items() if variant.selects]
+        others = [name for name, variant in self.variants.items() if not (variant.selects or variant.hand_written)]
+        for name in [*selecting, None, *others]:
+            if name is None:
+                self.programs.clear()
+                self._reset()
+            elif name not in ESSENTIAL and time.monotonic() > deadline:
+                del self.variants[name]
+                self.notes.append(f"no time to compile {name}")
+            else:
+                with self._noting(name):
+                    self._step_once(self._program(name))
+        self.failed.clear()
 
     def measure(self) -> Row:
-        self._reset_report()
-        ring = [self._inputs() for _ in range(self.case.ring)]
-        difference = Difference()
+        reset_report()
+        counters["pygraph"].clear()
+        first = self._inputs()
+        size = _size(self._observe("no_cg", first))
+        ring = [first]
+        while len(ring) < self.case.ring and (len(ring) < 2 or size * (len(ring) + 1) <= MAX_RING_BYTES):
+            ring.append(self._inputs())
         expected = [self._observe("no_cg", inputs) for inputs in ring]
-        runnable = []
-        for name in ("stock_cg", "pygraph"):
-            with self._noting(name):
-                found = self._settle(name, ring, expected)
-                runnable.append(name)
-                if name == "pygraph":
-                    difference |= found
-        entries = self._report()
-        timings = self._time(["no_cg", *runnable], ring)
-        checked = self._check(runnable)
-        repeatable = checked.pop("no_cg").bitwise
-        stock = checked.pop("stock_cg", None)
-        if stock is not None and repeatable and not stock.bitwise:
-            self.notes.append(f"stock CG is not bitwise equal: {stock.where}")
-        difference = difference | checked.get("pygraph", difference)
 
-        # Gradients it holds would keep the next program's functions uncaptured.
-        finished = self.programs.pop("pygraph", None)
-        if finished is not None:
-            finished.module.zero_grad(set_to_none=True)
-        self._reset_report()
-        with self._noting("forced"):
-            forced = self._settle("forced", ring, expected)
-            timings |= self._time(["forced"], ring)
-            forced = forced | self._check(["forced"])["forced"]
-            if not forced.bitwise:
-                self.notes.append(f"forced node update differs: {forced.where}")
-            difference |= forced
+        differences: dict[str, Difference] = {}
+        timings: dict[str, Timing] = {}
+        others = [name for name in self.variants if name not in ("eager", "no_cg")]
+        together = [name for name in others if not self.variants[name].alone]
+        for name in together:
+            with self._noting(name):
+                differences[name] = self._settle(name, ring, expected)
+        entries, counts = report(), dict(counters["pygraph"])
+        names = [name for name in ("eager", "no_cg") if name in self.variants]
+        timings |= self._time([*names, *differences], ring)
+        measured = [name for name in differences if name in timings]
+        checked = self._check(measured)
+        repeatable = checked.pop("no_cg").bitwise
+        wrong = self._check_with_eager(measured)
+
+        for name in others:
+            if not self.variants[name].alone:
+                continue
+            self._drop("pygraph")
+            reset_report()
+            with self._noting(name):
+                differences[name] = self._settle(name, ring, expected)
+                timings |= self._time([name], ring)
+                found = self._check([name])
+                repeatable = found.pop("no_cg").bitwise and repeatable
+                checked |= found
+                wrong |= self._check_with_eager([name])
+            self._drop(name)
+
+        for name, found in checked.items():
+            differences[name] |= found
+        held = [name for name in self.suite.must_equal if name in differences]
+        difference = Difference()
+        for name in held:
+            difference |= differences[name]
         if not difference.bitwise:
             repeatable = repeatable and not adds_with_atomics() and self._repeats()
             why = "" if repeatable else ", which no CG need not repeat either"
             self.notes.append(f"differs in {difference.where}{why}")
-        succeeded = "pygraph" in timings and "forced" in timings
+        for name in timings:
+            found = differences.get(name, Difference())
+            if name in wrong:
+                self.failed.setdefault(name, f"wrong result: {wrong[name]} differs from eager's")
+            elif not found.close:
+                self.failed.setdefault(name, f"wrong result: {found.where} differs from no CUDA graphs'")
+            elif name not in held and repeatable and not found.bitwise:
+                self.notes.append(f"{name} is not bitwise equal: {found.where}")
+        succeeded = all(name in timings and name not in self.failed for name in self.suite.must_equal)
         return {
-            "suite": self.case.suite,
-            "name": self.case.name,
-            "no_cg_us": _median(timings.get("no_cg")),
-            "stock_cg_us": _median(timings.get("stock_cg")),
-            "pygraph_us": _median(timings.get("pygraph")),
-            "forced_node_update_us": _median(timings.get("forced")),
+            **described(self.case),
+            **{f"{name}_us": _median(timings.get(name)) for name in self.variants},
             "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
-            **_totals(entries),
+            "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **totals(entries),
             "equal": succeeded and (difference.bitwise or (difference.close and not repeatable)),
             "bitwise": succeeded and difference.bitwise,
             # JSON has no infinity, which stands for results that cannot be subtracted.
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
             "repeatable": repeatable,
             "graphs": entries,
+            "counters": counts,
+            "failed": self.failed,
             "note": "; ".join(self.notes),
         }
 
-    def memory(self, name: str) -> dict[str, Any]:
-        """What the allocator holds in the steady state of one variant."""
+    def solo(self, name: str) -> dict[str, Any]:
+        """
+        What one variant costs a program that has no other: the seconds of its first call
+        and from there to its steady state, what the allocator then holds, and what a call
+        launches.
+        """
         ring = [self._inputs() for _ in range(self.case.ring)]
-        self._reset_report()
+        reset_report()
+        self._synchronize()
+        start = time.perf_counter()
         loop = self._program(name).loop(ring)
-        calls = 0
-        while calls < SETTLE_CALLS[name] or (_undecided(self._report()) and calls < MAX_SETTLE_CALLS):
+        loop(1)
+        self._synchronize()
+        compiled = time.perf_counter()
+        calls, settled = 1, None
+        while settled is None or self._settling(name, calls):
             loop(1)
             calls += 1
-        torch.cuda.synchronize()
+            if (
+                settled is None
+                and calls >= MIN_WARM_UP_CALLS
+                and (calls >= MAX_SETTLE_CALLS or not undecided(report()))
+            ):
+                self._synchronize()
+                settled = time.perf_counter()
+        self._synchronize()
         gc.collect()
         return {
+            "compile_s": round(compiled - start, 3),
+            "warm_up_s": round(settled - compiled, 3),
             "reserved_mib": torch.cuda.memory_reserved() / MIB,
             "peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
-            "choice": _totals(self._report())["choice"],
+            "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
+            "choice": totals(report())["choice"],
+            **({"launches": self._launches(loop)} if self.suite.profile else {}),
         }
 
     def _program(self, name: str) -> Program:
         if name not in self.programs:
-            self.programs[name] = Program(self.case, self.original, self.variants[name], self.device.type)
+            variant = self.variants[name]
+            kind = HandWritten if variant.hand_written else Program
+            self.programs[name] = kind(self.case, self.original, variant, self.device.type)
         return self.programs[name]
+
+    def _drop(self, name: str) -> None:
+        self.programs.pop(name, None)
+        gc.collect()
+
+    def _settling(self, name: str, calls: int) -> bool:
+        return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < MAX_SETTLE_CALLS)
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
@@ -271,8 +267,11 @@ class CaseRun:
         after each time around.
         """
         difference = Difference()
+        if self.variants[name].hand_written:
+            # Its capture must not count as a step.
+            self._step_once(self._program(name))
         calls = 0
-        while calls < SETTLE_CALLS[name] or (_undecided(self._report()) and calls < MAX_SETTLE_CALLS):
+        while self._settling(name, calls):
             results = [self._observe(name, inputs) for inputs in ring]
             for reference, result in zip(expected, results):
                 difference |= compare(reference, result, self.case.tolerance)
@@ -281,14 +280,50 @@ class CaseRun:
 
     def _check(self, names: list[str]) -> dict[str, Difference]:
         """New inputs in each call; no CUDA graphs is also compared with itself."""
-        total = dict.fromkeys(["no_cg", *names], Difference())
-        for _ in range(CHECKS):
+        return self._compare_all("no_cg", ["no_cg", *names], CHECKS)
+
+    def _check_with_eager(self, names: list[str]) -> dict[str, str]:
+        """Where variants are further from eager than other kernels may be."""
+        if "eager" not in self.variants or "eager" in self.failed:
+            return {}
+        if self.case.not_as_eager:
+            note = f"not compared with eager: {self.case.not_as_eager}"
+            self.notes += [note] if note not in self.notes else []
+            return {}
+        found: dict[str, Difference] = {}
+        with self._noting("eager"):
+            found = self._compare_all("eager", ["no_cg", *names], EAGER_CHECKS)
+        return {name: difference.where for name, difference in found.items() if not difference.close}
+
+    def _compare_all(self, reference: str, names: list[str], checks: int) -> dict[str, Difference]:
+        total = dict.fromkeys(names, Difference())
+        for _ in range(checks):
             inputs = self._inputs()
-            reference = self._observe("no_cg", inputs)
-            for name in total:
-                result = self._observe(name, inputs)
-                total[name] |= compare(reference, result, self.case.tolerance)
+            expected = self._observe(reference, inputs)
+            exact = None
+            if reference == "eager":
+                exact = self._exact(inputs) if _size(expected) <= MAX_EXACT_BYTES else {}
+            for name in names:
+                if name in self.failed:
+                    continue
+                with self._noting(name):
+                    result = self._observe(name, inputs)
+                    total[name] |= compare(expected, result, self.case.tolerance, exact)
         return total
+
+    def _exact(self, inputs: Inputs) -> dict[str, Any]:
+        """The results of eager in double precision, as far as it can be had."""
+        try:
+            case = dataclasses.replace(self.case, dtype=torch.float32)  # no autocast
+            program = Program(case, copy.deepcopy(self.original).double(), VARIANTS["eager"], self.device.type)
+            state = {name: in_double_precision(value) for name, value in self.state.items()}
+            return program.observe(in_double_precision(inputs), state)
+        except Exception as error:
+            self._look_at_device("double precision", error)
+            note = f"no double-precision reference: {summary(error)}"
+            if note not in self.notes:
+                self.notes.append(note)
+            return {}
 
     def _repeats(self) -> bool:
         for _ in range(REPEATS):
@@ -299,18 +334,35 @@ class CaseRun:
         return True
 
     def _observe(self, name: str, inputs: Inputs) -> dict[str, Any]:
-        self.recent.append(_clone(inputs))
+        self.recent.append(clone(inputs))
         return self._program(name).observe(self.recent[-1], self.state)
 
     def _time(self, names: list[str], ring: list[Inputs]) -> dict[str, Timing]:
+        self.on_variant(names[0] if len(names) == 1 else "")
         # Of the ring's values, since a case may change its inputs.
-        buffers = _clone(ring)
-        loops = {name: self._program(name).loop(buffers) for name in names}
-        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-        timings = time_interleaved(loops, self._synchronize, **self.timing)
-        if torch._dynamo.utils.counters["stats"]["unique_graphs"] != graphs:
+        buffers = [clone(inputs) for inputs in ring]
+        loops = {name: self._program(name).loop(buffers) for name in names if name not in self.failed}
+        graphs = counters["stats"]["unique_graphs"]
+        timings = None
+        while timings is None:
+            try:
+                timings = time_interleaved(loops, self._synchronize, **self.timing)
+            except LoopFailed as failure:
+                self._fail(failure.name, failure.__cause__)
+                del loops[failure.name]
+        if counters["stats"]["unique_graphs"] != graphs:
             self.notes.append("compiled again while timed")
         return timings
+
+    def _launches(self, loop: Callable[[int], None]) -> dict[str, float]:
+        """Per call; the last thing in a process, since the profiler stays attached to the device."""
+        try:
+            with counting_copies() as sizes:
+                loop(1)
+            return {"copied_bytes": sum(sizes), **profiled(lambda: loop(1))}
+        except Exception as error:
+            log.exception("%s was not profiled", self.case.name)
+            return {"error": summary(error)}
 
     def _step_once(self, program: Program) -> None:
         program.loop([self._inputs()])(1)
@@ -333,20 +385,29 @@ class CaseRun:
     @contextlib.contextmanager
     def _noting(self, name: str) -> Iterator[None]:
         """A variant that fails leaves the others their results."""
+        self.on_variant(name)
         try:
             yield
+        except DeviceLost:
+            raise
         except Exception as error:
-            log.exception("%s, %s", self.case.name, name)
-            self.notes.append(f"{name} failed: {summary(error)}")
+            self._fail(name, error)
 
-    def _report(self) -> list[dict[str, Any]]:
-        reporter = _reporter()
-        return [dataclasses.asdict(entry) for entry in reporter.report()] if reporter else []
+    def _fail(self, name: str, error: BaseException) -> None:
+        log.error("%s, %s", self.case.name, name, exc_info=error)
+        self.failed[name] = summary(error)
+        self._look_at_device(name, error)
+        self._drop(name)
 
-    def _reset_report(self) -> None:
-        reporter = _reporter()
-        if reporter:
-            reporter.reset_report()
+    def _look_at_device(self, name: str, error: BaseException) -> None:
+        try:
+            self._synchronize()
+        except Exception:
+            # Some errors end all use of the device by the process.
+            self.on_variant(name)
+            raise DeviceLost(summary(error)) from error
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def summary(error: BaseException) -> str:
@@ -356,31 +417,42 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()[:MAX_SUMMARY] if lines else ''}"
 
 
-def _reporter() -> ModuleType | None:
+def report() -> list[dict[str, Any]]:
+    """What PyGraph did with each function since the last reset."""
+    pygraph = _pygraph()
+    entries = pygraph.report() if pygraph else ()
+    return [
+        {name: value for name, value in dataclasses.asdict(entry).items() if name not in OF_ONE_MACHINE}
+        for entry in entries
+    ]
+
+
+def reset_report() -> None:
+    pygraph = _pygraph()
+    if pygraph:
+        pygraph.reset_report()
+
+
+def _pygraph() -> ModuleType | None:
     # A stock build has none, and its baselines can still be timed.
     with contextlib.suppress(ImportError):
         return importlib.import_module("torch._inductor.pygraph")
     return None
 
 
-def _clone(tree: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, torch.clone, tree)
-
-
-def _plain(outputs: Any) -> Any:
-    # Model outputs of transformers are mappings without key paths.
-    return dict(outputs) if isinstance(outputs, collections.abc.Mapping) else outputs
+def _size(tree: Any) -> int:
+    return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
 
 
 def _median(timing: Timing | None) -> float | None:
     return None if timing is None else round(timing.median_us, 2)
 
 
-def _undecided(entries: list[dict[str, Any]]) -> bool:
+def undecided(entries: list[dict[str, Any]]) -> bool:
     return any(entry["choice"] == "undecided" for entry in entries)
 
 
-def _totals(entries: list[dict[str, Any]]) -> dict[str, Any]:
+def totals(entries: list[dict[str, Any]]) -> dict[str, Any]:
     choices = {
         choice: sum(entry["choice"] == choice for entry in entries)
         for choice in sorted({entry["choice"] for entry in entries})
