@@ -119,11 +119,13 @@ def test_merge_replaces_what_ran_again_and_keeps_the_rest(checkout):
     old, new = (json.loads(file.read_text())["sources"] for file in (first, second))
     assert record["sources"] == new
     assert record["device"] == "new"
-    assert record["tests"] == {"passed": 1, "sources": old}
+    run1 = {"sources": old, "date": "2026-01-01T1.json", "device": "old"}
+    run2 = {"sources": new, "date": "2026-01-01T2.json", "device": "new"}
+    assert record["tests"] == {"passed": 1, **run1}
     assert record["cases"] == [
-        {**_case("a", 2.0), "sources": new},
-        {**_case("a", 5.0, suite="other"), "sources": old},
-        {**_case("b", 3.0), "sources": new},
+        {**_case("a", 2.0), **run2},
+        {**_case("a", 5.0, suite="other"), **run1},
+        {**_case("b", 3.0), **run2},
     ]
 
 
@@ -133,6 +135,25 @@ def test_merge_into_an_existing_record(checkout):
     record = _record(checkout)
     assert [case["name"] for case in record["cases"]] == ["a"]
     assert record["upstream"]["sources"] == record["sources"]
+
+
+def test_entries_of_a_record_from_before_keep_the_run_it_named(checkout):
+    case = {**_case("a", 1.0), "sources": "0" * 64}
+    record = {"sources": "0" * 64, "device": "old", "date": "2025", "cases": [case]}
+    (checkout / "ci" / "gpu_record.json").write_text(json.dumps(record))
+    _run(checkout, "--merge", _result(checkout, "1.json", device="new", cases=[_case("b", 1.0)]))
+    a, b = _record(checkout)["cases"]
+    assert (a["device"], a["date"], b["device"]) == ("old", "2025", "new")
+
+
+def test_a_skipped_case_replaces_none_that_ran(checkout):
+    skipped = {**_case("a", None), "skipped": "needs a library"}
+    _run(checkout, "--merge", _result(checkout, "1.json", cases=[skipped]))
+    assert _record(checkout)["cases"][0]["skipped"]
+    _run(checkout, "--merge", _result(checkout, "2.json", cases=[_case("a", 1.0)]))
+    _run(checkout, "--merge", _result(checkout, "3.json", cases=[skipped]))
+    (case,) = _record(checkout)["cases"]
+    assert case["pygraph_us"] == 1.0 and "skipped" not in case
 
 
 def test_the_checkout_hashes():

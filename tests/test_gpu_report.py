@@ -1,0 +1,144 @@
+"""Tables and plots, from stored results alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "torch_overlay" / "benchmarks" / "dynamo"))
+
+from pygraph import report  # noqa: E402
+
+
+RESULTS = Path(__file__).parent / "data" / "made_up_results.json"
+
+
+@pytest.fixture
+def rows():
+    return json.loads(RESULTS.read_text())["cases"]
+
+
+def _of(rows, suite):
+    return [row for row in rows if row["suite"] == suite]
+
+
+def test_only_right_results_count(rows):
+    by_name = {row["name"]: row for row in rows}
+    assert report.speedup(by_name["eos"], "pygraph", "stock_cg") == 1.5
+    assert report.best_speedup(by_name["eos"]) == 1.0
+    assert report.speedup(by_name["dlrm"], "pygraph", "stock_cg") is None
+    assert report.time_of(by_name["dalle2"], "hand_written") is None
+    assert report.best_speedup(by_name["maskrcnn"]) is None
+    # PyGraph may be right where another variant is not, and the reverse.
+    wrong_stock = {**by_name["eos"], "failed": {"stock_cg": "wrong result"}}
+    assert report.best_speedup(wrong_stock) == 1.0 and report.speedup(wrong_stock, "pygraph", "stock_cg") is None
+
+
+def test_facts_of_a_row(rows):
+    row = next(row for row in rows if row["name"] == "dalle2")
+    assert report.coverage(row, "stock_cg") == pytest.approx(98.7, abs=0.01)
+    assert report.coverage(row, "hand_written") is None
+    assert report.copied(row, "stock_cg") == 2048
+    assert report.deployed(row) == (1, 2)
+    assert report.start_up(row, "pygraph") == pytest.approx(11.55)
+
+
+def test_summary(rows):
+    assert report.summary(_of(rows, "paper")) == [
+        "3 of 6 workloads ran with right results, 1 were skipped.",
+        "Speed-up over stock CUDA graphs: geomean 1.328 of 3, 1.042 to 1.500.",
+        "Speed-up over no CUDA graphs: geomean 1.842 of 3, 1.000 to 3.000.",
+        "Speed-up over the better of the two: geomean 1.160 of 3, 1.000 to 1.500.",
+        "Speed-up over stock without graph partition: geomean 2.109 of 3, 1.500 to 3.000.",
+        "Compile and warm-up, of stock CUDA graphs': geomean 1.100 of 3, 1.100 to 1.100.",
+    ]
+
+
+def test_table_of_workloads(rows):
+    lines = report.format_table(_of(rows, "paper")).splitlines()
+    cells = {line.split()[0]: line.split() for line in lines[2:8]}
+    assert cells["eos"] == "eos (EOS) 400.0 40.0 60.0 40.0 1.00 1.50 1.00 24.0 0 of 1 bitwise pass".split()
+    assert cells["dlrm"][5] == "failed" and cells["dlrm"][-3:] == ["NO", "(5.0e-01)", "FAIL"]
+    assert cells["maskrcnn"][-1] == "FAIL" and cells["alexnet"][-1] == "skipped"
+    assert "alexnet: needs torchvision" in lines
+    assert any(line.startswith("dalle2: hand_written: RuntimeError: CUDA error") for line in lines)
+
+
+def test_page_of_a_suite(rows):
+    page = report.document("paper", _of(rows, "paper"), {"Speed": "speed.png"})
+    tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
+    assert all(len({line.replace("\\|", "").count("|") for line in table}) == 1 for table in tables)
+    titles = [line for line in page.splitlines() if line.startswith("#")]
+    assert titles[0] == "# Suite paper" and "## Each step" in titles and titles[-1] == "## Notes"
+    assert "![Speed](speed.png)" in page
+    # In the paper's order.
+    assert page.index("| eos (EOS)") < page.index("| dalle2") < page.index("| dlrm") < page.index("| xlnet_infer")
+    assert "0 to 99.28" in page and "8.0 KB to 16 B" in page
+
+
+def test_pages_show_what_there_is(rows):
+    assert "## Each step" not in report.document("tp", _of(rows, "tp"), {})
+    assert "xlnet_x2" in report.document("tp", _of(rows, "tp"), {})
+    small = report.document("pi", _of(rows, "pi"), {})
+    assert "| mlp | 417.0 | 75.9 | 74.3 | 0.979 |" in small and "geomean" not in small
+
+
+def test_the_record_has_a_page():
+    record = json.loads((ROOT / "ci" / "gpu_record.json").read_text())
+    for suite in {case["suite"] for case in record["cases"]}:
+        assert report.document(suite, _of(record["cases"], suite), {})
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(None, "-"), (0, "0 B"), (1023, "1023 B"), (8192, "8 KiB"), (15335424, "14.62 MiB"), (3 * 2**30, "3 GiB")],
+)
+def test_sizes(size, text):
+    assert report.bytes_text(size) == text
+
+
+def test_plots(rows, tmp_path):
+    pytest.importorskip("matplotlib")
+    from pygraph import plots
+
+    assert list(plots.draw("paper", _of(rows, "paper"), tmp_path).values()) == [
+        "paper-speedup.png",
+        "paper-ablation.png",
+        "paper-copies.png",
+        "paper-memory.png",
+    ]
+    # Nothing is drawn of what was not measured.
+    assert list(plots.draw("tp", _of(rows, "tp"), tmp_path).values()) == ["tp-speedup.png"]
+    assert all(file.read_bytes().startswith(b"\x89PNG") for file in tmp_path.iterdir())
+
+
+def test_bars_of_a_plot(rows):
+    pytest.importorskip("matplotlib")
+    from pygraph import plots
+
+    figure = plots._speedup(report.in_order(_of(rows, "paper")))
+    (axes,) = figure.axes
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["EOS", "DALLE2", "DLRM", "XLNET-I", "geomean"]
+    heights = [[bar.get_height() for bar in bars] for bars in axes.containers]
+    assert heights[1][:4] == pytest.approx([1.0, 3.0, 0.0, 2.0833], abs=1e-3)
+    # A result that is wrong is marked, not shown as slow.
+    assert [text.get_text() for text in axes.texts] == ["x"]
+
+
+def test_one_command_makes_the_pages(tmp_path):
+    pytest.importorskip("matplotlib")
+    shutil.copytree(ROOT / "torch_overlay" / "benchmarks", tmp_path / "torch_overlay" / "benchmarks")
+    (tmp_path / "ci").mkdir()
+    shutil.copy(ROOT / "ci" / "gpu_record", tmp_path / "ci")
+    shutil.copy(RESULTS, tmp_path / "ci" / "gpu_record.json")
+    command = [sys.executable, str(tmp_path / "ci" / "gpu_record"), "--report", str(tmp_path / "out")]
+    subprocess.run(command, check=True, capture_output=True)
+    found = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"paper.md", "paper-speedup.png", "tp.md", "tp-speedup.png", "pi.md", "pi-speedup.png"} <= found
