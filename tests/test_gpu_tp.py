@@ -1,0 +1,79 @@
+"""Tensor parallelism, on two processes without GPUs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+BENCHMARKS = ROOT / "torch_overlay" / "benchmarks" / "dynamo"
+sys.path.insert(0, str(BENCHMARKS))
+
+torch = pytest.importorskip("torch")
+
+from pygraph import tp  # noqa: E402
+
+from torch import nn  # noqa: E402
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    paths = [str(BENCHMARKS), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def test_split_cases_compute_what_whole_ones_do(environment, tmp_path):
+    output = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "pygraph.tp", "--worker", "--cases", ",".join(tp.PARALLEL_CASES), "--output", str(output)]
+    command += ["--device", "cpu", "--small", "--rounds", "2", "--variants", "eager"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    rows = json.loads(output.read_text())
+    assert [row["name"] for row in rows] == [f"{name}_x2" for name in tp.PARALLEL_CASES]
+    for row in rows:
+        assert row["failed"] == {} and row["missed"] == [] and row["choices"] == [[], []]
+        assert row["ranks"] == 2 and row["eager_us"] > 0
+
+
+def _arguments(tmp_path, **overrides):
+    options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
+    return Namespace(**{**options, **overrides})
+
+
+def test_ranks_that_hang_are_a_row(environment, tmp_path):
+    row = tp.measure("xlnet", 2, _arguments(tmp_path), 0.5)
+    assert row["name"] == "xlnet_x2" and row["missed"] == [row["error"]] == ["no result within 0 s"]
+
+
+def test_ranks_that_fail_are_a_row(environment, tmp_path):
+    row = tp.measure("xlnet", 1, _arguments(tmp_path, device="no_such_device"), 60.0)
+    assert row["error"].startswith("ended with") and not row["equal"]
+
+
+class Mesh:
+    def size(self):
+        return 3
+
+    def get_local_rank(self):
+        return 1
+
+
+def test_heads_that_cannot_be_shared_stay_whole(monkeypatch):
+    split = []
+    monkeypatch.setattr(tp, "parallelize_module", lambda part, mesh, plan: split.append((part, set(plan))))
+    module = nn.Module()
+    module.uneven = tp.RelativeEncoder(32, 64, 1, 4, 64).attention[0]
+    module.even = tp.RelativeEncoder(32, 96, 1, 6, 64).attention[0]
+    whole = module.even.content_bias.detach().clone()
+    tp.shard(module, Mesh())
+    assert [part for part, _ in split] == [module.even] and split[0][1] == {"q", "k", "v", "r", "out"}
+    assert (module.uneven.heads, module.even.heads) == (4, 2)
+    assert torch.equal(module.even.content_bias, whole[2:4])

@@ -1,0 +1,328 @@
+"""
+Tensor parallelism with DTensor: each case on 1, 2, ... GPUs of one host (the paper's figure 11).
+
+    python -m pygraph.tp --ranks 1,2,4 --output rows.json [--cases a,b] [--budget 420]
+
+Every case on every number of GPUs is a torchrun of its own, with a time limit: a rank that
+fails or decides differently can leave the others waiting. Rows are of suite tp.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import distributed as dist, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
+
+from .cases import CASES, TOLERANCE
+from .compare import compare, Difference, snapshot
+from .models.language import CachedDecoder, RelativeEncoder
+from .modern import llama
+from .program import seed, VARIANTS
+from .timing import LoopFailed, time_interleaved
+from .worker import MAX_SETTLE_CALLS, report, reset_report, SETTLE_CALLS, summary, totals, undecided
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .cases import Inputs
+    from .report import Row
+
+
+log = logging.getLogger(__name__)
+
+MAX_CASE_S = 240.0
+NAMES = ("eager", "no_cg", "stock_cg", "pygraph")
+
+
+@dataclass(frozen=True)
+class ParallelCase:
+    module: Callable[[bool], nn.Module]
+    inputs: Callable[[bool], Inputs]
+    about: str
+    dtype: torch.dtype = torch.float16
+    # Of a module whose layers are split.
+    finish: Callable[[nn.Module], nn.Module] = lambda module: module
+    not_as_eager: str = ""
+    ring: int = 4
+
+
+def _tokens(vocabulary: int, batch: int, length: int) -> Callable[[bool], Inputs]:
+    return lambda small: ((torch.randint(256 if small else vocabulary, (2, 16) if small else (batch, length)),), {})
+
+
+def _workload(name: str, **options: Any) -> ParallelCase:
+    case = CASES[name]
+    return ParallelCase(case.module, case.inputs, case.about, case.dtype, not_as_eager=case.not_as_eager, **options)
+
+
+# One sequence or image, as in the paper, but for XLNet.
+PARALLEL_CASES = {
+    "xlnet": ParallelCase(
+        lambda small: RelativeEncoder(256, 64, 2, 4, 128) if small else RelativeEncoder(),
+        _tokens(32000, 128, 512),
+        "own; XLNet's architecture with its CPU position table, batch 128",
+        ring=2,
+    ),
+    "speech_transformer": _workload("speech_transformer"),
+    "dalle2": _workload("dalle2"),
+    "llama_decode": ParallelCase(
+        llama,
+        CASES["llama_decode"].inputs,
+        CASES["llama_decode"].about,
+        torch.bfloat16,
+        finish=lambda decoder: CachedDecoder(decoder, 1),
+    ),
+}
+
+
+def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Splits the layers that say how; heads that the ranks cannot share evenly stay whole."""
+    ranks, rank = mesh.size(), mesh.get_local_rank()
+    styles = {"columns": ColwiseParallel, "rows": RowwiseParallel}
+    for part in list(module.modules()):
+        plan = getattr(part, "tensor_parallel", None)
+        counts = getattr(part, "tensor_parallel_counts", ())
+        if plan is None or any(getattr(part, name) % ranks for name in counts):
+            continue
+        parallelize_module(part, mesh, {name: styles[style]() for name, style in plan.items()})
+        for name in counts:
+            setattr(part, name, getattr(part, name) // ranks)
+        for name in getattr(part, "tensor_parallel_rows", ()):
+            own = getattr(part, name).detach().chunk(ranks)[rank].clone()
+            setattr(part, name, nn.Parameter(own))
+    return module
+
+
+class ParallelRun:
+    """One case on all ranks, which all do the same, in step."""
+
+    def __init__(self, name: str, device_type: str, *, small: bool, names: tuple[str, ...], rounds: int) -> None:
+        self.name, self.case, self.small = name, PARALLEL_CASES[name], small
+        self.device = torch.device(device_type, dist.get_rank() if device_type == "cuda" else None)
+        self.mesh = init_device_mesh(device_type, (dist.get_world_size(),))
+        self.names, self.rounds = names, rounds
+        self.failed: dict[str, str] = {}
+
+    def row(self) -> Row:
+        whole, split = self.build(), self.build()
+        seed()
+        with self.device:
+            split, whole = self.case.finish(shard(split, self.mesh)), self.case.finish(whole)
+            split, whole = split.to(self.case.dtype), whole.to(self.case.dtype)
+            ring = [self.case.inputs(self.small) for _ in range(self.case.ring)]
+        # Of the same kernels, and of other ones on one device. Only programs that are
+        # compiled alike draw the same random numbers.
+        same_kernels = None
+        other_kernels = None if self.case.not_as_eager else self.around(whole, whole, ring)
+        del whole
+
+        calls: dict[str, Callable[..., Any]] = {}
+        entries: list[dict[str, Any]] = []
+        tolerance = TOLERANCE[self.case.dtype]
+        for name in self.names:
+            module = copy.deepcopy(split)
+            call = module if name == "eager" else torch.compile(module, **VARIANTS[name].compile)
+            difference = Difference()
+            reset_report()
+            try:
+                found = self.settle(name, module, call, ring)
+                for i, result in enumerate(found):
+                    if name in ("eager", "no_cg") and other_kernels:
+                        difference |= compare(other_kernels[i], result, tolerance, {})
+                    elif same_kernels:
+                        difference |= compare(same_kernels[i], result, tolerance)
+            except Exception as error:
+                log.exception("%s, %s", self.name, name)
+                self.failed[name] = summary(error)
+                continue
+            if not self.everywhere(difference.close):
+                self.failed[name] = f"wrong result: {difference.where}"
+            if name == "no_cg":
+                same_kernels = found
+            calls[name] = call
+            if name == "pygraph":
+                entries = report()
+        timings = self.time(calls, ring)
+        choices: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(choices, [entry["choice"] for entry in entries])
+        missed = [] if all(choice == choices[0] for choice in choices) else ["ranks chose differently"]
+        missed += [f"{name}: {reason}" for name, reason in self.failed.items()]
+        return {
+            **described(self.name, dist.get_world_size()),
+            **{f"{name}_us": round(t.median_us, 2) for name, t in timings.items()},
+            "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
+            "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **totals(entries),
+            "graphs": entries,
+            "choices": choices,
+            "equal": "pygraph" in calls and "pygraph" not in self.failed,
+            "failed": self.failed,
+            "missed": missed,
+        }
+
+    def build(self) -> nn.Module:
+        seed()
+        with self.device:
+            return self.case.module(self.small).eval().to(self.case.dtype)
+
+    def around(self, module: nn.Module, call: Callable[..., Any], ring: list[Inputs]) -> list[dict[str, Any]]:
+        """The results of one time around the ring, from empty caches."""
+        if isinstance(module, CachedDecoder):
+            module.clear()
+        seed()
+        with torch.no_grad():
+            return [snapshot({"outputs": call(*args, **kwargs)}) for args, kwargs in ring]
+
+    def settle(
+        self, name: str, module: nn.Module, call: Callable[..., Any], ring: list[Inputs]
+    ) -> list[dict[str, Any]]:
+        count = 0
+        while count < SETTLE_CALLS[name] or (count < MAX_SETTLE_CALLS and not self.everywhere(not undecided(report()))):
+            found = self.around(module, call, ring)
+            count += len(ring)
+        return found
+
+    def time(self, calls: dict[str, Callable[..., Any]], ring: list[Inputs]) -> dict[str, Any]:
+        def loop(call: Callable[..., Any]) -> Callable[[int], None]:
+            def run(count: int) -> None:
+                with torch.no_grad():
+                    for i in range(count):
+                        args, kwargs = ring[i % len(ring)]
+                        call(*args, **kwargs)
+
+            return run
+
+        loops = {name: loop(call) for name, call in calls.items()}
+        try:
+            return time_interleaved(loops, self.synchronize, rounds=self.rounds, agree=self.slowest)
+        except LoopFailed as failure:
+            # The others wait for this rank: there is nothing to go on with.
+            raise RuntimeError(f"{failure.name}: {summary(failure.__cause__)}") from failure
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def slowest(self, seconds: float) -> float:
+        found = torch.tensor(seconds, device=self.device, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    def everywhere(self, condition: bool) -> bool:
+        return self.slowest(float(not condition)) == 0
+
+
+def described(name: str, ranks: int) -> Row:
+    about = PARALLEL_CASES[name].about
+    return {"suite": "tp", "name": f"{name}_x{ranks}", "case": name, "ranks": ranks, "about": about, "obstacle": ""}
+
+
+def _work(args: argparse.Namespace) -> None:
+    """On one rank."""
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    # The variants, and the layers of a kind, share code objects.
+    torch._dynamo.config.recompile_limit = 64
+    rows = []
+    for name in args.cases.split(","):
+        run = ParallelRun(
+            name, args.device, small=args.small, names=tuple(args.variants.split(",")), rounds=args.rounds
+        )
+        rows.append(run.row())
+        torch._dynamo.reset()
+    if dist.get_rank() == 0:
+        args.output.write_text(json.dumps(rows, default=str))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> Row:
+    log_file, file = args.logs / f"{name}_x{ranks}.log", args.logs / f"{name}_x{ranks}.json"
+    file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", "pygraph.tp", "--worker", "--cases", name, "--output", str(file)]
+    command += ["--device", args.device, "--rounds", str(args.rounds), "--variants", args.variants]
+    with open(log_file, "w") as output, _group(command + ["--small"] * args.small, output) as process:
+        try:
+            status = process.wait(seconds)
+            error = f"ended with {status}"
+        except subprocess.TimeoutExpired:
+            error = f"no result within {seconds:.0f} s"
+    if file.exists():
+        return json.loads(file.read_text())[0]
+    empty = dict.fromkeys([*(f"{name}_us" for name in NAMES), "choice", "max_diff", "note"])
+    return {**described(name, ranks), **empty, "equal": False, "error": error, "missed": [error]}
+
+
+@contextlib.contextmanager
+def _group(command: list[str], output: Any) -> Iterator[subprocess.Popen]:
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        yield process
+    finally:
+        # Also the ranks.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.tp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", default="1,2,4")
+    parser.add_argument("--cases", default=",".join(PARALLEL_CASES))
+    parser.add_argument("--variants", default=",".join(NAMES))
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--logs", type=Path, default=Path("."))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.worker:
+        _work(args)
+        return
+    args.logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.budget
+    rows = []
+    for name in args.cases.split(","):
+        for ranks in map(int, args.ranks.split(",")):
+            left = deadline - time.monotonic()
+            if args.device == "cuda" and ranks > torch.cuda.device_count():
+                print(f"{name} on {ranks}: needs {ranks} GPUs", flush=True)
+                continue
+            if left <= 0:
+                print(f"{name} on {ranks}: out of time, not run", flush=True)
+                continue
+            rows.append(measure(name, ranks, args, min(left, MAX_CASE_S)))
+            args.output.write_text(json.dumps(rows, indent=1) + "\n")
+            times = {variant: rows[-1].get(f"{variant}_us") for variant in NAMES}
+            print(f"{name} on {ranks}: {rows[-1].get('error') or times}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
