@@ -28,6 +28,7 @@ from torch._inductor import cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import (
     allocation,
+    deliver,
     placeholder,
     record,
     report,
@@ -130,6 +131,9 @@ class ModelledBinding:
             for i, (address, _) in enumerate(launch.args)
             if (hit := placeholders.find(address)) is not None and hit[0] != self.hidden
         ]
+        self.nodes_of: list[list[int]] = [[] for _ in self.pointers]
+        for n, (_, _, k, _) in enumerate(self.words):
+            self.nodes_of[k].append(n)
         self.updates = [launch for launch, *_ in self.words]
         self.num_nodes = len(self.launches)
 
@@ -642,6 +646,76 @@ class RecordTest(TestCase):
         )
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
         self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+
+    @contextlib.contextmanager
+    def delivering(self) -> Iterator[None]:
+        "Words that a kernel takes are addresses, of which it looks at nothing else."
+        empty = torch.empty
+
+        def device_empty(size: Any, **kwargs: Any) -> torch.Tensor:
+            if "cuda" in str(kwargs.get("device")):
+                return self.device.empty_strided((size,), (1,), kwargs["dtype"])
+            return empty(size, **kwargs)
+
+        def launch(sizes: tuple[int, ...], *args: Any) -> tuple[int]:
+            *_, parameters, _ = args
+            pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+            (to,) = ctypes.cast(pointers[0], ctypes.POINTER(ctypes.c_void_p))[:1]
+            nbytes = sum(sizes)
+            words = ctypes.cast(pointers[1], ctypes.POINTER(ctypes.c_uint64))
+            like = empty(nbytes, dtype=torch.uint8, device="meta")
+            word = empty(1, dtype=torch.uint8, device="meta")
+            self.device.launch(
+                write,
+                tensor_at(to, like, 0),
+                *(tensor_at(w, word, 0) for w in words[: nbytes // 8]),
+            )
+            return (0,)
+
+        def write(out: torch.Tensor, *words: torch.Tensor) -> None:
+            content = (ctypes.c_uint64 * len(words))(*(w.data_ptr() for w in words))
+            ctypes.memmove(out.data_ptr(), content, ctypes.sizeof(content))
+
+        with (
+            mock.patch.object(torch, "empty", device_empty),
+            mock.patch.object(deliver, "bindings") as bindings,
+            mock.patch.object(deliver, "_kernel", lambda sizes: sizes),
+            mock.patch.object(
+                torch._C, "_cuda_getCurrentRawStream", lambda index: 0, create=True
+            ),
+        ):
+            bindings.return_value.cuLaunchKernel = launch
+            yield
+
+    @parametrize("force", ("node_update", "copy", None))
+    def test_values_on_the_cpu(self, force):
+        "They are those of each call, packed ahead of it."
+
+        def scale(out: torch.Tensor, x: torch.Tensor, s: torch.Tensor) -> None:
+            torch.mul(x, s.sum(), out=out)
+
+        values = deliver.Deliver(0, (torch.int64, (2,)))
+        with self.delivering():
+            fn = self.deploy(
+                "x, y = args; args.clear(); (s,) = values.launch(); a = new(); "
+                "launch(scale, a, x, s); b = new(); launch(add, b, a, y); return (b,)",
+                [self.randn(), self.randn()],
+                force=force,
+            )
+            fn.model.__globals__.update(values=values, scale=scale)
+            for i in range(40):
+                x, y = self.randn(), self.randn()
+                value = torch.tensor([(i + 1) // 2 + 1, 7])
+                values.pack([value])
+                value.zero_()
+                (out,) = fn(x, y)
+                expected = on_host(x) * ((i + 1) // 2 + 8) + on_host(y)
+                self.assertEqual(on_host(out), expected)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        if force:
+            (entry,) = report()
+            self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+        self.assertEqual(values.packed().is_written_by_pack, force == "copy")
 
     def test_no_inputs(self):
         self.check(

@@ -21,6 +21,7 @@ from torch._inductor.cudagraph_trees import (
     UnaliasedStorage,
 )
 from torch._inductor.pygraph import record
+from torch._inductor.pygraph.deliver import CapturedValues, Deliver
 from torch._inductor.pygraph.replay import is_steady, steady_replay
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -45,6 +46,7 @@ class Node(record.BoundGraphNode):
         self.rerecord_if_static_inputs_change = True
         self.live_indices_after_graph = []
         self.returned_from_pool = []
+        self.values = CapturedValues(is_bound=True)
         self.bound_input_idxs = [1]
         self.alignment = 16
         self.saved = torch.zeros(8)
@@ -153,6 +155,21 @@ class ReplayTest(TestCase):
         for _ in range(3):
             replay([self.weight, x, 5])
         self.node.binding.update.assert_called_once()
+
+    def test_values_of_the_call(self):
+        "Words of CPU tensors follow the pointers."
+        value = Deliver(0, (torch.int64, ()))
+        self.node.values.tokens(value)
+        x, y = torch.randn(8), torch.empty(8)
+        self.node.allocators[0] = lambda: y
+        replay = self.steady(CompilationMode.INFERENCE)
+        self.node.inputs, self.node.output = [x], y
+        for n in (5, 6, 6, 7):
+            value.packed().words[0] = n
+            replay([self.weight, x, 5])
+            pointers = [x.data_ptr(), y.data_ptr(), n, 0]
+            self.node.binding.update.assert_called_with(pointers)
+        self.assertEqual(self.node.binding.update.call_count, 3)
 
     def test_last_path(self):
         for state, live, steady in (

@@ -7,6 +7,8 @@ the steps below, one module each. Terms (node, path, generation, liveness) are t
 cudagraph_trees.py; sections are those of "PyGraph: Robust Compiler Support for CUDA
 Graphs in PyTorch" (https://arxiv.org/abs/2503.19779).
 
+transform    CPU values that GPU code reads are given a GPU home in front of what is captured;
+             what reads CPU memory all the same is left out, and logged with its line
 select       the function first runs uncaptured and is timed; a function that keeps the
              device busy by itself is never recorded (section 3.4)
 allocation   a rehearsal shows which of the function's allocations its outputs lie in
@@ -17,6 +19,8 @@ record       a BoundGraphNode captures the function on the placeholders
 binding      every parameter word that points into a placeholder is found in the nodes of
              the captured graph; setting those words moves the input (section 3.3), and
              gives each call outputs of its own
+deliver      small CPU values are parameters of a captured kernel, and bound as addresses
+             are; larger ones are copied when they changed
 proof        the bound graph, run on the inputs of the call, must reproduce what the
              uncaptured function gave; otherwise trees record it as before, with copies
 replay       what trees look up at each call, known in advance for a path's first graph

@@ -41,6 +41,7 @@ from torch._inductor.pygraph.allocation import (
     with_allocator,
 )
 from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.deliver import CapturedValues
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
     arena,
@@ -278,6 +279,9 @@ class CopyGraphNode(CUDAGraphNode):
     returned_from_pool: list[list[int]]
     # (input, metadata) of those that earlier graphs of the path left in the pool
     managed_metadata: list[tuple[int, dict[str, Any]]]
+    # Of CPU tensors.
+    values: CapturedValues
+    binds_values: bool = False
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         self.managed_metadata = [
@@ -296,6 +300,16 @@ class CopyGraphNode(CUDAGraphNode):
             for i, metadata in self.managed_metadata:
                 inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
             raise InputHeld from None
+
+    def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
+        self.values = CapturedValues(is_bound=self.binds_values)
+        with self.values:
+            return super()._record(model, inputs)
+
+    def _first_replay(self) -> None:
+        if not self.binds_values:
+            self.values.write()
+        super()._first_replay()
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run_first_inputs(new_inputs)
@@ -336,7 +350,8 @@ class CopyGraphNode(CUDAGraphNode):
 class BoundGraphNode(CopyGraphNode):
     """
     See the module's docstring. What is bound, the external inputs and then the outputs'
-    allocations, is numbered alike in placeholders, pointers and call_tensors.
+    allocations, is numbered alike in placeholders, pointers and call_tensors. In pointers,
+    the words of CPU values follow.
 
     Raises:
         RecordingAbandoned: the inputs could not be bound, or the proof failed. It carries
@@ -345,6 +360,7 @@ class BoundGraphNode(CopyGraphNode):
     """
 
     binding: NodeUpdateBinding
+    binds_values = True
     rehearsal: Rehearsal | None = None
     # What is bound, in the current call. Outputs that lie in it are rebuilt from it.
     call_tensors: list[torch.Tensor]
@@ -524,14 +540,18 @@ class BoundGraphNode(CopyGraphNode):
         if self.graph is None or self.recording_outputs is None:
             raise AssertionError("nothing was recorded")
         self.recording_outputs = list(self.recording_outputs)
-        pointers = [t.data_ptr() for t in self.call_tensors]
+        pointers = [t.data_ptr() for t in self.call_tensors] + self.values.words()
+        placeholders = [*self.placeholders.placeholders, *self.values.placeholders()]
         try:
             self.graph.instantiate()
             self.binding = NodeUpdateBinding(
                 self.graph.raw_cuda_graph(),
                 self.graph.raw_cuda_graph_exec(),
-                self.placeholders,
+                PlaceholderMap(placeholders),
             )
+            words = range(len(self.call_tensors), len(placeholders))
+            if not all(self.binding.nodes_of[k] for k in words):
+                raise BindingError("a CPU value is no parameter of the graph")
             take_damage(self.device)
             self.binding.update(pointers)
         except (BindingError, DriverError) as e:
@@ -605,6 +625,7 @@ class BoundGraphNode(CopyGraphNode):
         outputs = [allocate() for allocate in self.allocators]
         self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
         pointers = self.input_pointers + [t.data_ptr() for t in outputs]
+        pointers += self.values.words()
         if pointers != self.binding.pointers:
             self.move(self.call_tensors, pointers)
 

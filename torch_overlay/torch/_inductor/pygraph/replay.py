@@ -102,6 +102,8 @@ def steady_replay(
         )
         if isinstance(metadata, int) or static is not None
     ]
+    values = node.values
+    delivers_values = values.num_words > 0
     pointers_equal = torch._C._tensors_data_ptrs_at_indices_equal
 
     def replay(inputs: list[InputType]) -> OutputType:
@@ -127,6 +129,8 @@ def steady_replay(
         for allocate in allocators:
             tensors.append(t := allocate())
             pointers.append(t.data_ptr())
+        if delivers_values:
+            pointers += values.words()
         if pointers != binding.pointers:
             node.move(tensors, pointers)
         if last is not node:

@@ -57,6 +57,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CacheBase
 from torch._inductor.cudagraph_utils import PlaceholderInfo, to_placeholder_info
 from torch._inductor.graph import GraphLowering, SubgraphLowering
+from torch._inductor.ir import IRNode
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
@@ -124,7 +125,8 @@ class Partition:
     ``copied`` maps the inputs that stock CUDA graphs copy at each replay of this partition to
     their bytes: external inputs of the graph that no earlier captured partition has handed on,
     and results of partitions that are not captured. ``mutated`` are the external inputs it
-    writes to; with any, stock runs it without a CUDA graph and copies nothing.
+    writes to; with any, stock runs it without a CUDA graph and copies nothing. ``cpu_inputs``
+    are tensors on the CPU, of which a captured partition must have none.
     """
 
     captured: bool
@@ -132,12 +134,14 @@ class Partition:
     reasons: tuple[str, ...]
     copied: dict[str, int]
     mutated: tuple[str, ...]
+    cpu_inputs: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledGraph:
     """What Inductor made of one FX graph.
 
+    ``outputs`` are (dtype, type of device) of the tensors that generated code returns.
     ``skip_reason`` is why the graph as a whole is not captured, if so; ``kernels`` maps the names
     of Triton kernels to PTX for sm_90 and is empty unless asked for.
     """
@@ -149,6 +153,7 @@ class CompiledGraph:
     placeholders: tuple[PlaceholderInfo, ...]
     static_input_idxs: tuple[int, ...]
     inputs: tuple[GraphInput, ...]
+    outputs: tuple[tuple[torch.dtype, str], ...]
     kernels: dict[str, str]
 
     @property
@@ -236,6 +241,7 @@ class _Recorder:
     def reset(self) -> None:
         self.source = ""
         self.partitions: list[Partition] = []
+        self.outputs: tuple[tuple[torch.dtype, str], ...] = ()
         self.kernels: dict[str, str] = {}
         self.cudagraphified = False
         self.stock_external_names: frozenset[str] = frozenset()
@@ -293,6 +299,7 @@ class _Recorder:
                     for i, (p, t, node) in enumerate(zip(placeholders, example_inputs, nodes))
                     if isinstance(t, torch.Tensor)
                 ),
+                outputs=self.outputs,
                 kernels=self.kernels,
             )
         )
@@ -309,6 +316,9 @@ class _Recorder:
         self.source = source
 
     def codegen(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
+        if not isinstance(V.graph, SubgraphLowering):
+            tensors = (o for o in V.graph.graph_outputs if isinstance(o, IRNode) and o.get_device() is not None)
+            self.outputs = tuple((o.get_dtype(), o.get_device().type) for o in tensors)
         if not config.graph_partition and not isinstance(V.graph, SubgraphLowering):
             self.partitions.append(self._partition(scheduler, scheduler.nodes, False, V.graph.graph_inputs, set()))
         return original(scheduler)
@@ -343,7 +353,10 @@ class _Recorder:
                 if not fixed and (device := buffer.get_device()) is not None and device.type == "cuda":
                     copied[name] = _buffer_nbytes(buffer)
         mutated = tuple(name for name in copied if name in V.graph.mutated_inputs)
-        return Partition(not skip, len(nodes), tuple(reasons), {} if mutated else copied, mutated)
+        cpu_inputs = tuple(
+            name for name, buffer in inputs.items() if (device := buffer.get_device()) and device.type == "cpu"
+        )
+        return Partition(not skip, len(nodes), tuple(reasons), {} if mutated else copied, mutated, cpu_inputs)
 
     def cudagraphify(self, original: Callable[..., Any], model: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self.cudagraphified = True

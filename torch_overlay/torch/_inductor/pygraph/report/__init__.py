@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -42,6 +43,11 @@ NODE_UPDATE = "node_update"
 UNDECIDED = "undecided"
 
 ARTIFACT = "pygraph_report"
+
+# Why something is not captured that nobody has to change anything about; see transform.py.
+BRINGS_CPU_VALUES = "brings CPU values to the GPU"
+
+log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
 
@@ -230,6 +236,30 @@ def new_graph(compiled: CompiledFxGraph) -> None:
     )
     _graphs.append(entry)
     publish(entry)
+    log_uncaptured(entry)
+
+
+def log_uncaptured(entry: GraphReport) -> None:
+    """Logs what of a graph is not captured, and the lines of the program that it is."""
+    from torch._inductor.pygraph.report.advice import advice
+
+    name = f"{entry.compile_id or 'graph'} ({entry.mode})"
+    if entry.skip_reason:
+        why = f"{entry.skip_reason}. {advice(entry.skip_reason)}"
+        log.info("%s is not captured: %s: %s", name, entry.source, why)
+        return
+    blockers = OrderedSet(
+        blocker
+        for partition in entry.partitions
+        for blocker in partition.blockers
+        if blocker.reason != BRINGS_CPU_VALUES
+    )
+    if blockers:
+        captured = sum(not partition.blockers for partition in entry.partitions)
+        lines = (
+            f"\n  {b.source}: {b.op}: {b.reason}. {advice(b.reason)}" for b in blockers
+        )
+        log.info("%s, graphs: %d, not captured:%s", name, captured, "".join(lines))
 
 
 def _mode(compiled: CompiledFxGraph) -> str:
@@ -286,9 +316,12 @@ def _traces(node: BaseSchedulerNode) -> list[str]:
 
 
 def _origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
+    "Without the copies to the GPU, which Inductor adds to the origins of what they read."
     for part in node.get_nodes():
         if part.node is not None:
-            yield from part.node.get_origins()
+            for origin in part.node.get_origins():
+                if getattr(origin.target, "namespace", None) != "pygraph":
+                    yield origin
 
 
 def _op(node: BaseSchedulerNode) -> str:

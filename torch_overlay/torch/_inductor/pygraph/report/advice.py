@@ -14,6 +14,15 @@ _ADVICE = (
         "Create or pass the tensor on the GPU, or leave it out of the compiled function.",
     ),
     (
+        r"the CPU tensor|a CPU tensor",
+        "The operator takes or gives tensors on the CPU and on the GPU. Give it those on the "
+        "GPU, or call it where nothing on the GPU waits for it.",
+    ),
+    (
+        r"float from the host",
+        "Use the tensor instead of its .item().",
+    ),
+    (
         r"DeviceCopy",
         "A tensor moves between CPU and GPU. Create it where it is used, and copy results "
         "to the CPU after the compiled function.",

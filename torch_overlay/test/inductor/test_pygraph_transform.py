@@ -1,0 +1,1079 @@
+# Owner(s): ["module: inductor"]
+"""
+CPU values in GPU graphs: with PyGraph, what is captured reads none of them, and results
+are eager's. Most of it shows in generated code, on a machine that need not have a GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import dataclasses
+import functools
+import logging
+import re
+import subprocess
+import tempfile
+import threading
+import unittest
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.pygraph import (
+    binding,
+    deliver,
+    report,
+    reset_report,
+    transform,
+)
+from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, PlaceholderMap
+from torch._inductor.test_case import run_tests, TestCase
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.testing import FileCheck
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+from torch.utils import _pytree as pytree
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@torch.library.custom_op("test_pygraph_transform::host_op", mutates_args=())
+def host_op(s: torch.Tensor) -> torch.Tensor:
+    return s.clone()
+
+
+@host_op.register_fake
+def _(s: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(s)
+
+
+@torch.library.custom_op("test_pygraph_transform::on_both", mutates_args=())
+def on_both(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return x * s.item()
+
+
+@on_both.register_fake
+def _(x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("test_pygraph_transform::to_host", mutates_args=())
+def to_host(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(0).cpu()
+
+
+@to_host.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty(x.shape[1:], dtype=x.dtype)
+
+
+ops = torch.ops.test_pygraph_transform
+
+
+def cuda(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return cpu(*size, dtype=dtype).to("cuda")
+
+
+def cpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    if dtype.is_floating_point:
+        return torch.rand(size).add(0.5).to(dtype)
+    return torch.randint(0, 2 if dtype == torch.bool else 5, size, dtype=dtype)
+
+
+def index_put(x, i, value):
+    x = x.clone()
+    x[i] = value
+    return x
+
+
+def masked(x, value):
+    return torch.where(x > 0, x, value), x.masked_fill(x > 0.7, value)
+
+
+def constructors_used_twice(x):
+    index = torch.arange(8)
+    return x[index], x[index * 2 + 1], index
+
+
+def filled_by_host(x, values):
+    return x.clone().copy_(values), x.add_(1)
+
+
+def written_after_copy(x, values):
+    y = values.to("cuda")
+    y[0] = 1
+    return x + y
+
+
+def transposed(x, v):
+    t = v.t()
+    return x + t.to("cuda"), t.to("cuda")
+
+
+def long_chain(x, a, b):
+    y = (x * a).sum(0).cpu()
+    z = x * (y.sum() * b)
+    return z.sum().cpu() + a, z
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """
+    partitions: how many parts of it are captured
+    delivered, staged: how many values are, at all
+    """
+
+    fn: Callable[..., Any]
+    inputs: Callable[[], tuple[Any, ...]]
+    partitions: int = 1
+    delivered: int = 0
+    staged: int = 0
+    dynamic: bool | None = None
+
+
+PROGRAMS = {
+    "scalar": Program(lambda x, s: x * s + 1, lambda: (cuda(8, 8), cpu()), delivered=1),
+    "numpy_scalar": Program(
+        lambda x, s: x.sin() * s,
+        lambda: (cuda(8, 8), np.float32(np.random.rand())),
+        delivered=1,
+    ),
+    "sum": Program(
+        lambda x, v: x * v.sum() + 1, lambda: (cuda(8, 8), cpu(8)), delivered=1
+    ),
+    "division_by_sum": Program(
+        lambda x, v: x / v.sum(), lambda: (cuda(8, 8), cpu(8)), delivered=1
+    ),
+    "element": Program(
+        lambda x, v: x / v[3], lambda: (cuda(8, 8), cpu(8)), delivered=1
+    ),
+    "element_of_large": Program(
+        lambda x, v: x / v[3], lambda: (cuda(8, 8), cpu(4096)), delivered=1
+    ),
+    "expression": Program(
+        lambda x, v: x / (v[3] ** 2 + 1) ** 0.5,
+        lambda: (cuda(8, 8), cpu(8)),
+        delivered=1,
+    ),
+    "scalar_and_custom_op": Program(
+        lambda x, s: (x * s + 1, ops.host_op(s)),
+        lambda: (cuda(8, 8), cpu()),
+        delivered=1,
+    ),
+    "scalar_and_output": Program(
+        lambda x, s: (x * s + 1, s + 1), lambda: (cuda(8, 8), cpu()), delivered=1
+    ),
+    "scalar_returned": Program(
+        lambda x, s: (x * s, s), lambda: (cuda(8, 8), cpu()), delivered=1
+    ),
+    "scalar_mutated": Program(
+        lambda x, s: (x * s, s.add_(1)), lambda: (cuda(8, 8), cpu()), delivered=1
+    ),
+    "scalar_mutated_before": Program(
+        lambda x, s: (s.mul_(2), x * s), lambda: (cuda(8, 8), cpu()), delivered=1
+    ),
+    "dtypes": Program(
+        lambda x, n, s, t: (x * s, n + t),
+        lambda: (
+            cuda(8, 8),
+            cuda(8, 8, dtype=torch.int64),
+            cpu(dtype=torch.float64),
+            cpu(dtype=torch.int64),
+        ),
+        delivered=2,
+    ),
+    "constructor_returned": Program(
+        lambda x: (x + 1, torch.zeros(2, 3)), lambda: (cuda(8, 8),)
+    ),
+    "constructors_used_twice": Program(constructors_used_twice, lambda: (cuda(32, 8),)),
+    "constant": Program(
+        lambda x: x * torch.tensor(2.5) + torch.tensor([1.0, 2, 3, 4]).to("cuda"),
+        lambda: (cuda(4, 4),),
+    ),
+    "casts": Program(
+        lambda x, s, n: (
+            x * s.float(),
+            x * s.half(),
+            x * n.double(),
+            x + n.to(torch.int8),
+        ),
+        lambda: (cuda(8, 8), cpu(dtype=torch.float64), cpu(dtype=torch.int64)),
+        delivered=3,
+    ),
+    "index": Program(
+        lambda x, i: x[i] + 1,
+        lambda: (cuda(8, 8), cpu(6, dtype=torch.int64)),
+        delivered=1,
+    ),
+    "long_index": Program(
+        lambda x, i: x[i] + 1,
+        lambda: (cuda(8, 8), cpu(600, dtype=torch.int64)),
+        staged=1,
+    ),
+    "computed_index": Program(
+        lambda x, i: x[i * 2 + 1],
+        lambda: (cuda(16, 8), cpu(6, dtype=torch.int64)),
+        delivered=1,
+    ),
+    "index_put": Program(
+        index_put,
+        lambda: (cuda(8, 8), torch.randperm(8)[:4], cpu()),
+        delivered=2,
+    ),
+    "masked": Program(masked, lambda: (cuda(8, 8), cpu()), delivered=1),
+    "copy_at_start": Program(
+        lambda x, v: x.sin() + v.to("cuda") + v.cuda().cos(),
+        lambda: (cuda(32, 32), cpu(32, 32)),
+        staged=1,
+    ),
+    "copy_in_the_middle": Program(
+        lambda x, v: (x @ x).relu() @ v.to("cuda"),
+        lambda: (cuda(32, 32), cpu(32, 32)),
+        staged=1,
+    ),
+    "copy_of_transposed": Program(
+        transposed,
+        lambda: (cuda(32, 16), cpu(16, 32)),
+        staged=1,
+    ),
+    "copy_returned": Program(
+        lambda x, v, s: (x + v.to("cuda"), v.to("cuda").view(-1), s.to("cuda")),
+        lambda: (cuda(32, 32), cpu(32, 32), cpu()),
+        delivered=1,
+        staged=1,
+    ),
+    "copy_cast": Program(
+        lambda x, v: x + v.to("cuda", torch.float64),
+        lambda: (cuda(32, 32), cpu(32, 32)),
+        staged=1,
+    ),
+    "copy_written": Program(
+        written_after_copy, lambda: (cuda(32, 32), cpu(32, 32)), staged=1
+    ),
+    "copy_into": Program(filled_by_host, lambda: (cuda(32, 32), cpu(32, 32)), staged=1),
+    "copy_of_computed": Program(
+        lambda x, v: x + (v * 2).to("cuda"),
+        lambda: (cuda(32, 32), cpu(32, 32)),
+        staged=1,
+    ),
+    "cpu_output": Program(lambda x: (x + 1, x.sum().cpu()), lambda: (cuda(8, 8),)),
+    "cpu_in_the_middle": Program(
+        lambda x: (x.sum(0).cpu() * 2).to("cuda") + x + 1,
+        lambda: (cuda(8, 8),),
+        partitions=2,
+        delivered=1,
+    ),
+    "long_chain": Program(
+        long_chain, lambda: (cuda(8, 8), cpu(), cpu()), partitions=2, delivered=2
+    ),
+    "custom_op_on_both": Program(
+        lambda x, s: ops.on_both(x.sin(), s) + s,
+        lambda: (cuda(8, 8), cpu()),
+        partitions=2,
+        delivered=1,
+    ),
+    "custom_op_to_the_host": Program(
+        lambda x: (ops.to_host(x.sin()) + 1, x.cos() + 1), lambda: (cuda(8, 8),)
+    ),
+    "dynamic_shapes": Program(
+        lambda x, v, s: (x + v.to("cuda")) * s,
+        lambda: (cuda(48, 8), cpu(48, 8), cpu()),
+        delivered=1,
+        staged=1,
+        dynamic=True,
+    ),
+}
+
+
+class Placed:
+    """While active, keeps each graph that CPU values are placed in, before and after."""
+
+    def __init__(self) -> None:
+        self.graphs: list[tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = []
+        self.patch = mock.patch.object(
+            transform,
+            "place_cpu_values",
+            functools.partial(self.place, transform.place_cpu_values),
+        )
+
+    def place(self, original: Callable[..., None], graph: torch.fx.Graph) -> None:
+        def module() -> torch.fx.GraphModule:
+            return torch.fx.GraphModule(graph.owning_module, copy.deepcopy(graph))
+
+        before = module()
+        original(graph)
+        self.graphs.append((before, module()))
+
+
+def run_on_the_cpu(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+    "Runs a graph with every GPU tensor on the CPU."
+
+    def moved(a: Any) -> Any:
+        return torch.device("cpu") if isinstance(a, torch.device) else a
+
+    gm = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    for node in gm.graph.nodes:
+        node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
+    return torch.fx.Interpreter(gm).run(*inputs)
+
+
+def like_placeholders(gm: torch.fx.GraphModule) -> list[Any]:
+    vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+    return [
+        cpu(*map(int, v.shape), dtype=v.dtype)
+        if isinstance(v, torch.Tensor)
+        else int(v)
+        for v in vals
+    ]
+
+
+def compile_for_h200(program: Program, **options: Any) -> list[Any]:
+    with fake_cuda() as graphs, torch.no_grad():
+        compiled = torch.compile(
+            program.fn, options={"pygraph": True, **options}, dynamic=program.dynamic
+        )
+        compiled(*program.inputs())
+    return graphs
+
+
+class GeneratedCodeTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        counters.clear()
+
+    def expected_outputs(self, program):
+        with fake_cuda(), torch.no_grad():
+            inputs = program.inputs()
+            outputs = program.fn(*inputs)
+            outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+            # AOTAutograd returns inputs itself.
+            return [
+                (o.dtype, o.device.type)
+                for o in outputs
+                if not any(o is i for i in inputs)
+            ]
+
+    @parametrize("name", list(PROGRAMS))
+    def test_program(self, name):
+        program = PROGRAMS[name]
+        placed = Placed()
+        with placed.patch:
+            (graph,) = compile_for_h200(program)
+        self.assertIsNone(graph.skip_reason)
+        captured = [p for p in graph.partitions if p.captured]
+        self.assertEqual(len(captured), program.partitions)
+        self.assertEqual([p.cpu_inputs for p in captured], [()] * len(captured))
+        self.assertNotIn(".item()", graph.source)
+        # Partitions come before the class that calls them; the operators need the host.
+        self.assertNotIn(
+            " = torch.ops.test_pygraph", graph.source.partition("class Runner")[0]
+        )
+        for expected in self.expected_outputs(program):
+            self.assertIn(expected, graph.outputs)
+        self.assertEqual(
+            counters["pygraph"]["delivered_values"], program.delivered, graph.source
+        )
+        staged = ("staged_tensors", "uploaded_tensors")
+        self.assertEqual(sum(counters["pygraph"][k] for k in staged), program.staged)
+        if "custom_op" in name:
+            return
+        ((before, after),) = placed.graphs
+        for _ in range(2):
+            inputs = like_placeholders(before)
+            copies = copy.deepcopy(inputs)
+            self.assertEqual(
+                run_on_the_cpu(after, copies), run_on_the_cpu(before, inputs)
+            )
+            self.assertEqual(copies, inputs)
+
+    def test_one_launch_for_each_time(self):
+        program = PROGRAMS["long_chain"]
+        (graph,) = compile_for_h200(program)
+        self.assertEqual(graph.source.count(" = Deliver("), 2)
+        (graph,) = compile_for_h200(PROGRAMS["dtypes"])
+        FileCheck().check_count(" = Deliver(", 1, exactly=True).run(graph.source)
+        FileCheck().check("Deliver(0, (torch.float64, ()), (torch.int64, ()))").run(
+            graph.source
+        )
+
+    def test_launches_hold_what_a_kernel_takes(self):
+        def fn(x, scalars):
+            for s in scalars:
+                x = x + s
+            return x
+
+        program = Program(fn, lambda: (cuda(8), [cpu() for _ in range(5)]))
+        room_for_three = 3 * deliver.PIECE_BYTES
+        with mock.patch.object(transform, "MAX_DELIVERED_BYTES", room_for_three):
+            (graph,) = compile_for_h200(program)
+        self.assertEqual(graph.source.count(" = Deliver("), 2)
+        self.assertEqual(counters["pygraph"]["delivered_values"], 5)
+        self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
+
+    def test_large_tensors_are_uploaded(self):
+        numel = transform.MAX_STAGED_BYTES // 4
+
+        def source(numel):
+            program = Program(
+                lambda x, v: x + v.to("cuda"), lambda: (cuda(numel), cpu(numel))
+            )
+            return compile_for_h200(program)[0].source
+
+        FileCheck().check("= Stage(0)").run(source(numel))
+        FileCheck().check("= Upload(0)").run(source(numel + 1))
+
+    def test_what_is_delivered_again_is_not_written_by_others(self):
+        "Neither reused for other results, nor handed out."
+        program = Program(
+            lambda x, v, s: (
+                v.to("cuda").sin(),
+                s.to("cuda"),
+                v.to("cuda").index_put((x.argmax(),), s),
+            ),
+            lambda: (cuda(256), cpu(256), cpu()),
+        )
+        (graph,) = compile_for_h200(program)
+        kept = re.findall(r"(buf\d+) = (?:deliver|stage)_buf", graph.source)
+        self.assertEqual(len(kept), 2)
+        # Their elements; see codegen_multi_output.
+        kept += re.findall(rf"(buf\d+) = (?:{'|'.join(kept)})\b", graph.source)
+        self.assertEqual(len(kept), 4)
+        self.assertNotRegex(graph.source, rf"return .*\b({'|'.join(kept)})\b")
+        self.assertNotRegex(graph.source, rf"= ({'|'.join(kept)})\b.*# reuse")
+        self.assertNotRegex(graph.source, "'in_out_ptr0'")
+
+    def test_floating_point_stays_on_the_cpu(self):
+        "Where code for the GPU may contract a multiplication and an addition."
+        for dtype, on_cpu in (torch.float32, True), (torch.int64, False):
+            program = Program(
+                lambda x, s: x * (s * 2 + 1), lambda: (cuda(8), cpu(dtype=dtype))
+            )
+            (graph,) = compile_for_h200(program)
+            self.assertEqual("cpp_fused_add_mul" in graph.source, on_cpu)
+
+    def test_floats_do_not_recompile(self):
+        for options in {}, {"pygraph_force": "node_update"}:
+            with (
+                # As TORCHINDUCTOR_PYGRAPH=1 with stock's setting left on.
+                config.patch({"pygraph": True, "triton.cudagraphs": True}),
+                fake_cuda() as graphs,
+                torch.no_grad(),
+            ):
+                compiled = torch.compile(lambda x, by: x * by + 1, options=options)
+                for by in (0.5, 1.5, 2.5, 3.5, 4.5):
+                    compiled(cuda(8), by)
+            self.assertEqual(len(graphs), 2)
+            self.assertIn("Deliver(0, (torch.float64, ()))", graphs[1].source)
+
+    def test_backward(self):
+        def fn(x, v, s):
+            return (x * v.to("cuda") * s).sin()
+
+        with fake_cuda() as graphs:
+            x = cuda(32, 32).requires_grad_()
+            compiled = torch.compile(fn, options={"pygraph": True})
+            compiled(x, cpu(32, 32), cpu().requires_grad_()).sum().backward()
+        self.assertEqual([g.is_backward for g in graphs], [False, True])
+        for graph in graphs:
+            captured = [p for p in graph.partitions if p.captured]
+            self.assertEqual([p.cpu_inputs for p in captured], [()])
+            self.assertNotIn(".item()", graph.source)
+
+    def test_item(self):
+        "A value that the host has to have is not captured as that of one call."
+        for fn, dtype, captured in (
+            (lambda x, s: x * s.item(), torch.float32, True),
+            (lambda x, s: torch.full_like(x, s.item()), torch.float32, False),
+            # There is a recording for each integer.
+            (lambda x, s: torch.full_like(x, s.item()), torch.int64, True),
+        ):
+            with (
+                torch._dynamo.config.patch(capture_scalar_outputs=True),
+                fake_cuda() as graphs,
+            ):
+                try:
+                    compiled = torch.compile(fn, options={"pygraph": True})
+                    compiled(cuda(8), cpu(dtype=dtype))
+                except DataDependentOutputException:
+                    pass  # it was compiled, and fake tensors have no values
+            self.assertEqual(any(p.captured for p in graphs[0].partitions), captured)
+
+    def test_log_names_the_line(self):
+        def fn(x, s):
+            a = x.sin().sum(0).cpu()
+            b = a + s
+            return x * b.to("cuda")
+
+        first = fn.__code__.co_firstlineno
+        with self.assertLogs("torch._inductor.pygraph.report", logging.INFO) as logs:
+            compile_for_h200(Program(fn, lambda: (cuda(8, 8), cpu())))
+        (message,) = logs.output
+        FileCheck().check("graphs: 2, not captured:").check(
+            f"{__file__}:{first + 1} in fn: prims.device_put"
+        ).check(f"{__file__}:{first + 2} in fn: ").check("cpu ops. Create").run(message)
+        # That a CPU value is brought to the GPU is no line's doing.
+        self.assertNotIn("brings", message)
+
+    def test_log_names_why_a_graph_is_skipped(self):
+        program = Program(lambda x, s: x * s, lambda: (cuda(8), cpu()))
+        with (
+            config.patch(graph_partition=False),
+            self.assertLogs("torch._inductor.pygraph.report", logging.INFO) as logs,
+        ):
+            compile_for_h200(program)
+        FileCheck().check("is not captured").check("cpu device").run(logs.output[0])
+
+    def test_off(self):
+        with fake_cuda() as graphs, torch.no_grad():
+            torch.compile(lambda x, s: x * s, mode="reduce-overhead")(cuda(8), cpu())
+        self.assertNotIn("pygraph", graphs[0].source)
+
+
+instantiate_parametrized_tests(GeneratedCodeTest)
+
+
+REAL_KERNEL = deliver._kernel
+
+
+class ModelledDriver:
+    """
+    Device memory is host memory, and a launch copies at once what its parameters hold,
+    unless it is captured.
+    """
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.stream = 0
+        self.captured: list[tuple[Any, int, bytes]] | None = None
+
+    def cuLaunchKernel(self, sizes, *args):
+        *grid_and_block, shared, stream, parameters, extra = args
+        if grid_and_block != [1] * 6 or (shared, extra) != (0, 0):
+            raise AssertionError(f"launched as {args}")
+        if stream != self.stream:
+            raise AssertionError("on another stream")
+        pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
+        (destination,) = ctypes.cast(pointers[0], ctypes.POINTER(ctypes.c_void_p))[:1]
+        nbytes = deliver.offsets(sizes, deliver.PIECE_BYTES)[-1]
+        words = ctypes.string_at(pointers[1], nbytes)
+        if self.captured is not None:
+            self.captured.append((sizes, destination, words))
+        else:
+            self.run(sizes, destination, words)
+        return (0,)
+
+    def run(self, sizes, destination, words):
+        self.launches += 1
+        source = ctypes.create_string_buffer(bytes(words))
+        copies = re.findall(
+            r"\[words\+(\d+)\];\s*st.global.v2.u64 \[%to\+(\d+)\]", deliver.ptx(sizes)
+        )
+        for start, offset in copies:
+            address = ctypes.addressof(source) + int(start)
+            ctypes.memmove(destination + int(offset), address, 16)
+
+    def patches(self):
+        return (
+            mock.patch.object(deliver, "bindings", lambda: self),
+            mock.patch.object(deliver, "_kernel", lambda sizes: sizes),
+            mock.patch.object(
+                torch._C,
+                "_cuda_getCurrentRawStream",
+                lambda i: self.stream,
+                create=True,
+            ),
+            mock.patch.object(torch.cuda, "device", lambda i: mock.MagicMock()),
+            mock.patch.object(
+                torch.cuda,
+                "is_current_stream_capturing",
+                lambda: self.captured is not None,
+            ),
+            mock.patch.object(deliver, "pinned_copy", self.pinned_copy),
+        )
+
+    def pinned_copy(self, value):
+        self.launches += 1
+        return value.clone()
+
+
+class DeliverTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        self.driver = ModelledDriver()
+        for patch in self.driver.patches():
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def deliver(self, *values):
+        d = deliver.Deliver(0, *((v.dtype, tuple(v.shape)) for v in values))
+        d.device = torch.device("cpu")
+        return d
+
+    def give(self, d, *values):
+        d.pack(values)
+        return d.launch()
+
+    def make(self):
+        dtypes = (
+            torch.float64,
+            torch.int64,
+            torch.bool,
+            torch.uint8,
+            torch.float16,
+            torch.bfloat16,
+            torch.int32,
+            torch.float32,
+        )
+        sizes = ((), (3,), (2, 5))
+        return [cpu(*size, dtype=dtype) for dtype in dtypes for size in sizes]
+
+    def assertGiven(self, outputs, values):
+        self.assertEqual(outputs, values, atol=0, rtol=0)
+        self.assertEqual([o.dtype for o in outputs], [v.dtype for v in values])
+
+    def test_each_value_keeps_its_dtype(self):
+        d = self.deliver(*self.make())
+        for calls in range(1, 4):
+            values = self.make()
+            outputs = self.give(d, *values)
+            self.assertGiven(outputs, values)
+            self.assertEqual(self.driver.launches, calls)
+            for o in outputs:
+                offset = o.storage_offset() * o.element_size()
+                self.assertEqual(offset % MAX_ALIGNMENT, 0)
+
+    def test_read_when_packed(self):
+        d = self.deliver(cpu())
+        s = torch.tensor(3.0)
+        d.pack([s])
+        s.fill_(4)
+        self.assertEqual(d.launch(), [3.0])
+
+    def test_each_stream_and_thread_has_its_own(self):
+        d = self.deliver(cpu())
+        first = self.give(d, torch.tensor(1.0))
+        self.driver.stream = 7
+        second = self.give(d, torch.tensor(2.0))
+        results = []
+        thread = threading.Thread(
+            target=lambda: results.append(self.give(d, torch.tensor(3.0)))
+        )
+        thread.start()
+        thread.join()
+        self.assertEqual([first, second, *results], [[1.0], [2.0], [3.0]])
+        self.assertIs(self.give(d, torch.tensor(4.0)), second)
+
+    def test_a_programs_own_capture(self):
+        "The values are those of the call, as all that it captures, in the graph's memory."
+        d = self.deliver(cpu())
+        before = self.give(d, torch.tensor(4.0))
+        self.driver.captured = []
+        d.pack([torch.tensor(5.0)])
+        (output,) = d.launch()
+        self.assertEqual(before, [4.0])
+        ((sizes, destination, words),) = self.driver.captured
+        self.driver.run(sizes, destination, words)
+        self.assertEqual(output, 5.0)
+
+    def test_captured_values_are_words_of_the_binding(self):
+        first, second = self.make(), [cpu(), cpu(dtype=torch.int64)]
+        delivers = [self.deliver(*first), self.deliver(*second)]
+        for d, values in zip(delivers, (first, second)):
+            d.pack(values)
+        captured = deliver.CapturedValues(is_bound=True)
+        self.driver.captured = graph = []
+        with captured:
+            outputs = [d.launch() for d in delivers]
+        self.driver.captured = None
+        # The memory is the graph's.
+        self.assertEqual([len(d.targets) for d in delivers], [1, 1])
+        for d, given in zip(delivers, outputs):
+            self.assertIsNot(d.packed().target.outputs, given)
+
+        # The executable graph, as NodeUpdateBinding finds and sets it.
+        placeholders = PlaceholderMap(captured.placeholders())
+        params = [ctypes.create_string_buffer(w, len(w)) for _, _, w in graph]
+        nodes = binding.NodeUpdateBinding.__new__(binding.NodeUpdateBinding)
+        nodes.updates = [
+            binding.NodeUpdate(
+                binding.find_words(p, placeholders), lambda: (0,), (), None
+            )
+            for p in params
+        ]
+        nodes.pointers = [p.address for p in captured.placeholders()]
+        nodes.nodes_of = [[] for _ in nodes.pointers]
+        for i, update in enumerate(nodes.updates):
+            for word in update.words:
+                nodes.nodes_of[word.input].append(i)
+        self.assertTrue(all(len(n) == 1 for n in nodes.nodes_of))
+
+        for _ in range(3):
+            nodes.update(captured.words())
+            for (sizes, destination, _), p in zip(graph, params):
+                self.driver.run(sizes, destination, p.raw)
+            self.assertGiven(outputs[0], first)
+            self.assertGiven(outputs[1], second)
+            self.assertEqual(captured.words(), nodes.pointers)
+            first, second = self.make(), [cpu(), cpu(dtype=torch.int64)]
+            for d, values in zip(delivers, (first, second)):
+                d.pack(values)
+
+    def test_a_graph_that_is_replayed_as_it_is(self):
+        "It reads memory that every call writes, on the stream of the call."
+        d = self.deliver(cpu())
+        d.pack([torch.tensor(2.0)])
+        captured = deliver.CapturedValues(is_bound=False)
+        self.driver.captured = []
+        self.driver.stream = 7
+        with captured:
+            (read_by_graph,) = d.launch()
+        self.assertEqual(self.driver.captured, [])
+        self.driver.captured = None
+        self.driver.stream = 0
+        captured.write()
+        self.assertEqual(read_by_graph, 2.0)
+        for stream in (0, 3):
+            self.driver.stream = stream
+            d.pack([torch.tensor(3.0 + stream)])
+            self.assertEqual(read_by_graph, 3.0 + stream)
+
+    def test_other_captures_end(self):
+        d = self.deliver(cpu())
+        with self.assertRaises(KeyError), deliver.CapturedValues(is_bound=True):
+            raise KeyError
+        self.assertEqual(self.give(d, torch.tensor(2.0)), [2.0])
+
+    def test_without_bindings(self):
+        with mock.patch.object(deliver, "_kernel", lambda sizes: None):
+            values = [cpu(3), cpu(dtype=torch.int64), cpu(2, 7)]
+            d = self.deliver(*values)
+            self.assertGiven(self.give(d, *values), values)
+            self.driver.captured = []
+            with self.assertRaisesRegex(RuntimeError, "cuda-bindings"):
+                with deliver.CapturedValues(is_bound=True):
+                    d.launch()
+
+    def test_no_way_to_a_kernel(self):
+        for error in ImportError("no module"), RuntimeError("no libcuda"):
+            with mock.patch.object(deliver, "bindings", side_effect=error):
+                self.assertIsNone(REAL_KERNEL.__wrapped__((4,)))
+
+    def test_offsets(self):
+        self.assertEqual(deliver.offsets([4, 16, 17, 1], 16), [0, 16, 32, 64, 80])
+
+    def test_stage_copies_what_changed(self):
+        stage = deliver.Stage(0)
+        stage.upload.device = torch.device("cpu")
+        value = torch.zeros(1000)
+        first = stage(value)
+        self.assertIs(stage(value), first)
+        self.assertIs(stage(value.clone()), first)
+        self.assertEqual(self.driver.launches, 1)
+        # No version counter sees this.
+        value.numpy()[-1] = 5
+        second = stage(value)
+        self.assertEqual(second, value)
+        self.assertEqual(first[-1], 0)
+        # Equal to ==, but not the same.
+        value[0] = -0.0
+        self.assertTrue(stage(value)[0].signbit())
+        value[0] = float("nan")
+        third = stage(value)
+        self.assertIs(stage(value), third)
+        self.driver.stream = 7
+        self.assertIsNot(stage(value), third)
+
+    def test_stage_in_a_programs_own_capture(self):
+        "It copies as eager does, and keeps nothing of it."
+        stage = deliver.Stage(0)
+        stage.upload.device = torch.device("cpu")
+        value = torch.zeros(100)
+        kept = stage(value)
+        self.driver.captured = []
+        self.assertIsNot(stage(value), kept)
+        self.assertEqual(self.driver.launches, 1)
+        self.driver.captured = None
+        self.assertIs(stage(value), kept)
+
+    def test_kernel_assembles(self):
+        import triton
+
+        ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
+        if not ptxas.exists():
+            self.skipTest("this Triton comes without ptxas")
+        for sizes in (1,), (8, 24, 512), (16,) * 255:
+            self.assertLessEqual(
+                deliver.offsets(sizes, deliver.PIECE_BYTES)[-1],
+                deliver.MAX_DELIVERED_BYTES,
+            )
+            with tempfile.TemporaryDirectory() as directory:
+                source = Path(directory, "deliver.ptx")
+                source.write_text(deliver.ptx(sizes))
+                subprocess.run(
+                    [ptxas, "-arch=sm_90", source, "-o", Path(directory, "cubin")],
+                    check=True,
+                )
+
+
+def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
+    "For each output, which inputs and outputs share its storage."
+    storages = [
+        t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) else None
+        for t in (*pytree.tree_leaves(inputs), *outputs)
+    ]
+    return [
+        tuple(i for i, s in enumerate(storages) if s == t.untyped_storage().data_ptr())
+        for t in outputs
+    ]
+
+
+FORCED = {"pygraph": True, "pygraph_force": "node_update"}
+
+
+@unittest.skipUnless(HAS_CUDA_AND_TRITON, "requires CUDA and Triton")
+class DeviceTest(TestCase):
+    """Results are eager's, in every call."""
+
+    CALLS = 12
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        np.random.seed(0)
+        counters.clear()
+        reset_report()
+
+    def tearDown(self):
+        super().tearDown()
+        torch._dynamo.reset()
+
+    def check_call(self, fn, compiled, inputs):
+        copies = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
+        expected, actual = fn(*copies), compiled(*inputs)
+        if isinstance(expected, torch.Tensor):
+            expected, actual = (expected,), (actual,)
+        for e, a in zip(expected, actual, strict=True):
+            self.assertEqual((a.dtype, a.device), (e.dtype, e.device))
+            self.assertEqual((a.shape, a.stride()), (e.shape, e.stride()))
+        self.assertEqual(actual, expected, atol=1e-4, rtol=1e-4)
+        self.assertEqual(inputs, copies, atol=1e-5, rtol=1e-5)
+        self.assertEqual(aliases(inputs, actual), aliases(copies, expected))
+
+    def recorded(self):
+        return [r for r in report() if r.kernel_nodes]
+
+    def check_program(self, name, options, calls):
+        program = PROGRAMS[name]
+        compiled = torch.compile(program.fn, options=options, dynamic=program.dynamic)
+        with torch.no_grad():
+            for _ in range(calls):
+                self.check_call(program.fn, compiled, program.inputs())
+        self.assertEqual(counters["inductor"]["cudagraph_skips"], 0)
+        return program
+
+    @parametrize("name", list(PROGRAMS))
+    def test_program(self, name):
+        program = self.check_program(name, FORCED, self.CALLS)
+        self.assertEqual(len(self.recorded()), program.partitions, str(report()))
+        self.assertEqual([r.copied_bytes for r in report()], [0] * len(report()))
+
+    @parametrize("name", ("dtypes", "long_chain", "scalar_mutated", "copy_returned"))
+    def test_copied(self, name):
+        "Graphs that are replayed as they are read the values from memory."
+        self.check_program(name, {**FORCED, "pygraph_force": "copy"}, self.CALLS)
+
+    @parametrize("name", ("dtypes", "long_chain", "scalar_mutated", "copy_returned"))
+    def test_selected(self, name):
+        # Selecting takes 21 calls; see select.py.
+        self.check_program(name, {"pygraph": True}, 26)
+
+    def test_all_dtypes(self):
+        dtypes = (
+            torch.bool,
+            torch.uint8,
+            torch.int8,
+            torch.int16,
+            torch.int32,
+            torch.int64,
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+        )
+
+        def fn(x, scalars):
+            return tuple(x + s for s in scalars)
+
+        compiled = torch.compile(fn, options=FORCED)
+        for _ in range(self.CALLS):
+            scalars = [cpu(dtype=dtype) for dtype in dtypes]
+            x = cuda(8, dtype=torch.int32)
+            self.check_call(fn, compiled, (x, scalars))
+        self.assertEqual(len(self.recorded()), 1)
+
+    def test_many_values(self):
+        def fn(x, scalars):
+            for s in scalars:
+                x = x * 0.5 + s
+            return x
+
+        compiled = torch.compile(fn, options=FORCED)
+        for _ in range(4):
+            self.check_call(fn, compiled, (cuda(8), [cpu() for _ in range(300)]))
+
+    def test_the_host_runs_ahead(self):
+        "Values of later calls are there before the first call's kernels run."
+
+        def fn(x, s, v, w):
+            return x * s + v.to("cuda") + w.to("cuda").sum()
+
+        compiled = torch.compile(fn, options=FORCED)
+        x = cuda(300, 3)
+        v, w = cpu(300, 3), cpu(1 << 19)
+        for i in range(4):
+            self.check_call(fn, compiled, (x, cpu(), v, w))
+        expected, actual = [], []
+        # Allocating pinned memory might wait for the device.
+        pinned = [torch.empty(t.shape, pin_memory=True) for t in (v, w) * 24]
+        del pinned
+        torch.cuda._sleep(1 << 28)
+        done = torch.cuda.Event()
+        done.record()
+        for i in range(20):
+            s = torch.tensor(float(i))
+            v.fill_(i)
+            w.fill_(i)
+            actual.append(compiled(x, s, v, w))
+            s.fill_(-1)
+            v.fill_(-1)
+            w.fill_(-1)
+        # Or the calls waited for the device.
+        self.assertFalse(done.query())
+        for i in range(20):
+            expected.append(x * i + i + float(i * (1 << 19)))
+        self.assertEqual(actual, expected, atol=1e-3, rtol=1e-5)
+
+    def test_what_did_not_change_is_not_copied(self):
+        table = cpu(100, 100)
+        fn = lambda x: x + table.to("cuda")  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        with mock.patch.object(
+            deliver, "pinned_copy", wraps=deliver.pinned_copy
+        ) as pinned_copy:
+            for _ in range(5):
+                self.check_call(fn, compiled, (cuda(100, 100),))
+            self.assertEqual(pinned_copy.call_count, 1)
+            table.numpy()[3, 4] = 17
+            self.check_call(fn, compiled, (cuda(100, 100),))
+            self.assertEqual(pinned_copy.call_count, 2)
+
+    def test_module_attributes(self):
+        class Module(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.scale = np.float32(2.0)
+                self.shift = torch.tensor(1.0)
+                self.table = cpu(32, 32)
+                self.register_buffer("positions", torch.arange(32))
+                self.linear = torch.nn.Linear(32, 32, device="cuda")
+
+            def forward(self, x):
+                x = self.linear(x) * self.scale + self.shift
+                return (x @ self.table.to("cuda"))[self.positions]
+
+        module = Module()
+        compiled = torch.compile(module, options=FORCED)
+        with torch.no_grad():
+            for i in range(self.CALLS):
+                module.scale = np.float32(i)
+                module.shift = torch.tensor(float(i))
+                if i % 3 == 0:
+                    module.table = cpu(32, 32)
+                if i % 4 == 0:
+                    module.positions.copy_(torch.randperm(32))
+                self.check_call(module, compiled, (cuda(32, 32),))
+        self.assertEqual(len(self.recorded()), 1)
+
+    def test_python_floats(self):
+        fn = lambda x, by: x * by + 1  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        for i in range(self.CALLS):
+            self.check_call(fn, compiled, (cuda(8, 8), i + 0.5))
+        self.assertEqual(counters["stats"]["unique_graphs"], 2)
+
+    def test_training(self):
+        def fn(x, weight, v, s):
+            return ((x @ weight) * v.to("cuda") * s).sin().sum()
+
+        compiled = torch.compile(fn, options=FORCED)
+        weight = cuda(32, 32).requires_grad_()
+        for _ in range(self.CALLS):
+            s = cpu().requires_grad_()
+            x, v = cuda(32, 32), cpu(32, 32)
+            with torch.random.fork_rng():
+                grads = torch.autograd.grad(compiled(x, weight, v, s), (weight, s))
+            expected = torch.autograd.grad(fn(x, weight, v, s), (weight, s))
+            self.assertEqual([g.device for g in grads], [g.device for g in expected])
+            self.assertEqual(grads, expected, atol=1e-3, rtol=1e-3)
+            del grads
+
+    def test_streams(self):
+        fn = lambda x, s, v: x * s + v.to("cuda")  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        v = cpu(30, 30)
+        for i in range(8):
+            with torch.cuda.stream(streams[i % 2]):
+                self.check_call(fn, compiled, (cuda(30, 30), cpu(), v))
+            torch.cuda.synchronize()
+
+    def test_threads(self):
+        fn = lambda x, s: x * s  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        self.check_call(fn, compiled, (cuda(64), cpu()))
+        failures = []
+
+        def run(value):
+            try:
+                x, s = torch.ones(64, device="cuda"), torch.tensor(value)
+                for _ in range(50):
+                    if not bool((compiled(x, s) == value).all()):
+                        failures.append(value)
+            except Exception as e:
+                failures.append(e)
+
+        threads = [threading.Thread(target=run, args=(float(i),)) for i in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(failures, [])
+
+    @unittest.skipIf(torch.cuda.device_count() < 2, "requires two GPUs")
+    def test_other_device(self):
+        fn = lambda x, s, v: x * s + v.to(x.device)  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        for _ in range(self.CALLS):
+            x = cuda(30, 30).to("cuda:1")
+            self.check_call(fn, compiled, (x, cpu(), cpu(30, 30)))
+
+
+instantiate_parametrized_tests(DeviceTest)
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,355 @@
+"""
+How values on the CPU come to the GPU in generated code, without waiting for it.
+
+Each place in generated code owns one of these objects (transform.py decides which):
+
+Deliver  small tensors: their bytes are parameters of one kernel. A captured graph has that
+         kernel as a node, whose parameters are set in each call as those that hold the
+         address of an input are: the values are words to the binding
+Stage    larger tensors that may stay what they were: what was copied last is kept on both
+         sides, and as long as the content is the same, nothing is copied
+Upload   the rest: copied in every call, by way of pinned memory
+
+All read the tensor before they return, so that the program may change it at once, and see
+every change, one made through a NumPy view of its memory too.
+
+Results belong to the object: code that keeps or changes one has to copy it first. They are
+written in the order of the current stream, so each stream has its own, and for Deliver,
+which writes the same memory in every call, each thread.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+import functools
+import itertools
+import logging
+import math
+import threading
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.binding import WORD_BYTES
+from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, Placeholder
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+
+log = logging.getLogger(__name__)
+
+# Values are copied in pieces of this size.
+PIECE_BYTES = 16
+
+# Of all the values of one launch, in pieces. A kernel's parameters take 4096 bytes.
+MAX_DELIVERED_BYTES = 4096 - PIECE_BYTES
+
+_PTX = """
+.version 7.0
+.target sm_52
+.address_size 64
+
+.visible .entry pygraph_deliver(
+    .param .u64 destination,
+    .param .align 16 .b8 words[{nbytes}]
+)
+{{
+    .reg .b64 %to, %low, %high;
+    ld.param.u64 %to, [destination];
+    cvta.to.global.u64 %to, %to;
+{copies}
+    ret;
+}}
+"""
+
+
+def round_up(nbytes: int, multiple: int) -> int:
+    return -(-nbytes // multiple) * multiple
+
+
+def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
+    """Where values of these sizes (bytes) start, and last, where the buffer ends."""
+    aligned = (round_up(nbytes, alignment) for nbytes in sizes)
+    return list(itertools.accumulate(aligned, initial=0))
+
+
+def ptx(sizes: Sequence[int]) -> str:
+    """
+    The kernel that takes values of these sizes (bytes) by value, one after the other in
+    whole pieces, and stores them MAX_ALIGNMENT apart: a graph that had one less aligned
+    input would accept that of all.
+    """
+    copies = []
+    *starts, _ = offsets(sizes, MAX_ALIGNMENT)
+    *pieces, nbytes = offsets(sizes, PIECE_BYTES)
+    for size, start, piece in zip(sizes, starts, pieces):
+        for i in range(0, size, PIECE_BYTES):
+            copies += (
+                f"    ld.param.v2.u64 {{%low, %high}}, [words+{piece + i}];",
+                f"    st.global.v2.u64 [%to+{start + i}], {{%low, %high}};",
+            )
+    return _PTX.format(nbytes=nbytes, copies="\n".join(copies))
+
+
+@functools.cache
+def _kernel(sizes: tuple[int, ...]) -> Any:
+    "A CUfunction that the driver accepts on every device, None if there is no way to it."
+    image = ptx(sizes).encode() + b"\0"
+    try:
+        cu = bindings()
+        library = check(cu.cuLibraryLoadData(image, [], [], 0, [], [], 0))
+        kernel = check(cu.cuLibraryGetKernel(library, b"pygraph_deliver"))
+    except (ImportError, RuntimeError) as e:
+        log.info("CPU values are copied by way of pinned memory: %s", e)
+        return None
+    return cu.CUfunction(int(kernel))
+
+
+class CapturedValues:
+    """
+    The values that a graph under capture takes by value.
+
+    While it is active in a thread, kernels are captured with tokens in place of values:
+    words that nothing else holds, which are found in the captured nodes as addresses of
+    placeholders are. A binding then sets them to ``words()`` in each call.
+
+    Args:
+        is_bound: False if the graph is going to be replayed as it is. Then it reads memory
+            that is written ahead of it.
+    """
+
+    def __init__(self, *, is_bound: bool) -> None:
+        self.is_bound = is_bound
+        self.delivers: list[Deliver] = []
+        self.num_words = 0
+
+    def __enter__(self) -> CapturedValues:
+        _local.capture = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _local.capture = None
+
+    def tokens(self, deliver: Deliver) -> list[int]:
+        count = deliver.num_words
+        first = TOKEN + self.num_words
+        self.delivers.append(deliver)
+        self.num_words += count
+        return list(range(first, first + count))
+
+    def placeholders(self) -> list[Placeholder]:
+        tokens = range(TOKEN, TOKEN + self.num_words)
+        return [Placeholder(t, t + 1, t) for t in tokens]
+
+    def words(self) -> list[int]:
+        """What this thread packed last."""
+        return [w for deliver in self.delivers for w in deliver.packed().words]
+
+    def write(self) -> None:
+        """Writes what the graph reads as it is; it was packed before that was known."""
+        for deliver in self.delivers:
+            packed = deliver.packed()
+            if packed.target is not None:
+                packed.target.write(deliver._stream())
+
+
+_local = threading.local()
+
+# Unlike an address, and unlike a value that a parameter is likely to have.
+TOKEN = 0x5AC3_96F0_0000_0000
+
+
+class _Packed:
+    """
+    The bytes of the values, each at its place among the kernel's parameters.
+
+    ``target`` is made by the thread's first call. Once a graph that is replayed as it is
+    reads what lies there, ``pack`` writes it in each call.
+    """
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        *starts, nbytes = offsets(sizes, PIECE_BYTES)
+        self.memory = ctypes.create_string_buffer(nbytes)
+        self.address = ctypes.addressof(self.memory)
+        self.places = [(self.address + start, n) for start, n in zip(starts, sizes)]
+        self.words = memoryview(self.memory).cast("B").cast("Q")
+        self.target: _Target | None = None
+        self.is_written_by_pack = False
+
+
+class _Target:
+    """Memory on the device, and what writes it there from ``packed``."""
+
+    def __init__(self, deliver: Deliver, packed: _Packed) -> None:
+        sizes = deliver.sizes
+        *starts, nbytes = offsets(sizes, MAX_ALIGNMENT)
+        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=deliver.device)
+        self.places = [self.buffer.narrow(0, i, n) for i, n in zip(starts, sizes)]
+        self.outputs = [
+            place.view(dtype).view(shape)
+            for place, (dtype, shape) in zip(self.places, deliver.values)
+        ]
+        self.packed = packed
+        self.kernel = _kernel(tuple(sizes))
+        self.destination = ctypes.c_uint64(self.buffer.data_ptr())
+        self.parameters = (ctypes.c_void_p * 2)(
+            ctypes.addressof(self.destination), packed.address
+        )
+        self.parameters_address = ctypes.addressof(self.parameters)
+
+    def write(self, stream: int) -> list[torch.Tensor]:
+        if self.kernel is not None:
+            # Grid and block, shared memory, stream, parameters, extra.
+            check(
+                bindings().cuLaunchKernel(
+                    self.kernel,
+                    *(1, 1, 1, 1, 1, 1, 0),
+                    stream,
+                    self.parameters_address,
+                    0,
+                )
+            )
+            return self.outputs
+        packed = torch.frombuffer(self.packed.memory, dtype=torch.uint8)
+        host = pinned_copy(packed)
+        for place, (address, size) in zip(self.places, self.packed.places):
+            start = address - self.packed.address
+            place.copy_(host[start : start + size], non_blocking=True)
+        return self.outputs
+
+
+class Deliver:
+    """
+    Gives contiguous CPU tensors a copy on the GPU, each with its dtype and shape: ``pack``
+    reads them, and ``launch`` gives the copies, in code that may be captured.
+
+    Args:
+        device_index: the GPU
+        values: (dtype, shape) of each; together at most MAX_DELIVERED_BYTES
+    """
+
+    def __init__(
+        self, device_index: int, *values: tuple[torch.dtype, tuple[int, ...]]
+    ) -> None:
+        self.device_index = device_index
+        self.device = torch.device("cuda", device_index)
+        self.values = values
+        self.sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in values]
+        self.num_words = offsets(self.sizes, PIECE_BYTES)[-1] // WORD_BYTES
+        # For each thread.
+        self.packs: dict[int, _Packed] = {}
+        # For each thread and stream.
+        self.targets: dict[tuple[int, int], _Target] = {}
+
+    def packed(self) -> _Packed:
+        thread = threading.get_ident()
+        if thread not in self.packs:
+            self.packs[thread] = _Packed(self.sizes)
+        return self.packs[thread]
+
+    def pack(self, values: Sequence[torch.Tensor]) -> None:
+        packed = self.packed()
+        for (address, size), value in zip(packed.places, values):
+            ctypes.memmove(address, value.data_ptr(), size)
+        if packed.target is None:
+            if not torch.cuda.is_current_stream_capturing():
+                packed.target = self._target(packed, self._stream())
+        elif packed.is_written_by_pack:
+            with torch.cuda.device(self.device_index):
+                packed.target.write(self._stream())
+
+    def _stream(self) -> int:
+        return torch._C._cuda_getCurrentRawStream(self.device_index)
+
+    def _target(self, packed: _Packed, stream: int) -> _Target:
+        key = (threading.get_ident(), stream)
+        if key not in self.targets:
+            self.targets[key] = _Target(self, packed)
+        return self.targets[key]
+
+    def launch(self) -> list[torch.Tensor]:
+        """
+        Called with the GPU as the current device, after ``pack``.
+
+        Raises:
+            RuntimeError: the capture that is under way can not take values.
+        """
+        packed = self.packed()
+        stream = self._stream()
+        capture: CapturedValues | None = getattr(_local, "capture", None)
+        if capture is None or capture.is_bound:
+            if not torch.cuda.is_current_stream_capturing():
+                return self._target(packed, stream).write(stream)
+            # The memory is the graph's: one of ours, or of the program's own, to which
+            # values are constant.
+            if capture is not None:
+                packed = _Packed(self.sizes)
+                packed.words[:] = memoryview(array.array("Q", capture.tokens(self)))
+            target = _Target(self, packed)
+            if target.kernel is None:
+                raise RuntimeError("without cuda-bindings CPU values are not captured")
+            return target.write(stream)
+        if packed.target is None:
+            raise AssertionError("nothing was packed")
+        packed.is_written_by_pack = True
+        capture.delivers.append(self)
+        return packed.target.outputs
+
+
+def pinned_copy(value: torch.Tensor) -> torch.Tensor:
+    "Contiguous. Freed memory is used again when the copies from it are done."
+    return torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value)
+
+
+class Upload:
+    """Copies a CPU tensor to the GPU, contiguous, in every call."""
+
+    def __init__(self, device_index: int) -> None:
+        self.device = torch.device("cuda", device_index)
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            # By the program itself: what it captures is up to it, as in eager mode.
+            return value.to(self.device)
+        return pinned_copy(value).to(self.device, non_blocking=True)
+
+
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Of two contiguous CPU tensors of one size. Unlike ==, it tells -0 from 0."""
+    return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
+
+
+class Stage:
+    """
+    Copies a contiguous CPU tensor to the GPU, unless its bytes are those of the last call.
+
+    The comparison reads both copies, which is less than copying takes, and ends at the
+    first difference.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.upload = Upload(device_index)
+        # For each stream: the bytes that were copied last, and the copy.
+        self.kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            return self.upload(value)
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        kept = self.kept.get(stream)
+        if kept is not None:
+            host, staged = kept
+            if same_bytes(host, value):
+                return staged
+        host = pinned_copy(value)
+        staged = host.to(self.upload.device, non_blocking=True)
+        self.kept[stream] = (host, staged)
+        return staged

@@ -1,0 +1,645 @@
+"""
+Places CPU values of a GPU graph, so that what is captured reads no CPU memory.
+
+A captured kernel has the values that it was captured with, and Inductor passes 0-d CPU
+tensors to kernels by value; a captured copy reads the address that it was captured with.
+So each CPU value that GPU code reads is given a GPU home, in front of the code that is
+captured and outside of it:
+
+constant     lies on the GPU since the graph was compiled
+constructor  made on the GPU, as are the views, casts and integer operations on it whose
+             results are the same on both
+small        delivered: all that are known at the same time with one kernel launch
+larger       staged or uploaded
+
+See deliver.py for the last two. The CPU keeps its own copy of everything: operations on
+CPU tensors run where the program has them, ahead of the graph, and CPU outputs stay CPU
+tensors. Nothing is packed into another dtype.
+
+What reads CPU tensors nevertheless is not captured; see partition_reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.lowering import register_lowering
+from torch._inductor.pygraph.deliver import (
+    MAX_DELIVERED_BYTES,
+    offsets,
+    PIECE_BYTES,
+)
+from torch._inductor.pygraph.report import BRINGS_CPU_VALUES
+from torch._inductor.utils import get_gpu_type, is_gpu
+from torch._inductor.virtualized import V
+from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.symbol import symbol_is_type, SymT
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    import sympy
+
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+    from torch._inductor.scheduler import BaseSchedulerNode
+
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# What is delivered. A kernel's parameters are copied several times on their way, so that
+# for more than this a copy engine is the better choice.
+MAX_SMALL_BYTES = 512
+
+# What is staged: memory of this size stays allocated on either side, and the comparison
+# takes the host as long as launching a few kernels does. Larger tensors are uploaded.
+MAX_STAGED_BYTES = 1 << 20
+
+lib = torch.library.Library("pygraph", "DEF")  # noqa: TOR901
+lib.define("deliver(Tensor[] values, Device device) -> Tensor[]")
+lib.define("stage(Tensor value, Device device) -> Tensor")
+lib.define("upload(Tensor value, Device device) -> Tensor")
+
+
+def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    "For whoever runs the graph itself, a debugger for one."
+    return value.to(device, copy=True, memory_format=torch.contiguous_format)
+
+
+@torch.library.impl(lib, "deliver", "CompositeExplicitAutograd")
+def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return [copied(v, device) for v in values]
+
+
+@torch.library.impl(lib, "stage", "CompositeExplicitAutograd")
+@torch.library.impl(lib, "upload", "CompositeExplicitAutograd")
+def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return copied(value, device)
+
+
+@torch.library.register_fake("pygraph::deliver", lib=lib)
+def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(v.shape, dtype=v.dtype, device=device) for v in values]
+
+
+@torch.library.register_fake("pygraph::stage", lib=lib)
+@torch.library.register_fake("pygraph::upload", lib=lib)
+def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def own(wrapper: PythonWrapperCodegen, name: str, type: str, *args: str) -> None:
+    """
+    Gives the generated module an object of deliver.py. It is called directly: an
+    operator's dispatch would take longer than what it does.
+    """
+    from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
+
+    while isinstance(wrapper, SubgraphPythonWrapperCodegen):
+        wrapper = wrapper.parent_wrapper
+    wrapper.add_import_once(f"from torch._inductor.pygraph.deliver import {type}")
+    wrapper.header.writeline(f"{name} = {type}({', '.join(args)})")
+
+
+class Pack(ir.ExternKernel):
+    """Reads the CPU values that a Launch gives to the GPU."""
+
+    def __init__(self, values: Sequence[ir.IRNode]) -> None:
+        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), values, ())
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def has_side_effects(self) -> bool:
+        return True
+
+    @property
+    def owner(self) -> str:
+        return f"deliver_{self.get_name()}"
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        wrapper.writeline(f"{self.owner}.pack([{', '.join(self.codegen_args())}])")
+
+
+class Launch(ir.ExternKernel):
+    """
+    Gives the GPU what ``pack`` read. It reads nothing on the CPU that the capture of a
+    graph could freeze; see CapturedValues.
+    """
+
+    def __init__(self, pack: Pack, device: torch.device) -> None:
+        super().__init__(None, ir.MultiOutputLayout(device=device), [], ())
+        self.pack = pack
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+        V.graph.additional_buffer_deps[self.get_operation_name()].add(pack.get_name())
+        self.outputs = [
+            ir.MultiOutput(
+                ir.FixedLayout(device, value.get_dtype(), value.get_size()),
+                self,
+                [(list, i)],
+                skip_size_stride_alignment_checks=True,
+            )
+            for i, value in enumerate(pack.inputs)
+        ]
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        values = (
+            f"({output.get_dtype()}, {tuple(map(int, output.get_size()))})"
+            for output in self.outputs
+        )
+        device_index = str(self.get_device().index)
+        own(wrapper, self.pack.owner, "Deliver", device_index, *values)
+        wrapper.writeline(f"{self.get_name()} = {self.pack.owner}.launch()")
+
+
+@register_lowering(torch.ops.pygraph.deliver.default, type_promotion_kind=None)
+def lower_deliver(values: list[Any], device: torch.device) -> list[Any]:
+    realize = ir.ExternKernel.realize_input
+    contiguous = ir.ExternKernel.require_contiguous
+    launch = Launch(Pack([realize(contiguous(v)) for v in values]), device)
+    V.graph.add_device_info(device)
+    # Of a graph under capture they are ordinary buffers, else what all calls share.
+    V.graph.never_reuse_buffers.update(o.get_name() for o in launch.outputs)
+    return [ir.TensorBox.create(o) for o in launch.outputs]
+
+
+class HostCopy(ir.FallbackKernel):
+    """A copy to the GPU that may not be captured: by a Stage or an Upload."""
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        name = {
+            torch.ops.pygraph.stage.default: "Stage",
+            torch.ops.pygraph.upload.default: "Upload",
+        }[self.op_overload]
+        self.python_kernel_name = f"{name.lower()}_{self.get_name()}"
+        device_index = str(self.outputs[0].get_device().index)
+        own(wrapper, self.python_kernel_name, name, device_index)
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        # The object knows its device.
+        return super().codegen_args()[:1]
+
+
+def _lower_host_copy(op: torch._ops.OpOverload, *, owns_result: bool) -> None:
+    @register_lowering(op, type_promotion_kind=None)
+    def lowering(value: Any, device: torch.device) -> Any:
+        value = ir.ExternKernel.require_contiguous(value)
+        output = HostCopy.create(op, value, device)
+        output.skip_size_stride_alignment_checks = True
+        # Though what it copies may not be, it is allocated here.
+        V.graph.unaligned_buffers.discard(output.get_name())
+        if owns_result:
+            V.graph.never_reuse_buffers.add(output.get_name())
+        V.graph.add_device_info(device)
+        return ir.TensorBox.create(output)
+
+
+_lower_host_copy(torch.ops.pygraph.stage.default, owns_result=True)
+_lower_host_copy(torch.ops.pygraph.upload.default, owns_result=False)
+
+
+CONSTRUCTORS = OrderedSet(
+    [
+        aten.full.default,
+        aten.scalar_tensor.default,
+        aten.eye.default,
+        aten.eye.m,
+        prims.iota.default,
+    ]
+)
+
+# With the same result to the bit wherever they run. Of the arithmetic that is so for
+# integers only: GPU code contracts a floating-point multiplication and addition to one.
+SAME_ANYWHERE = OrderedSet(
+    [
+        aten.alias.default,
+        aten.clone.default,
+        aten.diagonal.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    ]
+)
+SAME_FOR_INTEGERS = OrderedSet(
+    [
+        aten.add.Tensor,
+        aten.bitwise_and.Scalar,
+        aten.bitwise_and.Tensor,
+        aten.bitwise_not.default,
+        aten.bitwise_or.Scalar,
+        aten.bitwise_or.Tensor,
+        aten.bitwise_xor.Scalar,
+        aten.bitwise_xor.Tensor,
+        aten.eq.Scalar,
+        aten.eq.Tensor,
+        aten.ge.Scalar,
+        aten.ge.Tensor,
+        aten.gt.Scalar,
+        aten.gt.Tensor,
+        aten.le.Scalar,
+        aten.le.Tensor,
+        aten.logical_not.default,
+        aten.lt.Scalar,
+        aten.lt.Tensor,
+        aten.mul.Tensor,
+        aten.ne.Scalar,
+        aten.ne.Tensor,
+        aten.neg.default,
+        aten.sub.Tensor,
+        aten.where.self,
+    ]
+)
+
+# GPU operations that take CPU tensors of more than no dimension.
+TAKES_CPU_TENSORS = OrderedSet(
+    [
+        aten._unsafe_index.Tensor,
+        aten._unsafe_index_put.default,
+        aten.copy.default,
+        aten.copy_.default,
+        aten.index.Tensor,
+        aten.index_put.default,
+        aten.index_put_.default,
+        aten.slice_scatter.default,
+    ]
+)
+
+
+def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
+    return [
+        t
+        for t in pytree.tree_leaves(node.meta.get("val"))
+        if isinstance(t, torch.Tensor)
+    ]
+
+
+def on_cpu(node: torch.fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and val.device.type == "cpu"
+
+
+def gpu_of(node: torch.fx.Node) -> torch.device | None:
+    "The GPU that a node's results lie on."
+    for t in tensors(node):
+        if is_gpu(t.device.type):
+            return t.device
+    return None
+
+
+def is_core_op(node: torch.fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.namespace in ("aten", "prims")
+    )
+
+
+def is_constant(node: torch.fx.Node) -> bool:
+    if node.target is aten.lift_fresh_copy.default:
+        return is_constant(node.args[0])  # type: ignore[arg-type]
+    return node.op == "get_attr"
+
+
+def static_nbytes(t: torch.Tensor) -> int | None:
+    if free_symbols(t.shape):
+        return None
+    return int(t.numel()) * t.element_size()
+
+
+def can_be_copied(node: torch.fx.Node) -> bool:
+    """Whether the bytes of a value are all there is to it."""
+    val = node.meta["val"]
+    return (
+        val.layout == torch.strided
+        and not val.is_complex()  # it may be a conjugate
+        and static_nbytes(val) != 0
+    )
+
+
+def is_small(node: torch.fx.Node) -> bool:
+    nbytes = static_nbytes(node.meta["val"])
+    return nbytes is not None and nbytes <= MAX_SMALL_BYTES and can_be_copied(node)
+
+
+def is_same_anywhere(node: torch.fx.Node) -> bool:
+    if node.target in SAME_ANYWHERE:
+        return True
+    dtypes = [t.dtype for n in (node, *node.all_input_nodes) for t in tensors(n)]
+    if node.target is prims.convert_element_type.default:
+        # Rounded at most once, and never out of range.
+        after, before = dtypes
+        return after in (torch.float32, torch.float64) or not (
+            after.is_floating_point or before.is_floating_point
+        )
+    return node.target in SAME_FOR_INTEGERS and not any(
+        dtype.is_floating_point or dtype.is_complex for dtype in dtypes
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Crossing:
+    """A CPU value that a node on the GPU reads."""
+
+    value: torch.fx.Node
+    user: torch.fx.Node
+    device: torch.device
+
+    @property
+    def is_copy(self) -> bool:
+        return self.user.target is prims.device_put.default
+
+
+def crossings(graph: torch.fx.Graph) -> Iterator[Crossing]:
+    for user in graph.nodes:
+        if user.op != "call_function" or not is_core_op(user):
+            continue
+        device = gpu_of(user)
+        if device is None:
+            continue
+        for value in user.all_input_nodes:
+            if not on_cpu(value):
+                continue
+            if user.target is prims.device_put.default:
+                # Those of constants are made when the graph is compiled.
+                if not is_constant(value):
+                    yield Crossing(value, user, device)
+            elif value.meta["val"].dim() == 0 or user.target in TAKES_CPU_TENSORS:
+                yield Crossing(value, user, device)
+
+
+def known_after(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """
+    How often data went from the GPU to the host before each node can run. Values with the
+    same number can be delivered together: none of them waits for what another one feeds.
+    """
+    level: dict[torch.fx.Node, int] = {}
+    for node in graph.nodes:
+        level[node] = max((level[n] for n in node.all_input_nodes), default=0)
+        if gpu_of(node) is None and any(map(gpu_of, node.all_input_nodes)):
+            level[node] += 1
+    return level
+
+
+def kept_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
+    """Storages of values that are returned, or that a later pass may write to in place."""
+    from torch._inductor.fx_passes import reinplace
+
+    in_place = (
+        reinplace.inplaceable_ops.keys()
+        | reinplace.inplaceable_foreach_ops.keys()
+        | reinplace._SCATTER_OP_TO_VIEW.keys()
+    )
+    return OrderedSet(
+        get_node_storage(n)
+        for node in graph.nodes
+        if node.op == "output"
+        or node.target in in_place
+        or isinstance(node.target, torch._ops.HigherOrderOperator)
+        or (
+            isinstance(node.target, torch._ops.OpOverload)
+            and node.target._schema.is_mutable
+        )
+        for n in node.all_input_nodes
+    )
+
+
+class Placement:
+    """GPU homes of a graph's CPU values."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.level = known_after(graph)
+        self.made_on_gpu: dict[torch.fx.Node, bool] = {}
+        self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
+
+    def run(self) -> bool:
+        """Whether the graph was changed, and has to be sorted."""
+        found = list(crossings(self.graph))
+        if not found:
+            return False
+        kept = kept_storages(self.graph)
+        self.deliver(found)
+        for c in found:
+            with self.graph.inserting_before(c.user):
+                home = self.home(c.value, c.device)
+                if home is None:
+                    continue
+                if not c.is_copy:
+                    c.user.replace_input_with(c.value, home)
+                    continue
+                if get_node_storage(c.user) in kept:
+                    home = self.like(c.user, aten.clone.default, (home,))
+            c.user.replace_all_uses_with(home)
+            self.graph.erase_node(c.user)
+        return True
+
+    def like(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> torch.fx.Node:
+        new = self.graph.call_function(target, args, kwargs)
+        if "stack_trace" in node.meta:
+            new.meta["stack_trace"] = node.meta["stack_trace"]
+        return new
+
+    def is_made_on_gpu(self, value: torch.fx.Node) -> bool:
+        """Whether it takes only constants and small values to compute it there."""
+        if value not in self.made_on_gpu:
+            self.made_on_gpu[value] = (
+                is_constant(value)
+                or value.target in CONSTRUCTORS
+                or (
+                    is_same_anywhere(value)
+                    and all(
+                        self.is_made_on_gpu(n) or is_small(n)
+                        for n in value.all_input_nodes
+                        if on_cpu(n)
+                    )
+                )
+            )
+        return self.made_on_gpu[value]
+
+    def small_values(self, value: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
+        "What has to be delivered for a value."
+        found = OrderedSet[torch.fx.Node]()
+        todo, seen = [value], OrderedSet([value])
+        while todo:
+            n = todo.pop()
+            if self.is_made_on_gpu(n):
+                inputs = [] if is_constant(n) else n.all_input_nodes
+                todo += [i for i in inputs if on_cpu(i) and i not in seen]
+                seen.update(inputs)
+            elif is_small(n):
+                found.add(n)
+        return found
+
+    def deliver(self, found: Sequence[Crossing]) -> None:
+        groups: dict[tuple[int, torch.device], OrderedSet[torch.fx.Node]] = {}
+        for c in found:
+            for value in self.small_values(c.value):
+                key = (self.level[value], c.device)
+                groups.setdefault(key, OrderedSet()).add(value)
+        for (_, device), values in groups.items():
+            for launch in launches(sorted(values, key=self.order.__getitem__)):
+                self.insert_deliver(launch, device)
+
+    def insert_deliver(self, values: list[torch.fx.Node], device: torch.device) -> None:
+        after = values[-1]
+        while after.next.op in ("placeholder", "get_attr"):
+            after = after.next
+        with self.graph.inserting_before(after.next):
+            delivered = self.graph.call_function(
+                torch.ops.pygraph.deliver.default, (values, device)
+            )
+            for i, value in enumerate(values):
+                self.homes[value, device] = self.graph.call_function(
+                    operator.getitem, (delivered, i)
+                )
+        counters["pygraph"]["delivered_values"] += len(values)
+
+    def home(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
+        "A node that has the value on the device, None if the graph shall stay as it is."
+        key = (value, device)
+        if key not in self.homes:
+            home = self.new_home(value, device)
+            if home is None:
+                return None
+            self.homes[key] = home
+        return self.homes[key]
+
+    def new_home(
+        self, value: torch.fx.Node, device: torch.device
+    ) -> torch.fx.Node | None:
+        if is_constant(value):
+            return self.like(value, prims.device_put.default, (value, device))
+        if self.is_made_on_gpu(value):
+            args, kwargs = pytree.tree_map_only(
+                torch.fx.Node,
+                lambda n: self.home(n, device) if on_cpu(n) else n,
+                (value.args, value.kwargs),
+            )
+            if value.target in CONSTRUCTORS:
+                kwargs = {**kwargs, "device": device}
+            return self.like(value, value.target, args, kwargs)
+        if not can_be_copied(value):
+            return None
+        nbytes = static_nbytes(value.meta["val"])
+        if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
+            counters["pygraph"]["staged_tensors"] += 1
+            op = torch.ops.pygraph.stage.default
+        else:
+            counters["pygraph"]["uploaded_tensors"] += 1
+            op = torch.ops.pygraph.upload.default
+        return self.graph.call_function(op, (value, device))
+
+
+def launches(values: Sequence[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
+    "Splits values into groups that one launch can take."
+    group: list[torch.fx.Node] = []
+    for value in values:
+        sizes = [static_nbytes(v.meta["val"]) or 0 for v in (*group, value)]
+        if offsets(sizes, PIECE_BYTES)[-1] > MAX_DELIVERED_BYTES:
+            yield group
+            group = []
+        group.append(value)
+    if group:
+        yield group
+
+
+def place_cpu_values(graph: torch.fx.Graph) -> None:
+    """
+    The pass of the module's docstring. Runs last on an aten graph, in place of
+    move_constructors_to_gpu of stock CUDA graphs, which packs 0-d CPU tensors into one
+    dtype, returns CPU outputs on the GPU, and gives up on a value that a CPU operation or
+    a custom operator uses too.
+    """
+    from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    # As without CUDA graphs.
+    ConstructorMoverPass(get_gpu_type())(graph)
+    if Placement(graph).run():
+        stable_topological_sort(graph)
+
+
+def partition_reason(node: BaseSchedulerNode) -> str | None:
+    """
+    Why a node can not be captured though upstream would capture it, or of what brings CPU
+    values to the GPU: that it does. A GPU node can not be if what it reads is on the CPU or
+    only known to the host, or if it gives a CPU tensor, which it has to wait for.
+    """
+    if is_host_copy(node.node):
+        return BRINGS_CPU_VALUES
+    if not node.is_gpu():
+        return None
+    ir_node = node.node
+    if isinstance(ir_node, ir.MultiOutput):
+        # The element of a result stays with what gives it.
+        ir_node = ir_node.inputs[0]
+        reads = ir_node.get_reads()
+    else:
+        reads = node.read_writes.reads
+    for dep in reads:
+        if isinstance(dep, WeakDep):
+            continue
+        buffer = V.graph.try_get_buffer(dep.name)
+        if isinstance(buffer, ir.IRNode) and is_cpu_buffer(buffer):
+            return f"reads the CPU tensor {dep.name}"
+    if isinstance(ir_node, ir.FallbackKernel) and any(
+        isinstance(output, ir.IRNode) and is_cpu_buffer(output)
+        for output in pytree.tree_leaves(ir_node.outputs)
+    ):
+        return "gives a CPU tensor"
+    if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
+        return "takes a float from the host"
+    return None
+
+
+def is_cpu_buffer(buffer: ir.IRNode) -> bool:
+    device = buffer.get_device()
+    if device is None or device.type != "cpu":
+        return False
+    # What binds a symbol is no tensor. Graphs are recorded for each value of an integer.
+    return not (
+        isinstance(buffer, ir.Operation)
+        and isinstance(getattr(buffer, "layout", None), ir.NoneLayout)
+        and buffer.get_unbacked_symbol_defs()
+    )
+
+
+def is_float(symbol: sympy.Symbol) -> bool:
+    return symbol_is_type(symbol, (SymT.FLOAT, SymT.UNBACKED_FLOAT))
+
+
+def is_host_copy(node: Any) -> bool:
+    if isinstance(node, ir.MultiOutput):
+        node = node.inputs[0]
+    return isinstance(node, (Pack, HostCopy))
