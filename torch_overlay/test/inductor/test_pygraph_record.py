@@ -248,6 +248,12 @@ class ModelledDevice:
                 f"live in the pool: {owned}, as trees see it: {claimed}"
             )
 
+    def new_pool(self) -> tuple[int, int]:
+        "The last one's memory is anybody's: trees change pools when nothing is recorded."
+        for block in self.blocks:
+            block.in_pool = False
+        return (0, 1)
+
     def is_in_pool(self, address: int) -> bool:
         return any(
             b.in_pool and b.address <= address < b.address + b.nbytes
@@ -375,7 +381,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
             {
                 "CUDAGraph": ModelledGraph,
                 "graph": device.capture,
-                "graph_pool_handle": lambda: (0, 1),
+                "graph_pool_handle": device.new_pool,
                 "device": nothing,
                 "stream": nothing,
                 "Stream": mock.Mock(),
@@ -990,7 +996,7 @@ class Program:
     compared with what it has to be after every step.
     """
 
-    def __init__(self, test: RecordTest, force: str) -> None:
+    def __init__(self, test: RecordTest, force: str | None) -> None:
         self.test = test
         self.force = force
         self.deployed: dict[str, Deployed] = {}
@@ -1124,7 +1130,7 @@ STEPS = (
 class ProgramTest(RecordTest):
     @settings(
         deadline=None,
-        max_examples=100,
+        max_examples=60,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )
@@ -1156,6 +1162,41 @@ class ProgramTest(RecordTest):
                 new_generation()
             getattr(program, name)(k, j)
             program.check()
+
+    @settings(
+        deadline=None,
+        max_examples=60,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(
+        # Whatever the times, so that graphs come and go.
+        st.lists(st.sampled_from((10.0, 50.0, 90.0)), min_size=1, max_size=8),
+        st.lists(
+            st.tuples(
+                st.sampled_from(STEPS),
+                st.integers(0, 5),
+                st.integers(0, 5),
+                st.booleans(),
+            ),
+            min_size=20,
+            max_size=80,
+        ),
+    )
+    def test_random_programs_while_selecting(self, times, steps):
+        trees.reset_cudagraph_trees()
+        trees.MarkStepBox.mark_step_counter = 0
+        costs = (select.Cost(t, t, t) for t in itertools.cycle(times))
+        with (
+            mock.patch.multiple(select, SAMPLES=1, WARMUP_SAMPLES=0),
+            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+        ):
+            program = Program(self, None)
+            for name, k, j, is_new in steps:
+                if is_new:
+                    new_generation()
+                getattr(program, name)(k, j)
+                program.check()
 
 
 # Their tests would run again.
