@@ -464,6 +464,35 @@ def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
     torch.mul(x, y, out=out)
 
 
+class Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, leaf, activations):
+        ctx.save_for_backward(*activations)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+class HeldByAutograd:
+    "As the activations of a forward are: by C++ alone."
+
+    def __init__(self, activation: torch.Tensor) -> None:
+        self.output = Saves.apply(torch.zeros(1, requires_grad=True), [activation])
+
+    def activation(self) -> torch.Tensor:
+        return self.output.grad_fn.saved_tensors[0]
+
+
+@dataclasses.dataclass
+class HeldByName:
+    tensor: torch.Tensor
+
+    def activation(self) -> torch.Tensor:
+        return self.tensor
+
+
 class RecordTest(TestCase):
     def setUp(self):
         super().setUp()
@@ -979,6 +1008,33 @@ class RecordTest(TestCase):
             counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
         )
 
+    @parametrize("force", ("node_update", "copy"))
+    def test_activation_that_only_autograd_holds(self, force):
+        "Two forwards before a backward, after steps of one each."
+
+        weight = self.randn()
+        forward = None
+        for calls in (1, 1, 1, 1, 2, 1, 3, 2, 2):
+            pending, expected = [], []
+            for _ in range(calls):
+                new_generation()
+                x = self.randn()
+                forward = forward or self.deploy(
+                    self.FORWARD,
+                    [x, weight],
+                    mode="forward",
+                    force=force,
+                    static=[1],
+                    names=["primals_1", "primals_2"],
+                )
+                out, a, w = forward.call([x, weight])
+                pending.append(HeldByAutograd(a))
+                del a
+                expected.append(on_host(x) * on_host(weight))
+            seen = [on_host(held.activation()).clone() for held in pending]
+            self.assertEqual(seen, expected)
+            trees.get_manager(0).set_to_running_backward()
+
     def test_graph_that_lost_gives_its_memory_back(self):
         costs = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
         with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):
@@ -1002,8 +1058,8 @@ class Program:
         self.deployed: dict[str, Deployed] = {}
         self.kept: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.weight = test.randn()
-        # (activation, weight, what the activation has to be)
-        self.pending: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        # (what holds the activation, weight, what the activation has to be)
+        self.pending: list[tuple[Any, torch.Tensor, torch.Tensor]] = []
 
     def function(
         self, name: str, body: str, inputs: list[Any], **kwargs: Any
@@ -1070,17 +1126,18 @@ class Program:
         ).call([x, self.weight])
         value = x_value * on_host(self.weight)
         self.kept.append((out, value.sin()))
-        self.pending.append((a, w, value))
+        held = HeldByAutograd(a) if j % 2 else HeldByName(a)
+        self.pending.append((held, w, value))
 
     def backward(self, k: int, j: int) -> None:
         if not self.pending:
             return
         retain = j % 3 == 0
         k %= len(self.pending)
-        a, w, value = self.pending[k] if retain else self.pending.pop(k)
+        held, w, value = self.pending[k] if retain else self.pending.pop(k)
         t, t_value = self.pick(j)
-        inputs = [a, w, t]
-        del a
+        inputs = [held.activation(), w, t]
+        del held
         body = "a, w, t = args; args.clear(); b = new(); launch(mul, b, a, t); c = new(); launch(mul, c, b, w); return (b, c)"
         grads = self.function(
             "backward",
@@ -1109,8 +1166,8 @@ class Program:
     def check(self) -> None:
         for actual, expected in self.kept:
             self.test.assertEqual(on_host(actual), expected)
-        for a, _, expected in self.pending:
-            self.test.assertEqual(on_host(a), expected)
+        for held, _, expected in self.pending:
+            self.test.assertEqual(on_host(held.activation()), expected)
 
 
 STEPS = (

@@ -61,6 +61,7 @@ class Node(record.BoundGraphNode):
         self.static_output_tensors = [None, None, None, None, weight]
         self.unaliased_in_all_paths = [False, False, True, False, False]
         self.cached_tensor_outputs = []
+        self.outputs_weakrefs = []
         self.allocators = [lambda: self.output]
         self.staged = []
         self.pool_ranges = range(0)

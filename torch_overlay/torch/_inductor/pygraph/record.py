@@ -19,8 +19,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import re
 import warnings
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -100,28 +102,13 @@ def is_saved_activation(info: PlaceholderInfo) -> bool:
     return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
 
 
-def may_end_path(manager: CUDAGraphTreeManager) -> bool:
-    """
-    Whether nothing that the program still has lies where a new path of graphs will write.
-
-    Trees end a path with its generation, whatever it left. What a path of ours leaves is
-    for the backward: activations that ``retain_graph=True`` keeps.
-    """
-    node = manager.current_node
-    return (
-        node is None
-        or not manager.can_start_new_generation()
-        or node.all_outputs_are_dead()
-    )
-
-
-def is_on_path(manager: CUDAGraphTreeManager, function: Function) -> bool:
-    node = manager.current_node
+def times_on_path(manager: CUDAGraphTreeManager, function: Function) -> int:
+    """How many of the graphs of the current path are of a function."""
+    count, node = 0, manager.current_node
     while node is not None:
-        if node.wrapped_function.pygraph is function:
-            return True
+        count += node.wrapped_function.pygraph is function
         node = node.parent
-    return False
+    return count
 
 
 def keep_last_generation(
@@ -310,6 +297,30 @@ class CopyGraphNode(CUDAGraphNode):
         if not self.binds_values:
             self.values.write()
         super()._first_replay()
+
+    def _initialize_cached_tensors(self) -> None:
+        """
+        Trees take a cached tensor for dead that only C++ holds, as autograd does what a
+        forward saved: a second forward would write the activations of the first.
+        """
+        super()._initialize_cached_tensors()
+        node_ref = weakref.ref(self)
+        for i, ref in enumerate(self.outputs_weakrefs):
+            if ref is not None and ref.extra_ref_check is not None:
+                ref.extra_ref_check = functools.partial(
+                    CopyGraphNode._is_only_cached, node_ref, i, ref.extra_ref_check
+                )
+
+    @staticmethod
+    def _is_only_cached(
+        node_ref: weakref.ref[CopyGraphNode], i: int, check: Callable[[], bool]
+    ) -> bool:
+        node = node_ref()
+        return (
+            node is not None
+            and node.cached_tensor_outputs[i]._use_count() == 1  # type: ignore[union-attr]
+            and check()
+        )
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run_first_inputs(new_inputs)

@@ -78,6 +78,9 @@ RETIRE_CALLS = 4
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
 
+# How often a function is recorded along one path, calls of it that wait for a backward.
+MAX_TIMES_ON_PATH = 16
+
 # A graph has to be this much faster than no graph.
 MARGIN = 0.98
 
@@ -126,11 +129,17 @@ class Function:
 
         if not self.is_capturable:
             return False
-        if not record.may_end_path(manager):
-            if record.is_on_path(manager, self):
+        last = manager.current_node
+        if last is not None and not last.all_outputs_are_dead():
+            # What a backward may still need: trees would end the path all the same, or
+            # go on along it for as long as no backward runs.
+            may_end = manager.can_start_new_generation()
+            times = record.times_on_path(manager, self)
+            if times >= (1 if may_end else MAX_TIMES_ON_PATH):
                 counters["pygraph"]["held_activations"] += 1
                 return False
-            manager.update_generation()
+            if may_end:
+                manager.update_generation()
         if manager.in_recording or manager.in_warmup:
             record.keep_last_generation(manager, inputs)
         return True
