@@ -789,12 +789,12 @@ class TrainingTest(PyGraphTestCase):
             self.assertEqual(actual, expected, atol=1e-5, rtol=1e-4)
         self.assertBound(functions=2)
 
-    @parametrize("calls", (1, 2))
-    def test_pending_backwards(self, calls):
+    @parametrize("steps", ((1,) * 6, (2,) * 6, (1, 1, 1, 1, 2, 1, 3, 2)))
+    def test_pending_backwards(self, steps):
         "Activations of one call must outlive the next; each has its own backward."
         module = MLP().to(DEVICE)
         compiled = self.compiled(module)
-        for _ in range(6):
+        for calls in steps:
             inputs = [randn(16, 64) for _ in range(calls)]
             for loss in [compiled(x).square().mean() for x in inputs]:
                 loss.backward()
