@@ -1163,6 +1163,13 @@ class Program:
     def mark_step(self, k: int, j: int) -> None:
         trees.mark_step_begin()
 
+    def run(self, steps: Sequence[tuple[str, int, int, bool]]) -> None:
+        for name, k, j, is_new in steps:
+            if is_new:
+                new_generation()
+            getattr(self, name)(k, j)
+            self.check()
+
     def check(self) -> None:
         for actual, expected in self.kept:
             self.test.assertEqual(on_host(actual), expected)
@@ -1184,22 +1191,25 @@ STEPS = (
 )
 
 
+# (step, its two arguments, whether a compiled function is called anew)
+STEP = st.tuples(
+    st.sampled_from(STEPS), st.integers(0, 5), st.integers(0, 5), st.booleans()
+)
+
+in_short = settings(
+    deadline=None,
+    max_examples=60,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)
+
+
 class ProgramTest(RecordTest):
-    @settings(
-        deadline=None,
-        max_examples=60,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @in_short
     @given(
         st.sampled_from(("node_update", "copy")),
         st.lists(
-            st.tuples(
-                st.sampled_from(STEPS),
-                st.integers(0, 5),
-                st.integers(0, 5),
-                st.booleans(),
-            ),
+            STEP,
             min_size=4,
             max_size=40,
         ),
@@ -1214,28 +1224,14 @@ class ProgramTest(RecordTest):
             getattr(program, name)(5, 1)
             program.check()
             program.kept.clear()
-        for name, k, j, is_new in steps:
-            if is_new:
-                new_generation()
-            getattr(program, name)(k, j)
-            program.check()
+        program.run(steps)
 
-    @settings(
-        deadline=None,
-        max_examples=60,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-    )
+    @in_short
     @given(
         # Whatever the times, so that graphs come and go.
         st.lists(st.sampled_from((10.0, 50.0, 90.0)), min_size=1, max_size=8),
         st.lists(
-            st.tuples(
-                st.sampled_from(STEPS),
-                st.integers(0, 5),
-                st.integers(0, 5),
-                st.booleans(),
-            ),
+            STEP,
             min_size=20,
             max_size=80,
         ),
@@ -1249,11 +1245,7 @@ class ProgramTest(RecordTest):
             mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
         ):
             program = Program(self, None)
-            for name, k, j, is_new in steps:
-                if is_new:
-                    new_generation()
-                getattr(program, name)(k, j)
-                program.check()
+            program.run(steps)
 
 
 # Their tests would run again.
