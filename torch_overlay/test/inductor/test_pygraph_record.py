@@ -36,6 +36,7 @@ from torch._inductor.pygraph import (
     select,
     store,
 )
+from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
     Placeholder,
     PlaceholderMap,
@@ -813,6 +814,23 @@ class RecordTest(TestCase):
         self.assertNotEqual(function.choice, select.NODE_UPDATE)
         self.assertEqual(function.choice, kept.choice)
         self.assertEqual(counters["pygraph"]["reselected"], 1)
+
+    @parametrize("force", ("node_update", None))
+    def test_node_that_refuses_later(self, force):
+        "The program goes on without a graph."
+        update, refuses = ModelledBinding.update, itertools.count()
+
+        def refuse(binding, pointers):
+            if next(refuses) > 3:
+                raise DriverError("a node of the graph could not be set")
+            update(binding, pointers)
+
+        with mock.patch.object(ModelledBinding, "update", refuse):
+            fn = self.check(self.ADD, force=force, calls=40)
+        (function,) = report()
+        self.assertEqual(function.choice, "no_graph")
+        self.assertIn("could not be set", function.reason)
+        self.assertNotIn("replay", getattr(fn.current, "__qualname__", ""))
 
     def test_capture_that_fails(self):
         def fails(out, x):

@@ -39,6 +39,7 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph import store
+from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import InputHeld, steady_replay
 from torch._inductor.pygraph.report import (
@@ -523,6 +524,10 @@ def deploy(
                     return fn(inputs)
                 except InputHeld:
                     counters["pygraph"]["held_activations"] += 1
+                except DriverError as e:
+                    # Nothing was launched.
+                    decide(function, NO_GRAPH, f"a replay failed: {e}")
+                    replace(realigned(uncaptured))
             return realigned(uncaptured)(inputs)
 
         return replay, outputs
