@@ -359,6 +359,16 @@ graph 1, backward: 5 of 5 kernels captured in 1 of 1 partitions
 copied at each replay by stock CUDA graphs, all graphs: 2,304 bytes""",
         )
 
+    def test_constant_in_backward(self) -> None:
+        "It is a real tensor, which is copied when the backward is compiled."
+
+        def program(compile: Compile) -> None:
+            compile(lambda x: x.sin() * torch.tensor(3.0, dtype=torch.float64))(
+                randn(8, 64, requires_grad=True)
+            ).sum().backward()
+
+        self.assertEqual([graph.is_backward for graph in self.compile(program)], [False, True])
+
     def test_partitions(self) -> None:
         graphs = self.compile(Programs.partitioned)
         self.assertExpectedInline(

@@ -223,7 +223,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]
     return rows
 
 
-def format_table(rows: dict[str, dict[str, dict[str, float]]]) -> str:
+def format_layers(rows: dict[str, dict[str, dict[str, float]]]) -> str:
     columns = [*LAYERS, "kernels", "host", "total"]
     lines = [
         f"| case | variant | {' | '.join(columns)} |",
@@ -252,7 +252,7 @@ def main() -> None:
             rows[name] = measure(CASES[name], args.device, args.rounds)
             if args.output:
                 args.output.write_text(json.dumps(rows, indent=1) + "\n")
-    print(format_table(rows))
+    print(format_layers(rows))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ from torch._inductor.runtime import triton_helpers
 from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
 
@@ -482,6 +482,15 @@ def _call_node(node: Node, grads: list[torch.Tensor | None]) -> list[torch.Tenso
         fx_traceback.reset_grad_fn_seq_nr()
 
 
+_deepcopy_module = torch.fx.GraphModule.__deepcopy__
+
+
+def _copy_module(module: torch.fx.GraphModule, memo: dict[int, Any]) -> torch.fx.GraphModule:
+    # Of a lazily compiled backward: its constants are real tensors.
+    with unset_fake_temporarily():
+        return _deepcopy_module(module, memo)
+
+
 class _TritonDriver:
     """Knows its target and nothing else, which is all that compiling takes."""
 
@@ -620,6 +629,7 @@ def fake_cuda(*, compile_kernels: bool = False) -> Iterator[list[CompiledGraph]]
             stack.enter_context(
                 mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda t: []))
             )
+            stack.enter_context(mock.patch.object(torch.fx.GraphModule, "__deepcopy__", _copy_module))
             stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield recorder.graphs
