@@ -920,6 +920,18 @@ class RecordTest(TestCase):
         return (a, c)
     """
 
+    def deploy_forward(
+        self, x: torch.Tensor, weight: torch.Tensor, force: str = "node_update"
+    ) -> Deployed:
+        return self.deploy(
+            self.FORWARD,
+            [x, weight],
+            mode="forward",
+            force=force,
+            static=[1],
+            names=["primals_1", "primals_2"],
+        )
+
     def step(
         self, x: torch.Tensor, retained: list[Any] | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -929,13 +941,7 @@ class RecordTest(TestCase):
         """
         t = self.randn()
         new_generation()
-        self.forward = self.forward or self.deploy(
-            self.FORWARD,
-            [x, self.weight],
-            mode="forward",
-            static=[1],
-            names=["primals_1", "primals_2"],
-        )
+        self.forward = self.forward or self.deploy_forward(x, self.weight)
         out, a, w = self.forward.call([x, self.weight])
         expected_a = on_host(x) * on_host(self.weight)
         kept = [(out, expected_a.sin())]
@@ -991,14 +997,7 @@ class RecordTest(TestCase):
         for i in range(first + 8):
             new_generation()
             x, t = self.randn(), self.randn()
-            forward = forward or self.deploy(
-                self.FORWARD,
-                [x, weight],
-                mode="forward",
-                force=force,
-                static=[1],
-                names=["primals_1", "primals_2"],
-            )
+            forward = forward or self.deploy_forward(x, weight, force)
             out, a, w = forward.call([x, weight])
             expected_a = on_host(x) * on_host(weight)
             inputs = [a, t]
@@ -1037,14 +1036,7 @@ class RecordTest(TestCase):
             for _ in range(calls):
                 new_generation()
                 x = self.randn()
-                forward = forward or self.deploy(
-                    self.FORWARD,
-                    [x, weight],
-                    mode="forward",
-                    force=force,
-                    static=[1],
-                    names=["primals_1", "primals_2"],
-                )
+                forward = forward or self.deploy_forward(x, weight, force)
                 out, a, w = forward.call([x, weight])
                 pending.append(HeldByAutograd(a))
                 del a

@@ -507,6 +507,7 @@ def deploy(
         )
 
         fn = realigned(fn)
+        without_graph = realigned(uncaptured)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
         if roots and function.binds_inputs:
@@ -527,8 +528,8 @@ def deploy(
                 except DriverError as e:
                     # Nothing was launched.
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
-                    replace(realigned(uncaptured))
-            return realigned(uncaptured)(inputs)
+                    replace(without_graph)
+            return without_graph(inputs)
 
         return replay, outputs
 
