@@ -210,12 +210,14 @@ class BindingTest(PyGraphTestCase):
     def test_same_pointers_need_no_update(self):
         compiled = self.compiled(lambda x: x + 1)
         x = randn(32)
-        compiled(x), compiled(x)
+        for _ in range(3):
+            compiled(x)
         with mock.patch(
             "torch._inductor.pygraph.binding.NodeUpdateBinding.update"
         ) as update:
             x.fill_(3)
-            self.assertEqual(compiled(x), x + 1)
+            # The output takes the memory that the last one left.
+            self.assertEqual(compiled(x), torch.full_like(x, 4))
         update.assert_not_called()
 
     def test_replay_does_not_copy(self):
@@ -391,9 +393,9 @@ class OutputTest(PyGraphTestCase):
     def test_allocated_by_an_operator(self):
         "Which the wrapper does not see."
         self.check_kept(
-            lambda x: (*x.sort(), x.topk(3)[0], x + 1), lambda: (randn(16, 64),)
+            lambda x: (*x.topk(3), x + 1), lambda: (randn(16, 64),)
         )
-        self.assertGreater(counters["pygraph"]["copied_outputs"], 0)
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 2)
         self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
 
     def test_aliases(self):
@@ -608,7 +610,7 @@ class ProofTest(PyGraphTestCase):
         "Nothing shows it but what the graph wrote elsewhere."
         with self.missing_words_of(1):
             entry = self.check_copied(
-                lambda x: (x * 0 - 1).to(dtype), lambda: (randn(64),)
+                lambda x: (x.abs().clamp(max=0) - 1).to(dtype), lambda: (randn(64),)
             )
         self.assertIn("wrote to an address", entry.reason)
 
@@ -618,7 +620,7 @@ class ProofTest(PyGraphTestCase):
         def fn(x, z):
             y = x.sin() + 1
             scale = z.sum().cpu() * 0 + 2
-            return (((y @ z) @ z).cos() @ z) * scale.cuda()
+            return (((y * scale.cuda()) @ z) @ z).cos() @ z
 
         with self.missing_words_of(0):
             self.check(fn, lambda: (randn(64, 64), randn(64, 64) / 8), exact=False)

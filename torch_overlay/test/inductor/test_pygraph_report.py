@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -454,6 +455,7 @@ class RunTest(TestCase):
         output = io.StringIO()
         with (
             mock.patch.object(sys, "argv", ["report", *map(str, arguments)]),
+            mock.patch.dict(os.environ, {"COLUMNS": "88"}),
             contextlib.redirect_stdout(output),
             contextlib.redirect_stderr(output),
         ):
@@ -767,7 +769,7 @@ class DeviceTest(TestCase):
         self.assertEqual([f.remembered for f in second], [True] * len(first))
         for f in first:
             self.assertIn("test_pygraph_report.py", f.source)
-        self.assertIn("DeviceCopy ops", second.text())
+        self.assertIn("cpu ops", second.text())
 
 
 if __name__ == "__main__":
