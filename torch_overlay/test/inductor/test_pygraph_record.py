@@ -933,7 +933,10 @@ class RecordTest(TestCase):
         )
 
     def step(
-        self, x: torch.Tensor, retained: list[Any] | None = None
+        self,
+        x: torch.Tensor,
+        retained: list[Any] | None = None,
+        force: str = "node_update",
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """
         Outputs and gradients of one step, and what they have to be. Without a backward
@@ -941,7 +944,7 @@ class RecordTest(TestCase):
         """
         t = self.randn()
         new_generation()
-        self.forward = self.forward or self.deploy_forward(x, self.weight)
+        self.forward = self.forward or self.deploy_forward(x, self.weight, force)
         out, a, w = self.forward.call([x, self.weight])
         expected_a = on_host(x) * on_host(self.weight)
         kept = [(out, expected_a.sin())]
@@ -951,6 +954,7 @@ class RecordTest(TestCase):
             self.BACKWARD,
             [a, w, t],
             mode="backward",
+            force=force,
             returned=[0, 1],
             static=[0, 1],
             names=["mul", "primals_2", "tangents_1"],
@@ -973,6 +977,40 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
         # The gradient in the activation's memory.
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradients_of_a_step(self, force):
+        "In the pool, unless the program has them when it begins the next step."
+        self.weight = self.randn()
+
+        def outcome() -> tuple[int, ...]:
+            return tuple(
+                counters["pygraph"][name]
+                for name in ("held_gradients", "held_activations", "copied_outputs")
+            )
+
+        def steps(number: int, *, held: bool) -> None:
+            kept: list[Any] = []
+            for _ in range(number):
+                if not held:
+                    kept.clear()
+                kept += self.step(self.randn(), force=force)
+                for actual, expected in kept:
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+
+        copied = force == "copy"
+        steps(6, held=False)
+        self.assertEqual(outcome(), (0, 0, copied))
+        # The second step and the third run uncaptured: gradients of the first lie where
+        # a replay would write.
+        steps(3, held=True)
+        self.assertEqual(outcome(), (2, 2, copied))
+        # The backward is recorded again. One gradient lies in the activation's memory.
+        steps(2, held=False)
+        self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
+        steps(4, held=True)
+        self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
 
     def test_activations_that_are_kept(self):
         "Without a look at what is held, the next forward would write them."

@@ -44,7 +44,6 @@ class Node(record.BoundGraphNode):
         self.non_managed_static_input_idxs = [0]
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
-        self.live_indices_after_graph = []
         self.returned_from_pool = []
         self.values = CapturedValues(is_bound=True)
         self.bound_input_idxs = [1]
@@ -78,6 +77,9 @@ class Node(record.BoundGraphNode):
         x = next(t for t in self.inputs if t.data_ptr() == self.binding.pointers[0])
         self.output.copy_(x + self.weight)
         self.saved.copy_(x)
+
+    def all_outputs_are_dead(self) -> bool:
+        return True
 
     def cache(self) -> None:
         with mock.patch.object(
@@ -139,7 +141,7 @@ class ReplayTest(TestCase):
 
     def last(self, state: ExecutionState, live: bool) -> None:
         self.manager._current_node = types.SimpleNamespace(
-            live_indices_after_graph=[(0, 0)] * live
+            all_outputs_are_dead=lambda: not live
         )
         self.manager.path_state = state
 

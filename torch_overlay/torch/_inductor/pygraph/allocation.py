@@ -9,7 +9,7 @@ Inductor's wrapper allocates every buffer through a global name of the generated
 A function of the same code with another allocator under that name is what is rehearsed,
 to see which allocation each output lies in, and what is captured, to put these at
 placeholders. An operator that allocates what it returns is not seen; such an output is
-copied out of the pool.
+copied out of the pool. Gradients may do without; see Function.owned_output_idxs.
 """
 
 from __future__ import annotations

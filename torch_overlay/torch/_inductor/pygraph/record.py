@@ -220,8 +220,8 @@ class Rehearsal:
         # would keep what that takes.
         trace = AllocationTrace()
         outputs = with_allocator(self.model, trace)(list(inputs))
-        returned = node.wrapped_function.pygraph.returned_output_idxs
-        self.allocations = trace.of(outputs[i] for i in returned)
+        owned = node.wrapped_function.pygraph.owned_output_idxs
+        self.allocations = trace.of(outputs[i] for i in owned)
         self.proof = Proof(inputs, outputs, self.mutated)
         if has_managed:
             # The replay overwrites inputs that died, so there is no second run. An output
@@ -262,7 +262,7 @@ class CopyGraphNode(CUDAGraphNode):
     Copies its inputs into the pool, as trees do, and what it returns out of it.
     """
 
-    # Outputs in the pool that the program gets. Those in one list share a storage.
+    # Outputs in the pool that are copied out of it. Those in one list share a storage.
     returned_from_pool: list[list[int]]
     # (input, metadata) of those that earlier graphs of the path left in the pool
     managed_metadata: list[tuple[int, dict[str, Any]]]
@@ -334,9 +334,9 @@ class CopyGraphNode(CUDAGraphNode):
                 and not isinstance(alias, AliasesBoundMemory)
             ):
                 sharing.setdefault(metadata["data_ptr"], []).append(i)
-        returned = self.wrapped_function.pygraph.returned_output_idxs
+        owned = self.wrapped_function.pygraph.owned_output_idxs
         self.returned_from_pool = [
-            idxs for idxs in sharing.values() if not returned.isdisjoint(idxs)
+            idxs for idxs in sharing.values() if not owned.isdisjoint(idxs)
         ]
         counters["pygraph"]["copied_outputs"] += len(self.returned_from_pool)
         return self._copied_from_pool(outputs)
@@ -717,41 +717,66 @@ def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
 
     Returns False, and does nothing, while an output of a recording is alive.
     """
-    doomed: list[tuple[dict[FunctionID, list[CUDAGraphNode]], FunctionID]] = []
-
-    def find(children: dict[FunctionID, list[CUDAGraphNode]]) -> None:
-        for id, nodes in children.items():
-            if id == function_id:
-                doomed.append((children, id))
-            else:
-                for node in nodes:
-                    find(node.children)
-
-    def subtree(node: CUDAGraphNode) -> Iterator[CUDAGraphNode]:
-        yield node
-        for nodes in node.children.values():
-            for child in nodes:
-                yield from subtree(child)
-
     if manager.current_node is not None:
         if not manager.current_node.all_outputs_are_dead():
             return False
         manager.current_node = None
-    find(manager.roots)
-    dropped = [
-        n for children, id in doomed for root in children[id] for n in subtree(root)
-    ]
-    if any(is_live(ref) for node in dropped for ref in node.outputs_weakrefs):
+    if any(
+        is_live(ref)
+        for node in recordings(manager, function_id)
+        for ref in node.outputs_weakrefs
+    ):
         return False
-    for node in dropped:
-        node.remove_node_cached_tensors()
-        node.graph = None
-    for children, id in doomed:
-        del children[id]
+    drop(manager, function_id)
     if not any(manager.roots.values()):
         renew_pool(manager)
     torch.cuda.empty_cache()
     return True
+
+
+def recordings(
+    manager: CUDAGraphTreeManager, function_id: FunctionID
+) -> list[CUDAGraphNode]:
+    """Those of a function, and what follows them in the tree."""
+    found = []
+
+    def find(
+        children: dict[FunctionID, list[CUDAGraphNode]], *, follows: bool
+    ) -> None:
+        for id, nodes in children.items():
+            of_function = follows or id == function_id
+            for node in nodes:
+                if of_function:
+                    found.append(node)
+                find(node.children, follows=of_function)
+
+    find(manager.roots, follows=False)
+    return found
+
+
+def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
+    """Called while none of them is on the current path."""
+    for node in recordings(manager, function_id):
+        node.remove_node_cached_tensors()
+        node.graph = None
+        siblings = manager.roots if node.parent is None else node.parent.children
+        siblings.pop(function_id, None)
+
+
+def find_held_gradients(manager: CUDAGraphTreeManager) -> None:
+    """
+    Called when a step begins. Functions of the last path whose gradients are still held
+    are to be recorded anew, with memory of their own for them.
+    """
+    node = manager.current_node
+    while node is not None:
+        function: Function | None = node.wrapped_function.pygraph
+        if function is not None and any(
+            is_live(node.outputs_weakrefs[i])
+            for i in function.returned_output_idxs - function.owned_output_idxs
+        ):
+            function.outputs_outlive = function.is_outdated = True
+        node = node.parent
 
 
 def renew_pool(manager: CUDAGraphTreeManager) -> None:

@@ -3,7 +3,7 @@ The steady state of a recording that is the root of its path.
 
 Trees look for the recording that fits each call: they compare generations, try the
 children of the last graph and then the roots, and rebuild every output from its metadata.
-Where nothing of a path has to outlive it, the answer was known when it was recorded. What
+Where nothing of a path outlives it, the answer was known when it was recorded. What
 is left is what can change from call to call, and any change goes to trees:
 
 - the last path left something in the pool, or is not executed but recorded
@@ -110,7 +110,7 @@ def steady_replay(
         last = manager._current_node
         if last is not None and (
             manager.path_state is not ExecutionState.EXECUTION
-            or last.live_indices_after_graph
+            or not last.all_outputs_are_dead()
         ):
             return general(inputs)
         if not node.is_steady or not pointers_equal(

@@ -55,6 +55,7 @@ from torch._inductor.utils import (
     align_inputs_from_check_idxs,
     remove_unaligned_input_idxs,
 )
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -100,16 +101,29 @@ class Function:
         id: trees' name for it, once recorded
         returned_output_idxs: outputs that the program gets; a forward's others are what its
             backward needs
+        is_backward: those are gradients
+        outputs_outlive: set for good when gradients were held beyond their step
+        is_outdated: it was recorded before that
         is_capturable: cleared for good when a capture failed
         reselect: called when the graph that was selected cannot be bound any more
         alignment: of the external inputs' addresses in bytes, the least seen
     """
 
     def __init__(
-        self, report: FunctionReport, returned_output_idxs: OrderedSet[int]
+        self,
+        report: FunctionReport,
+        returned_output_idxs: OrderedSet[int],
+        *,
+        is_backward: bool = False,
     ) -> None:
         self.report = report
         self.returned_output_idxs = returned_output_idxs
+        self.is_backward = is_backward
+        # A reduction of gradients on another stream may read what nobody holds any more.
+        self.outputs_outlive = not is_backward or (
+            torch.distributed.is_available() and torch.distributed.is_initialized()
+        )
+        self.is_outdated = False
         self.binds_inputs = True
         self.is_capturable = True
         self.reselect: Callable[[], None] | None = None
@@ -121,6 +135,17 @@ class Function:
 
         return record.BoundGraphNode if self.binds_inputs else record.CopyGraphNode
 
+    @property
+    def owned_output_idxs(self) -> OrderedSet[int]:
+        """
+        Outputs that get memory of their own.
+
+        Gradients that are gone when the next step begins need none. In the pool they lie
+        where the activations were that the backward is done with; trees see to it that
+        they are gone in every step.
+        """
+        return self.returned_output_idxs if self.outputs_outlive else OrderedSet()
+
     def may_run(self, manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
         """
         Called before trees end a path. False if the function has to run uncaptured this
@@ -130,11 +155,20 @@ class Function:
 
         if not self.is_capturable:
             return False
+        if self.is_outdated:
+            if record.times_on_path(manager, self):
+                # The gradients that are held.
+                counters["pygraph"]["held_gradients"] += 1
+                return False
+            record.drop(manager, self.id)
+            self.is_outdated = False
         last = manager.current_node
         if last is not None and not last.all_outputs_are_dead():
             # What a backward may still need: trees would end the path all the same, or
             # go on along it for as long as no backward runs.
             may_end = manager.can_start_new_generation()
+            if may_end:
+                record.find_held_gradients(manager)
             times = record.times_on_path(manager, self)
             if times >= (1 if may_end else MAX_TIMES_ON_PATH):
                 counters["pygraph"]["held_activations"] += 1
@@ -156,6 +190,20 @@ class Function:
             self.report.copied_bytes = self.report.stock_copied_bytes
         counters["pygraph"]["unbound"] += 1
         log.info("%s: inputs are copied: %s", self.report.name, reason)
+
+
+# What backwards that are not recorded yet returned last, until the next step.
+_gradients: dict[Function, list[StorageWeakRef]] = {}
+
+
+def begin_call(function: Function) -> None:
+    """
+    Looks for gradients that outlived their step: whatever is no backward begins the next
+    one. Once a backward is recorded, trees look.
+    """
+    for backward in (function,) if function.is_backward else tuple(_gradients):
+        if any(not ref.expired() for ref in _gradients.pop(backward, ())):
+            backward.outputs_outlive = True
 
 
 class Samples:
@@ -280,7 +328,15 @@ class Selection:
             or torch.cuda.is_current_stream_capturing()
         ):
             return self.uncaptured(inputs)
-        return self.step(inputs)
+        begin_call(self.function)
+        outputs = self.step(inputs)
+        if self.function.is_backward and self.replay is None:
+            _gradients[self.function] = [
+                StorageWeakRef(t.untyped_storage())
+                for i in self.function.returned_output_idxs
+                if isinstance(t := outputs[i], torch.Tensor)
+            ]
+        return outputs
 
     def _first_call(self, inputs: list[InputType]) -> OutputType:
         if self.is_forced:
@@ -459,7 +515,7 @@ def deploy(
         compile_id=str(kwargs.get("compile_id") or ""),
         sizes=[v for v in inputs if isinstance(v, int)],
     )
-    function = Function(entry, returned_output_idxs)
+    function = Function(entry, returned_output_idxs, is_backward=is_backward)
     to_check = get_input_idxs_to_check(inputs, static_input_idxs)
     aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
 
