@@ -65,7 +65,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
     from typing import NoReturn
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
