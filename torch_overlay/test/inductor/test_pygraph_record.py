@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import itertools
 import tempfile
+import types
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -1082,6 +1083,19 @@ class RecordTest(TestCase):
             seen = [on_host(held.activation()).clone() for held in pending]
             self.assertEqual(seen, expected)
             trees.get_manager(0).set_to_running_backward()
+
+    def test_skipped_backward_before_its_forward_is_recorded(self):
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.output_code import maybe_handle_backward_generation
+
+        graph = types.SimpleNamespace(
+            current_callable=lambda inputs: inputs, fx_kwargs={"is_backward": True}
+        )
+        maybe_handle_backward_generation(graph, BoxedDeviceIndex(0))
+        manager = trees.get_manager(0, create_if_none_exists=False)
+        manager.running_forwards_with_pending_backwards = True
+        self.assertEqual(graph.current_callable([1]), [1])
+        self.assertFalse(manager.running_forwards_with_pending_backwards)
 
     def test_graph_that_lost_gives_its_memory_back(self):
         costs = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
