@@ -935,6 +935,8 @@ class DeviceTest(TestCase):
         for _ in range(4):
             self.check_call(fn, compiled, (cuda(8), [cpu() for _ in range(300)]))
 
+    # What is uploaded is small here: the host must not be busy for as long as the device is.
+    @mock.patch.object(transform, "MAX_STAGED_BYTES", 4096)
     def test_the_host_runs_ahead(self):
         "Values of later calls are there before the first call's kernels run."
 
@@ -943,17 +945,21 @@ class DeviceTest(TestCase):
 
         compiled = torch.compile(fn, options=FORCED)
         x = cuda(300, 3)
-        v, w = cpu(300, 3), cpu(1 << 19)
+        v, w = cpu(300, 3), cpu(2048)
         for i in range(4):
             self.check_call(fn, compiled, (x, cpu(), v, w))
-        expected, actual = [], []
+        self.assertEqual(counters["pygraph"]["staged_tensors"], 1)
+        self.assertEqual(counters["pygraph"]["uploaded_tensors"], 1)
+        calls = 8
         # Allocating pinned memory might wait for the device.
-        pinned = [torch.empty(t.shape, pin_memory=True) for t in (v, w) * 24]
+        pinned = [torch.empty(t.shape, pin_memory=True) for t in (v, w) * 2 * calls]
         del pinned
-        torch.cuda._sleep(1 << 28)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1 << 30)  # half a second
         done = torch.cuda.Event()
         done.record()
-        for i in range(20):
+        actual = []
+        for i in range(calls):
             s = torch.tensor(float(i))
             v.fill_(i)
             w.fill_(i)
@@ -963,8 +969,7 @@ class DeviceTest(TestCase):
             w.fill_(-1)
         # Or the calls waited for the device.
         self.assertFalse(done.query())
-        for i in range(20):
-            expected.append(x * i + i + float(i * (1 << 19)))
+        expected = [x * i + i + float(i * w.numel()) for i in range(calls)]
         self.assertEqual(actual, expected, atol=1e-3, rtol=1e-5)
 
     def test_what_did_not_change_is_not_copied(self):
