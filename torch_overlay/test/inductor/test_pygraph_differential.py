@@ -5,10 +5,11 @@ Random programs, compiled with PyGraph and compared with eager in everything obs
 As a test, a fixed set of programs: generated code without a GPU, results with one. As a
 script, on a machine with a GPU, as many as the time allows:
 
-    python test_pygraph_differential.py --programs 2000 --seconds 300 --seed 0 --jobs 8
+    python test_pygraph_differential.py --programs 2000 --seconds 300 --seed 0
 
-prints each cause of a difference once, as a shrunk program, and a line that counts.
-``--shards i/n`` draws the i-th of n parts of the programs; --jobs draws all in n processes.
+prints how far it is, each cause of a difference once, as a shrunk program, and at last a line
+of JSON (see summary). A seed stands for the same programs whatever else is given, so that
+runs with different seeds add up.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import hashlib
 import json
 import logging
 import operator
@@ -38,6 +40,7 @@ from unittest import mock
 
 import hypothesis
 from hypothesis import HealthCheck, Phase, strategies as st
+from hypothesis.internal.conjecture import providers
 
 import torch
 import torch._dynamo
@@ -131,8 +134,8 @@ class Search:
 
     Args:
         check: what is wrong with a program
-        inductors_own: whether that is so without CUDA graphs too; asked once for each cause
-        seconds: programs that are drawn later are not checked
+        inductors_own: whether that is so without CUDA graphs too; asked of each cause
+        is_over: programs that are drawn later are not checked
     """
 
     def __init__(
@@ -140,38 +143,44 @@ class Search:
         strategy: st.SearchStrategy[Program],
         check: Callable[[Program], Difference | None],
         inductors_own: Callable[[Program], bool],
-        seconds: float,
+        is_over: Callable[[], bool],
         shrink_seconds: float = 60.0,
     ) -> None:
         self.strategy = strategy
         self.check = check
         self.inductors_own = inductors_own
-        self.deadline = time.monotonic() + seconds
+        self.is_over = is_over
         self.shrink_seconds = shrink_seconds
         self.results: dict[str, Failure | None] = {}
         self.causes: list[Failure] = []
         self.features: Counter[str] = Counter()
-        self.drawn = 0
-        self.failed = 0
+        # Of the programs that were drawn, by a hash of their source: whether they differ.
+        self.differs: dict[str, bool] = {}
 
     @property
-    def time_left(self) -> float:
-        return self.deadline - time.monotonic()
+    def drawn(self) -> int:
+        return len(self.differs)
+
+    @property
+    def failed(self) -> int:
+        return sum(self.differs.values())
 
     def chunk(self, seed: int, count: int) -> None:
         def look(program: Program) -> None:
-            if self.time_left < 0 or program.source() in self.results:
+            name = hashlib.sha256(program.source().encode()).hexdigest()[:16]
+            if self.is_over() or name in self.differs:
                 return
-            self.drawn += 1
-            self.features.update(program.features)
             failure = self.result(program)
-            if failure is None:
+            self.differs[name] = failure is not None
+            self.features.update(program.features)
+            if failure is None or any(
+                explains(cause.cause, failure.cause) for cause in self.causes
+            ):
                 return
-            self.failed += 1
-            if not any(explains(cause.cause, failure.cause) for cause in self.causes):
-                shrunk = self.shrink(failure)
-                own = self.inductors_own(shrunk.program)
-                self.causes.append(dataclasses.replace(shrunk, inductors_own=own))
+            # It counts even if there is no time for the rest.
+            self.causes.append(failure)
+            self.causes[-1] = self.judged(failure)
+            self.causes[-1] = self.judged(self.shrink(failure))
 
         settings = hypothesis.settings(
             max_examples=count,
@@ -180,7 +189,19 @@ class Search:
             deadline=None,
             suppress_health_check=list(HealthCheck),
         )
-        hypothesis.seed(seed)(settings(hypothesis.given(self.strategy)(look)))()
+        # What Hypothesis draws from the sources of local modules, which those of an overlay
+        # are: parsing them takes a while, and a seed would mean what was imported.
+        with mock.patch.object(
+            providers,
+            "_get_local_constants",
+            lambda: providers._local_constants,
+            create=True,
+        ):
+            hypothesis.seed(seed)(settings(hypothesis.given(self.strategy)(look)))()
+
+    def judged(self, failure: Failure) -> Failure:
+        own = self.inductors_own(failure.program)
+        return dataclasses.replace(failure, inductors_own=own)
 
     def result(self, program: Program) -> Failure | None:
         source = program.source()
@@ -190,13 +211,20 @@ class Search:
         return self.results[source]
 
     def shrink(self, failure: Failure) -> Failure:
-        until = min(self.deadline, time.monotonic() + self.shrink_seconds)
-        for program in failure.program.simpler():
-            if time.monotonic() > until:
-                break
-            simpler = self.result(program)
-            if simpler is not None and simpler.kind == failure.kind:
-                return self.shrink(simpler)
+        until = time.monotonic() + self.shrink_seconds
+        simpler: Failure | None = failure
+        while simpler is not None:
+            failure = simpler
+            simpler = next(
+                (
+                    found
+                    for program in failure.program.simpler()
+                    if time.monotonic() < until
+                    and (found := self.result(program)) is not None
+                    and found.kind == failure.kind
+                ),
+                None,
+            )
         return failure
 
 
@@ -478,7 +506,8 @@ def search(
     seconds: float,
     inductors_own: Callable[[Program], bool] = lambda program: False,
 ) -> Search:
-    found = Search(strategy, check, inductors_own, seconds)
+    deadline = time.monotonic() + seconds
+    found = Search(strategy, check, inductors_own, lambda: time.monotonic() > deadline)
     with quiet():
         found.chunk(0, count)
     return found
@@ -504,7 +533,8 @@ class ProgramsTest(TestCase):
     @parametrize("name", sorted(WRONG))
     def test_wrong_backend(self, name: str) -> None:
         backend = getattr(WrongBackend, name)
-        found = Search(programs(), on_cpu(backend), lambda program: False, 60.0, 0.0)
+        no = lambda *args: False  # noqa: E731
+        found = Search(programs(), on_cpu(backend), no, no, 0.0)
         for seed in range(10):
             with quiet():
                 found.chunk(seed, 4)
@@ -573,46 +603,110 @@ instantiate_parametrized_tests(ProgramsTest)
 
 
 class RunnerTest(TestCase):
-    def arguments(self, **kwargs: Any) -> argparse.Namespace:
-        defaults = {"programs": 6, "seconds": 60.0, "seed": 1, "shards": "0/1"}
-        return argparse.Namespace(**defaults, **kwargs)
+    def arguments(self, check: str = "results", **kwargs: Any) -> argparse.Namespace:
+        defaults = {"programs": 6, "seconds": 60.0, "seed": 1, "jobs": 1, "part": "0/1"}
+        return argparse.Namespace(**{**defaults, "check": check, **kwargs})
 
     def test_worker(self) -> None:
         self.addCleanup(gc.unfreeze)
+        arguments = self.arguments("raises_later")
         with (
             tempfile.TemporaryDirectory() as directory,
-            mock.patch(f"{__name__}.CHUNK", 5),
+            mock.patch(f"{__name__}.CHUNK", 8),
         ):
             file = Path(directory, "progress.json")
-            self.assertEqual(work(file, self.arguments(check="raises_later")), 0)
+            chunk = Search.chunk
+
+            def once(search: Search, seed: int, count: int) -> None:
+                chunk(search, seed, count)
+                # What a crash now would leave is all but the last.
+                self.assertGreaterEqual(
+                    len(Progress.read(file).differs), search.drawn - 1
+                )
+                file.with_name("stop").touch()
+
+            with mock.patch.object(Search, "chunk", once):
+                self.assertEqual(work(file, arguments), 0)
             progress = Progress.read(file)
         self.assertTrue(progress.done)
-        self.assertGreaterEqual(progress.drawn, 6)
-        self.assertGreater(progress.failed, 1)
-        text, right = summary([progress, progress], wall=1.0)
+        self.assertGreater(len(progress.differs), 1)
+        self.assertGreater(sum(progress.differs.values()), 1)
+        text, right = summary([progress, progress], arguments, wall=1.0)
         self.assertFalse(right)
         self.assertEqual(text.count("exception: RuntimeError: replay failed: "), 1)
-        self.assertRegex(text, r"\n\d+ programs in .* causes: 1 of PyGraph, 0 of Ind")
+        *_, line, counts = text.splitlines()
+        self.assertRegex(line, r"^\d+ programs .* causes: 1 of PyGraph, 0 of Inductor")
+        counts = json.loads(counts)
+        self.assertEqual(counts["programs"], len(progress.differs))
+        self.assertEqual(counts["differ"], sum(progress.differs.values()))
+        self.assertEqual(counts["causes"], ["exception: RuntimeError: replay failed"])
 
-    def test_worker_that_crashes(self) -> None:
-        "A failure of the program that was running, and the next ones still run."
-        worker = """
-            import json, pathlib, sys
+    def supervised(self, worker: str, **kwargs: Any) -> list[Progress]:
+        """``worker`` finds its file in ``file`` and what is in it in ``state``."""
+        worker = f"""
+            import json, pathlib, sys, time
             file = pathlib.Path(sys.argv[sys.argv.index("--worker") + 1])
-            chunk = json.loads(file.read_text())["chunk"] if file.exists() else 0
-            state = json.loads(file.read_text()) if file.exists() else {}
-            state |= {"chunk": chunk + 1, "current": "x = 1", "done": chunk == 2}
-            file.write_text(json.dumps(state))
-            sys.exit(0 if chunk == 2 else 7)
+            state = json.loads(file.read_text())
+            def save(**kwargs):
+                state.update(kwargs)
+                file.write_text(json.dumps(state))
+            {textwrap.indent(textwrap.dedent(worker), " " * 12).strip()}
         """
         with tempfile.TemporaryDirectory() as directory:
             script = Path(directory, "worker.py")
             script.write_text(textwrap.dedent(worker))
-            arguments = self.arguments(check="results", jobs=1)
-            (progress,) = supervise(Path(directory), arguments, str(script))
+            return supervise(Path(directory), self.arguments(**kwargs), str(script))
+
+    def test_worker_that_crashes(self) -> None:
+        "A failure of the program that was running, and the next ones still run."
+        (progress,) = self.supervised("""
+            chunk = state["chunk"]
+            save(chunk=chunk + 1, current="x = 1", done=chunk == 2)
+            sys.exit(0 if chunk == 2 else 7)
+        """)
         self.assertTrue(progress.done)
         texts = [cause["text"] for cause in progress.causes]
         self.assertEqual(texts, ["ended with 7\n\nx = 1"] * 2)
+
+    def test_worker_that_hangs(self) -> None:
+        with mock.patch(f"{__name__}.MAX_CHECK_SECONDS", 2.0):
+            (progress,) = self.supervised("""
+                if state["causes"]:
+                    save(done=True)
+                else:
+                    save(current="x = 1")
+                    time.sleep(1000)
+            """)
+        self.assertTrue(progress.done)
+        (cause,) = progress.causes
+        self.assertRegex(cause["text"], r"^no result in \d+ s\n\nx = 1$")
+
+    def test_deadline(self) -> None:
+        "What was done until then counts, and what was running is nobody's fault."
+        start = time.monotonic()
+        results = self.supervised(
+            """
+            save(differs={file.name: False, "both": True}, current="x = 1")
+            time.sleep(1000)
+            """,
+            jobs=2,
+            seconds=3.0,
+        )
+        wall = time.monotonic() - start
+        self.assertLess(wall, 30)
+        text, right = summary(results, self.arguments(jobs=2), wall)
+        self.assertTrue(right)
+        counts = json.loads(text.splitlines()[-1])
+        self.assertEqual((counts["programs"], counts["differ"]), (3, 1))
+
+    def test_enough_programs(self) -> None:
+        (progress,) = self.supervised("""
+            save(differs={str(i): False for i in range(6)})
+            while not file.with_name("stop").exists():
+                time.sleep(0.01)
+            save(done=True)
+        """)
+        self.assertTrue(progress.done)
 
 
 class GeneratedCodeTest(TestCase):
@@ -656,17 +750,35 @@ WITHOUT = {
 # The end of a worker that cannot go on by itself.
 LOST = 3
 MAX_RESTARTS = 10
+# Programs are small: one that takes longer hangs.
+MAX_CHECK_SECONDS = 120.0
+# Between lines that say how far it is.
+REPORT_SECONDS = 10.0
+# What the end of workers that are killed may take.
+END_SECONDS = 3.0
+
+# Of the workers, of which there is one for each CPU: what they compile for the CPU is not
+# what is tested, and takes twice as long with vector instructions and without knowing them.
+WORKER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+}
 
 
 @dataclasses.dataclass
 class Progress:
-    """What a worker leaves behind, also if it crashes; it goes on at ``chunk``."""
+    """
+    What a worker has done, written before each check; after a crash, it goes on with the
+    chunk after ``chunk``.
+    """
 
     chunk: int = 0
-    drawn: int = 0
-    failed: int = 0
-    seconds: float = 0.0
+    # See Search.
+    differs: dict[str, bool] = dataclasses.field(default_factory=dict)
     features: dict[str, int] = dataclasses.field(default_factory=dict)
+    # Of checks.
+    seconds: float = 0.0
     # Of each: kind, features, whether it is Inductor's own, text.
     causes: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     # The program being checked.
@@ -686,113 +798,146 @@ class Progress:
         cause = {"kind": kind, "features": sorted(features), "own": own, "text": text}
         self.causes.append(cause)
 
+    def with_search(self, search: Search) -> Progress:
+        progress = dataclasses.replace(
+            self,
+            differs=self.differs | search.differs,
+            features=dict(Counter(self.features) + search.features),
+            causes=[*self.causes],
+        )
+        for cause in search.causes:
+            progress.add(*cause.cause, cause.inductors_own, str(cause))
+        return progress
+
 
 def work(file: Path, args: argparse.Namespace) -> int:
-    """Checks this shard's programs, from where ``file`` says."""
+    """
+    Checks the programs of every n-th chunk, from where ``file`` says, until a file "stop"
+    is beside it.
+    """
     gc.freeze()  # what is collected after each program is quicker with less to look at
-    progress = Progress.read(file)
-    shard, shards = map(int, args.shards.split("/"))
-    check, own = CHECKS[args.check]
+    before = Progress.read(file)
+    stop = file.with_name("stop")
+    index, workers = map(int, args.part.split("/"))
 
-    def timed(program: Program) -> Difference | None:
-        progress.current = program.source()
-        progress.write(file)
-        start = time.monotonic()
-        try:
-            return check(program)
-        except DeviceLost:
-            progress.write(file)
-            os._exit(LOST)
-        except InvalidProgram as error:
-            progress.add("invalid", program.features, False, f"eager: {error}")
-            return None
-        finally:
-            progress.seconds += time.monotonic() - start
+    def save(current: str = "", done: bool = False) -> None:
+        before.current, before.done = current, done
+        before.with_search(found).write(file)
 
+    def kept(check: Callable[[Program], Any]) -> Callable[[Program], Any]:
+        def checked(program: Program) -> Any:
+            save(program.source())
+            start = time.monotonic()
+            try:
+                return check(program)
+            except DeviceLost:
+                os._exit(LOST)
+            except InvalidProgram as error:
+                before.add("invalid", program.features, False, f"eager: {error}")
+                return None
+            finally:
+                before.seconds += time.monotonic() - start
+
+        return checked
+
+    check, own = map(kept, CHECKS[args.check])
     calls = args.check != "generated"
     strategy = programs(without=WITHOUT.get(args.check, ()), calls=calls)
-    drawn, failed = progress.drawn, progress.failed
-    found = Search(strategy, timed, own, args.seconds)
-    wanted = -(-args.programs // shards)
-    features = Counter(progress.features)
-    reported = 0
+    found = Search(strategy, check, own, stop.exists)
     with quiet():
-        while drawn + found.drawn < wanted and found.time_left > 0:
-            # A crash goes on with the next one.
-            progress.chunk += 1
-            progress.write(file)
-            found.chunk((args.seed * shards + shard) * 100_003 + progress.chunk, CHUNK)
-            for cause in found.causes[reported:]:
-                inductors_own = cause.inductors_own
-                progress.add(
-                    cause.kind, cause.program.features, inductors_own, str(cause)
-                )
-            reported = len(found.causes)
-            progress.drawn, progress.failed = drawn + found.drawn, failed + found.failed
-            progress.features = dict(features + found.features)
-    progress.done = True
-    progress.write(file)
+        while not stop.exists():
+            chunk = before.chunk * workers + index
+            before.chunk += 1
+            found.chunk(args.seed * 1_000_003 + chunk, CHUNK)
+    save(done=True)
     return 0
 
 
 def supervise(
     directory: Path, args: argparse.Namespace, script: str = __file__
 ) -> list[Progress]:
-    """Runs the workers, again after a crash, which is a failure of the program it ran."""
-    deadline = time.monotonic() + args.seconds
-    if args.jobs > 1:
-        shards = [f"{i}/{args.jobs}" for i in range(args.jobs)]
-    else:
-        shards = [args.shards]
+    """
+    Runs the workers, again after a crash or a hang, which is a failure of the program that
+    was running, until there are enough programs. At the deadline they are killed, whatever
+    they do.
+    """
+    start = time.monotonic()
+    files = [directory / f"{i}.json" for i in range(args.jobs)]
+    stop = directory / "stop"
 
-    def start(index: int) -> subprocess.Popen[bytes]:
+    def launch(index: int) -> subprocess.Popen[bytes]:
+        # How long it is silent counts from here.
+        Progress.read(files[index]).write(files[index])
         command = [sys.executable, script, "--worker", str(files[index])]
-        command += ["--shards", shards[index], "--programs", str(args.programs)]
+        command += ["--part", f"{index}/{args.jobs}"]
         command += ["--seed", str(args.seed), "--check", args.check]
-        command += ["--seconds", str(max(0.0, deadline - time.monotonic()))]
-        environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+        environment = {**os.environ, **WORKER_ENVIRONMENT}
         return subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
 
-    files = [directory / f"{i}.json" for i in range(len(shards))]
-    running = {index: start(index) for index in range(len(shards))}
+    running = {index: launch(index) for index in range(args.jobs)}
     restarts = Counter[int]()
+    next_report = REPORT_SECONDS
     try:
-        while running:
-            time.sleep(0.1)
+        while running and (elapsed := time.monotonic() - start) < args.seconds:
+            time.sleep(0.2)
+            results = [*map(Progress.read, files)]
+            differs = drawn(results)
+            if len(differs) >= args.programs:
+                stop.touch()
+            if elapsed > next_report:
+                next_report += REPORT_SECONDS
+                causes = sum(len(r.causes) for r in results)
+                print(
+                    f"{elapsed:.0f} s: {len(differs)} programs, {sum(differs.values())} "
+                    f"differ, {causes} causes, {len(running)} workers",
+                    flush=True,
+                )
             for index, process in list(running.items()):
-                # Programs are small: one that takes a minute hangs.
-                if time.monotonic() > deadline + 60:
+                status = process.poll()
+                how = "lost the device" if status == LOST else f"ended with {status}"
+                if status is None:
+                    silent = time.time() - files[index].stat().st_mtime
+                    if silent < MAX_CHECK_SECONDS:
+                        continue
                     process.kill()
                     process.wait()
-                if (status := process.poll()) is None:
-                    continue
+                    how = f"no result in {silent:.0f} s"
                 del running[index]
                 progress = Progress.read(files[index])
                 if progress.done:
                     continue
-                how = "lost the device" if status == LOST else f"ended with {status}"
-                progress.add(
-                    "crash", frozenset(), False, f"{how}\n\n{progress.current}"
-                )
+                text = f"{how}\n\n{progress.current}"
+                progress.add("crash", frozenset(), False, text)
                 progress.write(files[index])
                 restarts[index] += 1
-                if time.monotonic() < deadline and restarts[index] < MAX_RESTARTS:
-                    running[index] = start(index)
+                if not stop.exists() and restarts[index] < MAX_RESTARTS:
+                    running[index] = launch(index)
     finally:
         for process in running.values():
             process.kill()
-            process.wait()
-    return list(map(Progress.read, files))
+        end = time.monotonic() + END_SECONDS
+        for process in running.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+    return [*map(Progress.read, files)]
+
+
+def drawn(results: list[Progress]) -> dict[str, bool]:
+    return {name: differs for r in results for name, differs in r.differs.items()}
 
 
 def summary(
-    results: list[Progress], wall: float, expected: frozenset[str] = frozenset()
+    results: list[Progress],
+    args: argparse.Namespace,
+    wall: float,
+    expected: frozenset[str] = frozenset(),
 ) -> tuple[str, bool]:
     """
-    The causes and a line that counts, and whether PyGraph is right. ``expected``: features
-    of which there should have been programs.
+    The causes, and a line of JSON; and whether PyGraph is right. ``expected``: features of
+    which there should have been programs.
+
+    In the line, programs of runs with different seeds can be added; "causes" are kinds.
     """
-    drawn, failed = sum(r.drawn for r in results), sum(r.failed for r in results)
     causes: list[dict[str, Any]] = []
     found = [cause for r in results for cause in r.causes]
     for cause in sorted(found, key=lambda c: len(c["features"])):
@@ -807,15 +952,42 @@ def summary(
     for cause in [*own, *pygraph]:
         lines += ["=" * 88, f"{cause['kind']}: {', '.join(cause['features'])}"]
         lines += [cause["text"], ""]
-    drawn_features = {name for r in results for name in r.features}
-    if missing := sorted(expected - drawn_features):
+    missing = sorted(expected - {name for r in results for name in r.features})
+    if missing:
         lines.append(f"never drawn: {', '.join(missing)}")
-    each = sum(r.seconds for r in results) / max(1, drawn)
+    differs = drawn(results)
+    count, failed = len(differs), sum(differs.values())
+    each = sum(r.seconds for r in results) / max(1, count)
     lines.append(
-        f"{drawn} programs in {wall:.0f} s, {each:.2f} s each: {drawn - failed} equal, "
-        f"{failed} differ; causes: {len(pygraph)} of PyGraph, {len(own)} of Inductor"
+        f"{count} programs of seed {args.seed} in {wall:.0f} s, {each:.2f} s each: "
+        f"{count - failed} equal, {failed} differ; causes: {len(pygraph)} of PyGraph, "
+        f"{len(own)} of Inductor"
     )
+    counts = {
+        "check": args.check,
+        "seed": args.seed,
+        "programs": count,
+        "wanted": args.programs,
+        "equal": count - failed,
+        "differ": failed,
+        "causes": [c["kind"] for c in pygraph],
+        "inductors_causes": [c["kind"] for c in own],
+        "never_drawn": missing,
+        "jobs": args.jobs,
+        "seconds": round(wall, 1),
+        "seconds_each": round(each, 2),
+    }
+    lines.append(json.dumps(counts))
     return "\n".join(lines), not pygraph
+
+
+def cpus() -> int:
+    """That this process may use: of a container, perhaps less than the machine has."""
+    count = len(os.sched_getaffinity(0))
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text().split())
+        count = min(count, max(1, quota // period))
+    return count
 
 
 def main() -> int:
@@ -823,16 +995,16 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--shards", default="0/1", metavar="I/N")
-    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=cpus())
     default = "results" if HAS_CUDA_AND_TRITON else "generated"
     parser.add_argument("--check", choices=CHECKS, default=default)
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--part", metavar="I/N", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         return work(args.worker, args)
     start = time.monotonic()
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         results = supervise(Path(directory), args)
     # Without a GPU, programs are compiled and not called again.
     called = ("calls", "between", "no_grad")
@@ -841,8 +1013,8 @@ def main() -> int:
         for name in FEATURES.keys() - WITHOUT.get(args.check, ())
         if args.check != "generated" or not name.startswith(called)
     )
-    text, right = summary(results, time.monotonic() - start, expected)
-    print(text)
+    text, right = summary(results, args, time.monotonic() - start, expected)
+    print(text, flush=True)
     return 0 if right else 1
 
 
