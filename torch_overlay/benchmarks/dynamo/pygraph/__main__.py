@@ -4,7 +4,8 @@ Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched bu
     python -m pygraph --suite paper --output rows.json [--cases a,b] [--budget 420]
     python -m pygraph --smoke
 
-The suites: pi (small graphs, what parameter indirection must show), paper (the 25 workloads
+The suites: pi (small graphs, what parameter indirection must show), cgct (values on the CPU
+in programs for the GPU), paper (the 25 workloads
 of the paper's evaluation), modern (workloads of today), quick (a few of both). --smoke needs
 no GPU: it builds every case in a small size and takes a step of it.
 """
@@ -104,6 +105,7 @@ def _serve(args: argparse.Namespace) -> None:
     # What libraries print must not end up between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    from .cgct_run import CpuValuesRun
     from .program import VARIANTS
     from .worker import CaseRun, summary
 
@@ -127,7 +129,8 @@ def _serve(args: argparse.Namespace) -> None:
             if run is None:
                 (case,) = cases.select(args.suite, [args.worker])
                 names = args.variants.split(",") if args.variants else cases.SUITES[args.suite].variants
-                run = CaseRun(
+                kind = CpuValuesRun if args.suite == "cgct" else CaseRun
+                run = kind(
                     case,
                     args.device,
                     small=args.small,

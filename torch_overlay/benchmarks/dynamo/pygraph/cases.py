@@ -42,6 +42,8 @@ class Case:
     about: str = ""
     paper: str = ""
     obstacle: str = ""
+    # Keyword inputs that are set as attributes of the module before each call.
+    attributes: tuple[str, ...] = ()
     # Libraries it is built from.
     needs: tuple[str, ...] = ()
     # Moved to the device once built, as programs do, so that what is no parameter or
@@ -114,6 +116,13 @@ SUITES = {
         solo=("stock_cg", "pygraph"),
         cold=(),
         profile=False,
+        must_equal=("pygraph", "forced_node_update"),
+    ),
+    "cgct": Suite(
+        ("no_cg", "stock_cg", "pygraph", "gpu", "forced_node_update", "gpu_node_update"),
+        rounds=41,
+        max_case_s=60.0,
+        solo=(),
         must_equal=("pygraph", "forced_node_update"),
     ),
     "paper": WORKLOADS,
@@ -324,4 +333,4 @@ _model("resnet18", "training", _resnet, _images(32, torch.float32))
 
 
 # They add theirs.
-from . import modern, paper  # noqa: E402, F401
+from . import cgct, modern, paper  # noqa: E402, F401

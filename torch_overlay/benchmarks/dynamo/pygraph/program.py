@@ -68,6 +68,9 @@ VARIANTS = {
     "forced_copy": _forced("copy"),
     "forced_node_update": _forced("node_update"),
     "hand_written": Variant({}, alone=True, hand_written=True),
+    # Of the same program with its CPU values on the GPU; see cgct_run.py.
+    "gpu": Variant({"options": {"pygraph": True}}, selects=True),
+    "gpu_node_update": _forced("node_update"),
 }
 
 
@@ -105,6 +108,10 @@ class Program:
             self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
 
     def step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.case.attributes:
+            kwargs = dict(kwargs)
+            for name in self.case.attributes:
+                setattr(self.module, name, kwargs.pop(name))
         if not self.training:
             return self.compiled(*args, **kwargs)
         self.release()

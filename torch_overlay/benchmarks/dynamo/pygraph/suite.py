@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import cgct_run
 from .cases import described, SUITES
 from .report import time_of
 
@@ -260,6 +261,8 @@ def _batches(cases: list[Case]) -> list[list[Case]]:
 
 def missed(case: Case, row: Row) -> list[str]:
     """What the case must show and does not."""
+    if case.suite == "cgct":
+        return cgct_run.missed(case, row)
     if "error" in row:
         return [row["error"]]
     found = []

@@ -427,6 +427,20 @@ def report() -> list[dict[str, Any]]:
     ]
 
 
+def blockers() -> list[str]:
+    """What is left out of the graphs since the last reset, and why."""
+    pygraph = _pygraph()
+    graphs = pygraph.report().graphs if pygraph else ()
+    found = [
+        f"{blocker.op}: {blocker.reason}"
+        for graph in graphs
+        for partition in graph.partitions
+        for blocker in partition.blockers
+    ]
+    skipped = [graph.skip_reason for graph in graphs if graph.skip_reason]
+    return sorted({*found, *skipped})
+
+
 def reset_report() -> None:
     pygraph = _pygraph()
     if pygraph:
