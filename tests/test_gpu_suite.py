@@ -737,6 +737,24 @@ def test_what_a_case_must_show(case, row, expected):
     assert suite.missed(_case(**case), {**ROW, **row}) == ([expected] if expected else [])
 
 
+@pytest.mark.parametrize(
+    ("percent", "expected"),
+    [
+        ({"pygraph": 74.3}, []),
+        ({"pygraph": 74.1}, ["74.10 % of the kernels in CUDA graphs, not 74.22 %"]),
+        # What the choice leaves out could have been captured.
+        ({"pygraph": 0.0, "forced_copy": 80.0}, []),
+        ({"pygraph": 0.0}, ["0.00 % of the kernels in CUDA graphs, not 74.22 %"]),
+        ({"stock_cg": 90.0}, ["it is not known which kernels are in CUDA graphs"]),
+    ],
+)
+def test_as_many_kernels_are_captured_as_in_the_paper(percent, expected):
+    launches = {name: {"kernels": 1000, "kernels_in_graphs": 10 * share} for name, share in percent.items()}
+    row = {**ROW, "suite": "paper", "paper": "ST", "launches": launches}
+    assert suite.missed(dataclasses.replace(_case(), suite="paper", paper="ST"), row) == expected
+    assert suite.missed(_case(paper="ST"), row) == []
+
+
 def test_choices_of_several_graphs():
     entry = {"choice": "copy", "copied_bytes": 1, "stock_copied_bytes": 2}
     totals = worker.totals([entry, {**entry, "choice": "no_graph", "copied_bytes": 0}, entry])
