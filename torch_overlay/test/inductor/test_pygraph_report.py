@@ -34,6 +34,7 @@ from torch._inductor.pygraph.report import (
     advice,
     Blocker,
     BRINGS_CPU_VALUES,
+    COPIES_TO_CPU,
     COPY,
     describe_partition,
     FunctionReport,
@@ -304,6 +305,7 @@ class AdviceTest(TestCase):
         "reason",
         (
             "cpu ops",
+            COPIES_TO_CPU,
             "cpu device (sin)",
             "DeviceCopy ops",
             "Conditional ops",
@@ -600,7 +602,9 @@ class SourceTest(TestCase):
         self, *traces: str | None, op: str = "call_function"
     ) -> types.SimpleNamespace:
         origins = [
-            types.SimpleNamespace(stack_trace=t, op=op, target="aten.sin.default")
+            types.SimpleNamespace(
+                stack_trace=t, op=op, target="aten.sin.default", meta={}
+            )
             for t in traces
         ]
         node = types.SimpleNamespace(
@@ -663,7 +667,14 @@ class CompiledTest(TestCase):
         line = through_the_cpu.__code__.co_firstlineno + 1
         file = through_the_cpu.__code__.co_filename
         reasons = {b.reason for b in forward.partitions[1].blockers}
-        self.assertEqual(reasons, {BRINGS_CPU_VALUES, "cpu ops"})
+        self.assertEqual(reasons, {BRINGS_CPU_VALUES, COPIES_TO_CPU, "cpu ops"})
+        (copy,) = [
+            b for b in forward.partitions[1].blockers if b.reason == COPIES_TO_CPU
+        ]
+        self.assertEqual(copy.op, "prims.device_put.default")
+        self.assertEqual(copy.source, f"{file}:{line} in through_the_cpu")
+        # What brings the value to the GPU again is no kernel.
+        self.assertEqual(forward.partitions[1].kernels, 2)
         sources = {
             b.source
             for b in forward.partitions[1].blockers

@@ -34,6 +34,7 @@ from torch._inductor.pygraph import (
     transform,
 )
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, PlaceholderMap
+from torch._inductor.pygraph.report.trace import load
 from torch._inductor.test_case import run_tests, TestCase
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.testing import FileCheck
@@ -522,10 +523,52 @@ class GeneratedCodeTest(TestCase):
             compile_for_h200(Program(fn, lambda: (cuda(8, 8), cpu())))
         (message,) = logs.output
         FileCheck().check("graphs: 2, not captured:").check(
-            f"{__file__}:{first + 1} in fn: prims.device_put"
-        ).check(f"{__file__}:{first + 2} in fn: ").check("cpu ops. Create").run(message)
+            f"{__file__}:{first + 1} in fn: prims.device_put.default: copies a result of "
+            "the GPU to the CPU. The host waits"
+        ).check(f"{__file__}:{first + 2} in fn: ").check(
+            "cpu ops. It runs on the CPU"
+        ).run(message)
         # That a CPU value is brought to the GPU is no line's doing.
         self.assertNotIn("brings", message)
+
+    def test_report_names_the_values(self):
+        big = transform.MAX_STAGED_BYTES // 4 + 1
+
+        def fn(x, s, t, table, v):
+            x = x * s + t.sum()
+            x = x + torch.arange(8)[2]
+            x = x[:, None] + table.to("cuda")
+            return x.sum() + v.to("cuda")
+
+        reset_report()
+        self.addCleanup(reset_report)
+        inputs = lambda: (cuda(8), cpu(), cpu(8), cpu(8, 64), cpu(big))  # noqa: E731
+        compile_for_h200(Program(fn, inputs))
+        (graph,) = report().graphs
+        first = fn.__code__.co_firstlineno
+        found = {(v.how, v.type, v.source) for v in graph.cpu_values}
+        at = [f"{__file__}:{first + i} in fn" for i in range(5)]
+        expected = {
+            ("delivered", "float32[]", at[1]),
+            ("made on the GPU", "int64[8]", at[2]),
+            ("staged", "float32[8, 64]", at[3]),
+            ("uploaded", f"float32[{big}]", at[4]),
+        }
+        self.assertEqual(found, expected)
+        # Two scalars, which are told apart.
+        self.assertEqual(len(graph.cpu_values), 5)
+
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory, "report.json")
+            file.write_text(report().json())
+            (loaded,) = load(file)
+        self.assertEqual(loaded.graphs, report().graphs)
+        place = f"test_pygraph_transform.py:{first + 1} in fn"
+        FileCheck().check("CPU values that GPU code reads").check(
+            f"delivered: float32[] x 2, inductor/{place}"
+        ).run(loaded.text())
+        self.assertIn(f"delivered: float32[] x 2, inductor/{place}", loaded.html())
+        self.assertNotIn("brings CPU values", loaded.text())
 
     def test_log_names_why_a_graph_is_skipped(self):
         program = Program(lambda x, s: x * s, lambda: (cuda(8), cpu()))

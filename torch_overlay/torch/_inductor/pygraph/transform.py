@@ -36,7 +36,13 @@ from torch._inductor.pygraph.deliver import (
     offsets,
     PIECE_BYTES,
 )
-from torch._inductor.pygraph.report import BRINGS_CPU_VALUES
+from torch._inductor.pygraph.report import (
+    BRINGS_CPU_VALUES,
+    COPIES_TO_CPU,
+    CPU_VALUES,
+    CpuValue,
+    innermost,
+)
 from torch._inductor.utils import get_gpu_type, is_gpu
 from torch._inductor.virtualized import V
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -436,6 +442,8 @@ class Placement:
         self.level = known_after(graph)
         self.made_on_gpu: dict[torch.fx.Node, bool] = {}
         self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
+        # For the report: the node on the GPU that first reads a value.
+        self.first_user: dict[torch.fx.Node, torch.fx.Node] = {}
 
     def run(self) -> bool:
         """Whether the graph was changed, and has to be sorted."""
@@ -504,7 +512,9 @@ class Placement:
     def deliver(self, found: Sequence[Crossing]) -> None:
         groups: dict[tuple[int, torch.device], OrderedSet[torch.fx.Node]] = {}
         for c in found:
+            self.first_user.setdefault(c.value, c.user)
             for value in self.small_values(c.value):
+                self.first_user.setdefault(value, c.user)
                 key = (self.level[value], c.device)
                 groups.setdefault(key, OrderedSet()).add(value)
         for (_, device), values in groups.items():
@@ -523,6 +533,7 @@ class Placement:
                 self.homes[value, device] = self.graph.call_function(
                     operator.getitem, (delivered, i)
                 )
+                self.report(delivered, value, "delivered", self.first_user[value])
         counters["pygraph"]["delivered_values"] += len(values)
 
     def home(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
@@ -546,19 +557,32 @@ class Placement:
                 lambda n: self.home(n, device) if on_cpu(n) else n,
                 (value.args, value.kwargs),
             )
-            if value.target in CONSTRUCTORS:
-                kwargs = {**kwargs, "device": device}
-            return self.like(value, value.target, args, kwargs)
+            if value.target not in CONSTRUCTORS:
+                return self.like(value, value.target, args, kwargs)
+            home = self.like(value, value.target, args, {**kwargs, "device": device})
+            self.report(home, value, "made on the GPU", value)
+            return home
         if not can_be_copied(value):
             return None
         nbytes = static_nbytes(value.meta["val"])
         if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
             counters["pygraph"]["staged_tensors"] += 1
-            op = torch.ops.pygraph.stage.default
+            how, op = "staged", torch.ops.pygraph.stage.default
         else:
             counters["pygraph"]["uploaded_tensors"] += 1
-            op = torch.ops.pygraph.upload.default
-        return self.graph.call_function(op, (value, device))
+            how, op = "uploaded", torch.ops.pygraph.upload.default
+        home = self.graph.call_function(op, (value, device))
+        self.report(home, value, how, self.first_user.get(value, value))
+        return home
+
+    def report(
+        self, home: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node
+    ) -> None:
+        val = value.meta["val"]
+        type = f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+        source = innermost(at.meta.get("stack_trace", ""))
+        found = CpuValue(value.name, type, how, source)
+        home.meta[CPU_VALUES] = (*home.meta.get(CPU_VALUES, ()), found)
 
 
 def launches(values: Sequence[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
@@ -592,14 +616,15 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
 
 def partition_reason(node: BaseSchedulerNode) -> str | None:
     """
-    Why a node can not be captured though upstream would capture it, or of what brings CPU
-    values to the GPU: that it does. A GPU node can not be if what it reads is on the CPU or
+    Why a node can not be captured though upstream would capture it, or of a copy between
+    CPU and GPU: that it is one. A GPU node can not be if what it reads is on the CPU or
     only known to the host, or if it gives a CPU tensor, which it has to wait for.
     """
     if is_host_copy(node.node):
         return BRINGS_CPU_VALUES
     if not node.is_gpu():
-        return None
+        # What other nodes on the CPU do, upstream says.
+        return COPIES_TO_CPU if isinstance(node.node, ir.DeviceCopy) else None
     ir_node = node.node
     if isinstance(ir_node, ir.MultiOutput):
         # The element of a result stays with what gives it.

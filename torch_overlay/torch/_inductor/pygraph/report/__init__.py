@@ -47,6 +47,12 @@ ARTIFACT = "pygraph_report"
 # Why something is not captured that nobody has to change anything about; see transform.py.
 BRINGS_CPU_VALUES = "brings CPU values to the GPU"
 
+# Of a copy in the other direction.
+COPIES_TO_CPU = "copies a result of the GPU to the CPU"
+
+# Where nodes of a graph keep the CpuValues that they bring there.
+CPU_VALUES = "pygraph_cpu_values"
+
 log = logging.getLogger(__name__)
 
 _numbers = itertools.count()
@@ -107,12 +113,29 @@ class Blocker:
 
 
 @dataclasses.dataclass(frozen=True)
+class CpuValue:
+    """
+    A value on the CPU that GPU code reads, and how it gets there: one of the ways that
+    transform.py lists. ``name`` is its own in the graph.
+    """
+
+    name: str
+    type: str
+    how: str
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
 class PartitionReport:
-    """Consecutive kernels, captured together or, for the blockers among them, not."""
+    """
+    Consecutive kernels, captured together or, for the blockers among them, not.
+    ``cpu_values`` are those that they read, or bring to the GPU for others to read.
+    """
 
     kernels: int
     source: str
     blockers: tuple[Blocker, ...] = ()
+    cpu_values: tuple[CpuValue, ...] = ()
 
 
 @dataclasses.dataclass
@@ -128,6 +151,10 @@ class GraphReport:
     skip_reason: str = ""
     source: str = ""
     partitions: list[PartitionReport] = dataclasses.field(default_factory=list)
+
+    @property
+    def cpu_values(self) -> OrderedSet[CpuValue]:
+        return OrderedSet(v for p in self.partitions for v in p.cpu_values)
 
 
 class Report(Sequence[FunctionReport]):
@@ -231,7 +258,7 @@ def new_graph(compiled: CompiledFxGraph) -> None:
         mode=_mode(compiled),
         device=torch.cuda.get_device_properties(device_index).name,
         skip_reason=skip_reason.removeprefix("skipping cudagraphs due to ").strip(". "),
-        source=innermost(trace) or (partitions[0].source if partitions else ""),
+        source=innermost(trace) or next((p.source for p in partitions if p.source), ""),
         partitions=partitions,
     )
     _graphs.append(entry)
@@ -304,9 +331,17 @@ def describe_partition(
         if (reason := why_not(node)) is not None
     )
     return PartitionReport(
-        kernels=len(kernels),
+        kernels=sum(why_not(node) != BRINGS_CPU_VALUES for node in kernels),
         source=span(trace for node in kernels for trace in _traces(node)),
         blockers=tuple(sorted(blockers, key=lambda b: (b.source, b.op))),
+        cpu_values=tuple(
+            OrderedSet(
+                value
+                for node in kernels
+                for origin in _all_origins(node)
+                for value in origin.meta.get(CPU_VALUES, ())
+            )
+        ),
     )
 
 
@@ -315,13 +350,28 @@ def _traces(node: BaseSchedulerNode) -> list[str]:
     return [o.stack_trace for o in _origins(node) if o.stack_trace]
 
 
-def _origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
-    "Without the copies to the GPU, which Inductor adds to the origins of what they read."
+def _origins(node: BaseSchedulerNode) -> list[torch.fx.Node]:
+    """
+    Without the copies to the GPU, which Inductor adds to the origins of what they read, and
+    of a copy to the CPU without the origins of what it reads.
+    """
+    from torch._inductor.ir import DeviceCopy
+
+    origins = [
+        origin
+        for origin in _all_origins(node)
+        if getattr(origin.target, "namespace", None) != "pygraph"
+    ]
+    if isinstance(node.node, DeviceCopy):
+        put = torch.ops.prims.device_put.default
+        origins = [o for o in origins if o.target is put] or origins
+    return origins
+
+
+def _all_origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
     for part in node.get_nodes():
         if part.node is not None:
-            for origin in part.node.get_origins():
-                if getattr(origin.target, "namespace", None) != "pygraph":
-                    yield origin
+            yield from part.node.get_origins()
 
 
 def _op(node: BaseSchedulerNode) -> str:

@@ -10,7 +10,18 @@ import re
 # lowering.py, and of select.py and record.py.
 _ADVICE = (
     (
-        r"^cpu ops|cpu device|lies on the CPU",
+        r"^cpu ops",
+        "It runs on the CPU in each call: in front of what is captured, or between two "
+        "graphs if it needs a result of the GPU. Compute it on the GPU, or outside of the "
+        "compiled function.",
+    ),
+    (
+        r"result of the GPU to the CPU",
+        "The host waits there for the GPU. Copy results to the CPU after the compiled "
+        "function, and compute on the GPU what GPU code needs again.",
+    ),
+    (
+        r"cpu device|lies on the CPU",
         "Create or pass the tensor on the GPU, or leave it out of the compiled function.",
     ),
     (

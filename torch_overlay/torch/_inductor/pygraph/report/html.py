@@ -15,6 +15,7 @@ from torch._inductor.pygraph.report.text import (
     kernels,
     label,
     place,
+    placed,
     plural,
     reason,
     skipped,
@@ -120,6 +121,15 @@ def _process(report: Report) -> Iterator[str]:
         yield "<h2>Functions, by what the choice saves</h2>"
     for f in report.by_gain():
         yield from _function(f)
+    for index, graph in enumerate(placed(report)):
+        if index == 0:
+            yield "<h2>CPU values that GPU code reads</h2>"
+        yield '<div class="card"><div class="head">'
+        yield f"<h3>{escape(graph.where)}</h3>"
+        yield f'<span class="soft">{escape(graph.which)}</span></div>'
+        for text in graph.values:
+            yield f"<p>{escape(text)}</p>"
+        yield "</div>"
     skips = list(skipped(report))
     if skips:
         yield "<h2>Not captured</h2>"

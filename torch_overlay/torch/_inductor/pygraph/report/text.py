@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import os
 import textwrap
+from collections import Counter
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.report import COPY, NO_GRAPH, NODE_UPDATE, UNDECIDED
+from torch._inductor.pygraph.report import (
+    BRINGS_CPU_VALUES,
+    COPY,
+    NO_GRAPH,
+    NODE_UPDATE,
+    UNDECIDED,
+)
 from torch._inductor.pygraph.report.advice import advice
 
 
@@ -101,6 +108,10 @@ def totals(report: Report) -> tuple[float, float, int, int]:
     )
 
 
+def _which_graph(g: GraphReport) -> str:
+    return f"{g.mode}, graph {g.compile_id}" if g.compile_id else g.mode
+
+
 class Skipped(NamedTuple):
     """Kernels that Inductor keeps out of functions: reasons, and what to change."""
 
@@ -112,7 +123,7 @@ class Skipped(NamedTuple):
 
 def skipped(report: Report) -> Iterator[Skipped]:
     for g in report.graphs:
-        which = f"{g.mode}, graph {g.compile_id}" if g.compile_id else g.mode
+        which = _which_graph(g)
         if g.skip_reason:
             change = advice(g.skip_reason)
             yield Skipped(
@@ -123,19 +134,40 @@ def skipped(report: Report) -> Iterator[Skipped]:
             )
             continue
         for p in g.partitions:
-            if not p.blockers:
+            blockers = [b for b in p.blockers if b.reason != BRINGS_CPU_VALUES]
+            if not blockers:
                 continue
             reasons = [
                 f"{b.reason}: {b.op} at {shorten(b.source) or 'an unknown place'}"
-                for b in p.blockers
+                for b in blockers
             ]
-            changes = dict.fromkeys(advice(b.reason) for b in p.blockers)
+            changes = dict.fromkeys(advice(b.reason) for b in blockers)
             yield Skipped(
                 shorten(p.source) or place(g),
                 f"{which}, {plural(p.kernels, 'kernel')}",
                 reasons,
                 [change for change in changes if change],
             )
+
+
+class Placed(NamedTuple):
+    """What GPU code of one graph reads of the CPU, in lines."""
+
+    where: str
+    which: str
+    values: list[str]
+
+
+def placed(report: Report) -> Iterator[Placed]:
+    for g in report.graphs:
+        counts = Counter((v.how, v.type, v.source) for v in g.cpu_values)
+        if counts:
+            lines = [
+                f"{how}: {type}{f' x {count}' if count > 1 else ''}, "
+                f"{shorten(source) or 'an unknown place'}"
+                for (how, type, source), count in counts.items()
+            ]
+            yield Placed(place(g), _which_graph(g), lines)
 
 
 def kernels(report: Report) -> tuple[int, int]:
@@ -178,6 +210,14 @@ def _lines(report: Report, width: int) -> Iterator[str]:
             yield f"   copied by each replay: {now}; by stock CUDA graphs: {before}"
         if text := change(f):
             yield from _paragraph(f"change: {text}", width)
+    for index, graph in enumerate(placed(report)):
+        if index == 0:
+            yield ""
+            yield "CPU values that GPU code reads"
+        yield ""
+        yield from _wrap(f"   {graph.where}", f"   {graph.which}", width)
+        for text in graph.values:
+            yield from _paragraph(text, width)
     for index, skip in enumerate(skipped(report)):
         if index == 0:
             yield ""

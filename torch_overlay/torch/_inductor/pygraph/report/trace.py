@@ -9,6 +9,7 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.pygraph.report import (
     ARTIFACT,
     Blocker,
+    CpuValue,
     FunctionReport,
     GraphReport,
     PartitionReport,
@@ -92,7 +93,13 @@ def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
 
 def _graph(content: dict[str, Any]) -> GraphReport:
     partitions = [
-        PartitionReport(**{**p, "blockers": tuple(Blocker(**b) for b in p["blockers"])})
+        PartitionReport(
+            **{
+                **p,
+                "blockers": tuple(Blocker(**b) for b in p["blockers"]),
+                "cpu_values": tuple(CpuValue(**v) for v in p["cpu_values"]),
+            }
+        )
         for p in content["partitions"]
     ]
     return GraphReport(**{**content, "partitions": partitions})
