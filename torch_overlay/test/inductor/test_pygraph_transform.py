@@ -599,8 +599,34 @@ class ModelledDriver:
 
     def __init__(self) -> None:
         self.launches = 0
+        self.copies = 0
         self.stream = 0
         self.captured: list[tuple[Any, int, bytes]] | None = None
+        # What the device has not done yet, if it is behind the host.
+        self.is_behind = False
+        self.queue: list[Callable[[], Any]] = []
+
+    def enqueue(self, work: Callable[[], Any]) -> None:
+        if self.is_behind:
+            self.queue.append(work)
+        else:
+            work()
+
+    def catch_up(self, after_copy: Callable[[], Any] = lambda: None) -> None:
+        for work in self.queue:
+            if not isinstance(work(), ModelledEvent):
+                after_copy()
+        self.queue.clear()
+
+    def copy(self, to: int, host: int, nbytes: int) -> None:
+        self.copies += 1
+        self.enqueue(lambda: ctypes.memmove(to, host, nbytes))
+
+    def cuMemcpyHtoDAsync(self, to, host, nbytes, stream):
+        if stream != self.stream:
+            raise AssertionError("on another stream")
+        self.copy(to, host, nbytes)
+        return (0,)
 
     def cuLaunchKernel(self, sizes, *args):
         *grid_and_block, shared, stream, parameters, extra = args
@@ -645,11 +671,37 @@ class ModelledDriver:
                 lambda: self.captured is not None,
             ),
             mock.patch.object(deliver, "pinned_copy", self.pinned_copy),
+            mock.patch.object(
+                deliver._Staged,
+                "_copy",
+                lambda staged, host: self.copy(
+                    staged.address, host.data_ptr(), host.nbytes
+                ),
+            ),
+            mock.patch.object(torch.cuda, "current_device", lambda: None),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: self.stream),
+            mock.patch.object(torch.cuda, "Event", lambda: ModelledEvent(self)),
         )
 
     def pinned_copy(self, value):
         self.launches += 1
         return value.clone()
+
+
+class ModelledEvent:
+    def __init__(self, driver: ModelledDriver) -> None:
+        self.driver = driver
+        self.is_done = False
+
+    def record(self, stream):
+        self.driver.enqueue(self.done)
+
+    def done(self):
+        self.is_done = True
+        return self
+
+    def query(self):
+        return self.is_done
 
 
 class DeliverTest(TestCase):
@@ -817,37 +869,81 @@ class DeliverTest(TestCase):
     def test_offsets(self):
         self.assertEqual(deliver.offsets([4, 16, 17, 1], 16), [0, 16, 32, 64, 80])
 
-    def test_stage_copies_what_changed(self):
+    def stage(self):
         stage = deliver.Stage(0)
         stage.upload.device = torch.device("cpu")
+        return stage
+
+    def test_stage_copies_what_changed(self):
+        stage = self.stage()
         value = torch.zeros(1000)
-        first = stage(value)
-        self.assertIs(stage(value), first)
-        self.assertIs(stage(value.clone()), first)
-        self.assertEqual(self.driver.launches, 1)
+        staged = stage(value)
+        self.assertIs(stage(value), staged)
+        self.assertIs(stage(value.clone()), staged)
+        self.assertEqual(self.driver.copies, 1)
         # No version counter sees this.
         value.numpy()[-1] = 5
-        second = stage(value)
-        self.assertEqual(second, value)
-        self.assertEqual(first[-1], 0)
+        self.assertIs(stage(value), staged)
+        self.assertEqual(staged, value)
+        self.assertEqual(self.driver.copies, 2)
         # Equal to ==, but not the same.
         value[0] = -0.0
         self.assertTrue(stage(value)[0].signbit())
         value[0] = float("nan")
-        third = stage(value)
-        self.assertIs(stage(value), third)
+        stage(value)
+        copies = self.driver.copies
+        stage(value)
+        self.assertEqual(self.driver.copies, copies)
         self.driver.stream = 7
-        self.assertIsNot(stage(value), third)
+        self.assertIsNot(stage(value), staged)
+
+    @parametrize("numel", (3, 5000, 100_000))
+    def test_stage_leaves_what_is_still_read(self, numel):
+        "However far the host is ahead; pinned memory that was read is used again."
+        stage = self.stage()
+        self.driver.is_behind = True
+        for behind in (100, 0, 30):
+            for i in range(behind):
+                stage(torch.full((numel,), i + 0.5))
+            (staged,) = stage.kept.values()
+            seen = []
+            self.driver.catch_up(lambda: seen.append(staged.copy[-1].item()))
+            self.assertEqual(seen, [i + 0.5 for i in range(behind)])
+        allocated = self.driver.launches
+        for i in range(200):
+            stage(torch.full((numel,), float(i)))
+            self.driver.catch_up()
+        self.assertEqual(staged.copy[0], 199.0)
+        self.assertLessEqual(self.driver.launches, allocated + deliver.MAX_BATCH)
+
+    def test_stage_of_several_threads(self):
+        stage = self.stage()
+        seen = []
+
+        def run(value):
+            staged = stage(torch.full((100,), value))
+            seen.append((staged, value))
+            barrier.wait()
+
+        # Both live until the end, so that no identity is used again.
+        barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=run, args=(float(i),)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        self.assertEqual(len(stage.kept), 2)
+        for staged, value in seen:
+            self.assertEqual(staged, torch.full((100,), value))
 
     def test_stage_in_a_programs_own_capture(self):
         "It copies as eager does, and keeps nothing of it."
-        stage = deliver.Stage(0)
-        stage.upload.device = torch.device("cpu")
+        stage = self.stage()
         value = torch.zeros(100)
         kept = stage(value)
         self.driver.captured = []
         self.assertIsNot(stage(value), kept)
-        self.assertEqual(self.driver.launches, 1)
+        self.assertEqual(self.driver.copies, 1)
         self.driver.captured = None
         self.assertIs(stage(value), kept)
 
@@ -869,6 +965,9 @@ class DeliverTest(TestCase):
                     [ptxas, "-arch=sm_90", source, "-o", Path(directory, "cubin")],
                     check=True,
                 )
+
+
+instantiate_parametrized_tests(DeliverTest)
 
 
 def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
@@ -1019,15 +1118,32 @@ class DeviceTest(TestCase):
         table = cpu(100, 100)
         fn = lambda x: x + table.to("cuda")  # noqa: E731
         compiled = torch.compile(fn, options=FORCED)
+        put = deliver._Staged.put
         with mock.patch.object(
-            deliver, "pinned_copy", wraps=deliver.pinned_copy
-        ) as pinned_copy:
+            deliver._Staged, "put", autospec=True, side_effect=put
+        ) as copies:
             for _ in range(5):
                 self.check_call(fn, compiled, (cuda(100, 100),))
-            self.assertEqual(pinned_copy.call_count, 1)
+            self.assertEqual(copies.call_count, 1)
             table.numpy()[3, 4] = 17
             self.check_call(fn, compiled, (cuda(100, 100),))
-            self.assertEqual(pinned_copy.call_count, 2)
+            self.assertEqual(copies.call_count, 2)
+
+    @parametrize("numel", (200, 4000, 40_000))
+    def test_what_changes_in_every_call(self, numel):
+        "Also while the device is behind, so that pinned memory is still to be read."
+        fn = lambda x, v: x + v.to("cuda")  # noqa: E731
+        compiled = torch.compile(fn, options=FORCED)
+        x, v = cuda(numel), cpu(numel)
+        for _ in range(4):
+            self.check_call(fn, compiled, (x, v))
+        for sleep in (0, 1 << 26, 0):
+            torch.cuda._sleep(sleep)
+            actual = []
+            for i in range(40):
+                v.numpy()[:] = i
+                actual.append(compiled(x, v))
+            self.assertEqual(actual, [x + i for i in range(40)])
 
     def test_module_attributes(self):
         class Module(torch.nn.Module):
