@@ -916,6 +916,20 @@ class DeliverTest(TestCase):
         self.assertEqual(staged.copy[0], 199.0)
         self.assertLessEqual(self.driver.launches, allocated + deliver.MAX_BATCH)
 
+    def test_inference_mode_of_the_first_call(self):
+        "It is not that of later ones, which write to the same memory."
+        stage = self.stage()
+        for without_kernel in (False, True):
+            with mock.patch.object(
+                deliver, "_kernel", lambda sizes: None if without_kernel else sizes
+            ):
+                d = self.deliver(cpu(3))
+                with torch.inference_mode():
+                    self.assertFalse(stage(torch.zeros(100)).is_inference())
+                    self.give(d, torch.zeros(3))
+                self.assertEqual(stage(torch.ones(100)), torch.ones(100))
+                self.assertEqual(self.give(d, torch.ones(3)), [torch.ones(3)])
+
     def test_stage_of_several_threads(self):
         stage = self.stage()
         seen = []

@@ -188,7 +188,9 @@ class _Target:
     def __init__(self, deliver: Deliver, packed: _Packed) -> None:
         sizes = deliver.sizes
         *starts, nbytes = offsets(sizes, MAX_ALIGNMENT)
-        self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=deliver.device)
+        # Else later calls could only write to it in inference mode too.
+        with torch.inference_mode(False):
+            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=deliver.device)
         self.places = [self.buffer.narrow(0, i, n) for i, n in zip(starts, sizes)]
         self.outputs = [
             place.view(dtype).view(shape)
@@ -349,7 +351,9 @@ class _Staged:
 
     def __init__(self, like: torch.Tensor, device: torch.device) -> None:
         self.device = device
-        self.copy = torch.empty(like.shape, dtype=like.dtype, device=device)
+        # Else later calls could only write to it in inference mode too.
+        with torch.inference_mode(False):
+            self.copy = torch.empty(like.shape, dtype=like.dtype, device=device)
         self.address = self.copy.data_ptr()
         self.nbytes = like.nbytes
         self.batch_size = max(1, min(MAX_BATCH, MAX_BATCH_BYTES // self.nbytes))
