@@ -7,8 +7,10 @@ import dataclasses
 import importlib.machinery
 import importlib.util
 import json
+import math
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,7 +206,8 @@ def _variant(name, compile):
     return dataclasses.replace(program.VARIANTS[name], compile=compile, config={})
 
 
-PI = cases.SUITES["pi"].variants
+# Those that run without a GPU, and in this process.
+PI = [name for name in cases.SUITES["pi"].variants if name not in ("hand_written", "jax")]
 EAGER = {name: _variant(name, {"backend": "eager"}) for name in PI}
 
 
@@ -415,6 +418,15 @@ def test_a_variant_without_its_setting_is_left_out():
     assert "later_us" not in run.measure()
 
 
+def test_slow_calls_are_timed_in_fewer_rounds():
+    run = worker.CaseRun(_tiny(), "cpu", small=True, variants=EAGER, rounds=21)
+    for call_s, rounds in ((0.0, 21), (1e-3, 21), (30e-3, 9), (1.0, 7)):
+        run.call_s = call_s
+        assert run._rounds() == rounds
+    run.rounds = 2
+    assert run._rounds() == 2
+
+
 def test_without_time_only_what_matters_is_compiled():
     run = worker.CaseRun(_workload(), "cpu", small=True, variants=WORKLOAD, rounds=2, round_s=1e-4)
     run.prepare("0")
@@ -576,7 +588,9 @@ class FakeWorker:
     def ask(self, command, deadline):
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
-        answer = copy.deepcopy(self.answers[f"{self.case.name} {command}{without and ' without ' + without}"])
+        key = f"{self.case.name} {command}{without and ' without ' + without}"
+        nothing = {"error": "nothing to say"} if command.startswith("solo") else None
+        answer = copy.deepcopy(self.answers.get(key, nothing))
         self.variant = answer.pop("at", "")
         return answer
 
@@ -584,11 +598,13 @@ class FakeWorker:
         self.closed.append(self.case.name)
 
 
-def _run_suite(names, answers, budget_s=100.0, suite_name="pi", **overrides):
+def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, **overrides):
     FakeWorker.answers, FakeWorker.closed = answers, []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
     selected = [cases.Case(name, suite_name, *build, **overrides) for name in names]
-    return suite.run_suite(selected, options=[], logs=Path(), budget_s=budget_s, start_worker=FakeWorker)
+    return suite.run_suite(
+        selected, options=[], logs=Path(), budget_s=budget_s, on_row=on_row, start_worker=FakeWorker
+    )
 
 
 ALONE = {"compile_s": 2.0, "warm_up_s": 0.5, "peak_allocated_mib": 7.0}
@@ -623,16 +639,42 @@ def test_a_case_that_fails_is_a_row():
     assert "b: OutOfMemoryError: no" in table
 
 
-def test_workloads_run_alone_some_from_cold_caches():
+def test_workloads_run_alone_from_cold_caches():
     launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
-    row = {**ROW, "name": "a", "suite": "paper", "stock_whole_us": 9.0, "forced_copy_us": 9.0}
-    answers = {"a prepare": {}, "a measure": row, **MEMORY}
-    answers["a solo stock_whole"] = {**MEMORY["a solo stock_cg"], "launches": launched}
-    answers["a solo forced_copy"] = {**MEMORY["a solo stock_cg"], "launches": {"error": "RuntimeError: no"}}
+    row = {**ROW, "name": "a", "suite": "paper", "launches": {"stock_whole": launched}}
+    answers = {"a prepare": {}, "a measure": row, **copy.deepcopy(MEMORY)}
+    answers["a solo stock_cg"]["launches"] = launched
+    answers["a solo pygraph"]["launches"] = {"error": "RuntimeError: no"}
     (row,), _ = _run_suite(["a"], answers, suite_name="paper")
     assert row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
-    assert row["launches"] == {"stock_whole": launched} and row["stock_reserved_mib"] == 20
-    assert "forced_copy was not profiled: RuntimeError: no" in row["note"]
+    assert row["launches"] == {"stock_whole": launched, "stock_cg": launched} and row["stock_reserved_mib"] == 20
+    assert "pygraph was not profiled: RuntimeError: no" in row["note"]
+
+
+def test_rows_are_complete_when_they_are_told():
+    found = []
+    answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
+    _run_suite(["a", "b"], {**answers, **MEMORY}, on_row=lambda row: found.append(copy.deepcopy(row)))
+    assert [row["name"] for row in found] == ["a", "b"]
+    assert found[0]["reserved_mib"] == 10 and found[0]["missed"] == []
+
+
+def test_what_did_not_compile_in_time_is_left_for_the_next_run():
+    late = {"error": "out of time", "late": True}
+    answers = {"a prepare": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
+    rows, skipped = _run_suite(["a", "b"], answers)
+    assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
+    # Alone it had all the time there is.
+    (row,), skipped = _run_suite(["a"], {"a prepare": late})
+    assert row["missed"] == ["out of time"] and "late" not in row and skipped == []
+
+
+def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeypatch):
+    answers = {"a prepare": {}, "a measure": {"error": "out of time", "late": True}}
+    (row,), skipped = _run_suite(["a"], answers)
+    assert row["error"] == "out of time" and skipped == []
+    rows, skipped = _run_suite(["a"], answers, budget_s=cases.SUITES["pi"].max_case_s / 2)
+    assert rows == [] and skipped == ["a"]
 
 
 def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
@@ -679,7 +721,7 @@ class Scripted(suite.Worker):
             60,
             {"error": "process ended with status 4"},
         ),
-        ('print(\'{"at": "stock_cg"}\', flush=True); input()', 2, {"error": "out of time"}),
+        ('print(\'{"at": "stock_cg"}\', flush=True); input()', 2, {"error": "out of time", "late": True}),
     ],
 )
 def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
@@ -696,14 +738,38 @@ def test_a_case_whose_library_is_missing_is_a_row():
 
 
 def test_cases_are_prepared_together_as_memory_allows():
-    def batches(suite_name, *gib):
-        found = [_case(gib=g) for g in gib]
-        found = [dataclasses.replace(case, suite=suite_name) for case in found]
-        return [[case.gib for case in batch] for batch in suite._batches(found)]
+    def batches(limit, *gib):
+        found = [dataclasses.replace(_case(gib=g), name=str(i)) for i, g in enumerate(gib)]
+        return [[case.gib for case in batch] for batch in suite._batches(found, limit)]
 
-    assert batches("paper", 10, 10, 10, 30, 2) == [[10, 10], [10], [30], [2]]
-    assert batches("pi", 10, 10, 10, 30) == [[10, 10, 10, 30]]
-    assert [len(batch) for batch in batches("pi", *[1] * 20)] == [16, 4]
+    # Small ones are measured first, and batches are alike.
+    assert batches(50, 10, 10, 10, 30, 2) == [[2, 30], [10, 10, 10]]
+    assert batches(math.inf, 10, 10, 10, 30) == [[10, 10, 10, 30]]
+    assert batches(20, 30, 30) == [[30], [30]]
+    assert batches(35, 20, 20, 20, 15, 15, 15) == [[15, 20]] * 3
+    assert [len(batch) for batch in batches(math.inf, *[1] * 20)] == [10, 10]
+    assert batches(10) == []
+
+
+def test_the_papers_workloads_fit_two_runs_on_an_h200():
+    found = suite._batches(cases.select("paper"), suite.BATCH_SHARE * 139)
+    assert sorted(map(len, found)) == [12, 13]
+
+
+def test_variants_that_run_alone_share_the_memory():
+    room, held = suite._Room(processes=2, gib=10), []
+    with room.held(6), room.held(4):
+        waiting = threading.Thread(target=lambda: held.append(room.held(3).__enter__()))
+        waiting.start()
+        waiting.join(0.05)
+        assert held == [] and waiting.is_alive()
+    waiting.join(10)
+    assert not waiting.is_alive()
+    room = suite._Room(processes=1, gib=10)
+    # More than there is does not wait forever.
+    with room.held(40):
+        assert room.gib == 0 and room.processes == 0
+    assert room.gib == 10 and room.processes == 1
 
 
 def test_the_budget_leaves_cases_out():
@@ -846,8 +912,47 @@ def test_resuming_runs_what_has_no_result_of_these_sources():
         ]
     }
     names = [case.name for case in cases.select("quick")]
-    assert _gpu_suite().missing("quick", record, "new") == [name for name in names if name != "eos"]
+    gpu_suite = _gpu_suite()
+    assert gpu_suite.missing("quick", gpu_suite._names("quick"), record, "new") == [n for n in names if n != "eos"]
+    assert gpu_suite._names("replay")[0] == "linear_relu"
     assert {"lcnet", "dlrm", "mm_clip", "gat_train"} <= set(names)
+
+
+def test_seeds_of_runs_are_all_different():
+    gpu_suite = _gpu_suite()
+    record = {"programs": [{"seed": 0, "sources": "new"}, {"seed": 4, "sources": "new"}, {"seed": 9, "sources": "old"}]}
+    assert gpu_suite.next_seed(record, "new") == 5
+    assert gpu_suite.next_seed(record, "newer") == gpu_suite.next_seed({}, "new") == 0
+
+
+def test_the_last_line_counts_programs():
+    last_line = _gpu_suite().last_line
+    assert last_line('seed 3\n{"programs": 7, "equal": 7}\n') == {"programs": 7, "equal": 7}
+    assert last_line("Segmentation fault\n") == {"error": "Segmentation fault"}
+    assert last_line("") == {"error": "no output"} and last_line("3") == {"error": "3"}
+
+
+ROWS_THEN_HANGS = """
+import json, sys, time
+from pathlib import Path
+file = Path(sys.argv[sys.argv.index("--output") + 1])
+for n in (1, 2):
+    file.with_suffix(".draft").write_text(json.dumps([{"suite": "s", "name": str(i)} for i in range(n)]))
+    file.with_suffix(".draft").replace(file)
+    time.sleep(0.3)
+time.sleep(60)
+"""
+
+
+def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
+    gpu_suite = _gpu_suite()
+    monkeypatch.setattr(gpu_suite, "WATCH_S", 0.05)
+    (tmp_path / "hangs.py").write_text(ROWS_THEN_HANGS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = gpu_suite.Run(tmp_path, tmp_path, tmp_path)
+    found = []
+    run.suite("s", "hangs", [], 4.0, found.append)
+    assert [row["name"] for row in found[-1]] == ["0", "1"] and len(found) == 2
 
 
 def test_differences_between_configurations():

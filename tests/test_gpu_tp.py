@@ -77,3 +77,19 @@ def test_heads_that_cannot_be_shared_stay_whole(monkeypatch):
     assert [part for part, _ in split] == [module.even] and split[0][1] == {"q", "k", "v", "r", "out"}
     assert (module.uneven.heads, module.even.heads) == (4, 2)
     assert torch.equal(module.even.content_bias, whole[2:4])
+
+
+def test_what_the_budget_ends_is_no_row(environment, tmp_path, monkeypatch, capsys):
+    def run(seconds, **measured):
+        rows = {**tp.described("xlnet", 2), **measured}
+        monkeypatch.setattr(tp, "measure", lambda *args: rows)
+        command = ["tp", "--ranks", "1,2", "--rows", "xlnet_x2", "--device", "cpu", "--budget", str(seconds)]
+        monkeypatch.setattr(sys, "argv", [*command, "--output", str(tmp_path / "rows.json"), "--logs", str(tmp_path)])
+        tp.main()
+        found = tmp_path / "rows.json"
+        return [row["name"] for row in json.loads(found.read_text())] if found.exists() else []
+
+    assert run(0.0, error="no result within 0 s") == []
+    assert "xlnet on 2: out of time, not run" in capsys.readouterr().out
+    assert run(100.0, error="ended with 1") == ["xlnet_x2"]
+    assert tp.row_names("1,4")[:2] == ["xlnet_x1", "xlnet_x4"]

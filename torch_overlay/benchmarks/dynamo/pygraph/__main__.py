@@ -15,13 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cases, smoke
-from .report import format_table
+from .report import format_table, write_rows
 from .suite import run_suite
 
 
@@ -65,7 +66,7 @@ def main() -> None:
 
     def save(rows: list[Row]) -> None:
         if args.output:
-            args.output.write_text(json.dumps(rows, indent=1, default=str) + "\n")
+            write_rows(args.output, rows)
 
     done: list[Row] = []
 
@@ -84,6 +85,7 @@ def main() -> None:
         logs=args.logs,
         budget_s=args.budget,
         solo=args.device == "cuda",
+        device_gib=_device_gib() if args.device == "cuda" else math.inf,
         on_row=on_row,
     )
     save(rows)
@@ -91,6 +93,12 @@ def main() -> None:
         print(format_table(rows))
     if skipped:
         print(f"out of time, not run: {', '.join(skipped)}")
+
+
+def _device_gib() -> float:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 
 def _progress(row: Row) -> str:

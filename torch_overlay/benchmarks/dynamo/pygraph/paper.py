@@ -134,6 +134,7 @@ paper(
     dtype=torch.float16,
     about="own, for TorchBench's dlrm",
     obstacle="17 inputs; index tables from Python lists",
+    capturable=False,
     quick=True,
 )
 
@@ -178,6 +179,7 @@ paper(
     about="own, for TorchBench's DALLE2_pytorch: its stages and sizes, in another code",
     obstacle="the causal mask is a CPU tensor that every block copies to the GPU; random numbers",
     not_as_eager="draws random numbers in another way",
+    capturable=False,
     gib=4,
 )
 paper(
@@ -188,6 +190,7 @@ paper(
     dtype=torch.float16,
     about="own, for TorchBench's torch_multimodal_clip",
     obstacle="the causal mask is a CPU tensor",
+    capturable=False,
     quick=True,
 )
 
@@ -356,7 +359,6 @@ language(
     token_inputs(50265, 64, 128, decoder=True),
     "training",
     obstacle="layerdrop reads a random number on the CPU for each layer: graph breaks",
-    capturable=False,
     ring=3,
     gib=20,
 )
@@ -387,7 +389,6 @@ language(
     },
     about="transformers' TrOCRForCausalLM in the sizes of Speech2Text2ForCausalLM, which left the library",
     obstacle="layerdrop: a graph break",
-    capturable=False,
     ring=3,
     gib=20,
 )

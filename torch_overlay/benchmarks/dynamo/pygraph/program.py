@@ -42,6 +42,8 @@ class Variant:
     alone: bool = False
     # Captured by hand, in one graph.
     hand_written: bool = False
+    # Rewritten in JAX, in a process of its own.
+    in_jax: bool = False
 
     @property
     def available(self) -> bool:
@@ -52,7 +54,7 @@ class Variant:
 
 def _forced(candidate: str) -> Variant:
     config = {"pygraph": True, "pygraph_force": candidate}
-    return Variant({"options": config}, config, selects=True, alone=True)
+    return Variant({"options": config}, config, alone=True)
 
 
 VARIANTS = {
@@ -68,6 +70,7 @@ VARIANTS = {
     "forced_copy": _forced("copy"),
     "forced_node_update": _forced("node_update"),
     "hand_written": Variant({}, alone=True, hand_written=True),
+    "jax": Variant(None, in_jax=True),
     # Of the same program with its CPU values on the GPU; see cgct_run.py.
     "gpu": Variant({"options": {"pygraph": True}}, selects=True),
     "gpu_node_update": _forced("node_update"),
@@ -121,6 +124,12 @@ class Program:
         if self.optimizer:
             self.optimizer.step()
         return out
+
+    def warm(self, inputs: Inputs) -> None:
+        """Compiles the step, and captures nothing."""
+        with self.configured():
+            Program.step(self, *inputs)
+        self.release()
 
     def release(self) -> None:
         self.module.zero_grad(set_to_none=True)

@@ -1,7 +1,7 @@
 """
-A suite: as many cases as fit are compiled at the same time; each is then measured while
-nothing else runs; and last, variants are run alone, side by side, for their memory and for
-the time until their steady state.
+A suite: as many cases as fit are compiled at the same time, and variants run alone beside
+them, for their memory and for the time until their steady state; each case is then measured
+while nothing else runs, after which its row is complete.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -38,16 +39,18 @@ log = logging.getLogger(__name__)
 MAX_SLOWDOWN = 1.02
 # Of what is left of the budget: compiling that takes longer leaves no time to measure.
 COMPILE_SHARE = 0.5
-SOLO_SHARE = 0.15
 # Of the time for compiling: the last variant that begins to compile must end in it.
-PREPARE_SHARE = 0.6
+PREPARE_SHARE = 0.7
 # Nor must one that hangs take the time of later cases.
 MAX_COMPILE_S = 300.0
-MAX_SOLO_S = 240.0
-# Processes at the same time: they also need the host's memory.
-MAX_TOGETHER = 16
-# Device memory of the variants that run alone at the same time.
-SOLO_GIB = 48
+# What is left when more cases are begun: less is not enough to compile and measure any.
+MIN_BATCH_S = 60.0
+# Processes that run a variant alone at the same time.
+MAX_ALONE = 8
+# Of the device's memory: for the cases of a batch, and for variants that run alone, which
+# need about half of what all variants do.
+BATCH_SHARE = 0.65
+ALONE_SHARE = 0.3
 # Those whose memory has a place in the row.
 MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
 
@@ -101,8 +104,9 @@ class Worker:
         finally:
             timer.cancel()
         code = self.process.wait()
-        late = time.monotonic() >= deadline
-        return {"error": "out of time" if late else f"process ended with status {code}"}
+        if time.monotonic() >= deadline:
+            return {"error": "out of time", "late": True}
+        return {"error": f"process ended with status {code}"}
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -124,11 +128,35 @@ def run_suite(
     logs: Path,
     budget_s: float,
     solo: bool = True,
+    device_gib: float = math.inf,
     on_row: Callable[[Row], None] = lambda row: None,
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
-    """The rows, and the names of the cases that the budget left out."""
-    return _Run(options, logs, time.monotonic() + budget_s, solo, on_row, start_worker).cases(cases)
+    """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
+    return _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker).cases(cases)
+
+
+class _Room:
+    """Waits until there is some."""
+
+    def __init__(self, processes: int, gib: float) -> None:
+        self.processes, self.gib, self.limit = processes, gib, gib
+        self.changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def held(self, gib: float) -> Iterator[None]:
+        gib = min(gib, self.limit)
+        with self.changed:
+            self.changed.wait_for(lambda: self.processes and gib <= self.gib)
+            self.processes -= 1
+            self.gib -= gib
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.processes += 1
+                self.gib += gib
+                self.changed.notify_all()
 
 
 @dataclass
@@ -137,24 +165,21 @@ class _Run:
     logs: Path
     deadline: float
     solo: bool
+    device_gib: float
     on_row: Callable[[Row], None]
     start_worker: Callable[..., Worker]
 
     def cases(self, cases: list[Case]) -> tuple[list[Row], list[str]]:
         rows: list[Row] = []
         skipped: list[str] = []
-        runnable = []
         for case in cases:
             if case.missing:
                 rows.append(_without_result(case, {"skipped": f"needs {case.missing}", "missed": []}))
                 self.on_row(rows[-1])
-            else:
-                runnable.append(case)
-        waiting = _batches(runnable)
-        while waiting:
-            batch = waiting.pop(0)
+        batches = _batches([case for case in cases if not case.missing], BATCH_SHARE * self.device_gib)
+        for i, batch in enumerate(batches):
             left = self.deadline - time.monotonic()
-            if left <= 0:
+            if left <= (MIN_BATCH_S if i else 0.0):
                 skipped += [case.name for case in batch]
                 continue
             done, late = self.batch(batch, left)
@@ -163,37 +188,51 @@ class _Run:
         return rows, skipped
 
     def batch(self, cases: list[Case], left: float) -> tuple[list[Row], list[str]]:
-        """Cases that are prepared at the same time, measured one after the other, and then run alone."""
+        """Cases that are prepared at the same time, and measured one after the other."""
         start = time.monotonic()
         threads = max(1, 2 * (os.cpu_count() or 1) // len(cases))
-        solo = [name for name in SUITES[cases[0].suite].solo if self.solo]
         compiled_by = start + min(COMPILE_SHARE * left, MAX_COMPILE_S)
-        measured_by = self.deadline - SOLO_SHARE * left * bool(solo)
+        seconds = PREPARE_SHARE * (compiled_by - start)
+        room = _Room(MAX_ALONE, ALONE_SHARE * self.device_gib)
+        tasks = [(case, name) for case in cases for name in SUITES[case.suite].solo if self.solo]
         rows, skipped = [], []
-        pool = ThreadPoolExecutor(len(cases))
-        with pool, _closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
-            seconds = PREPARE_SHARE * (compiled_by - start)
-            prepared = list(pool.map(lambda w: w.ask(f"prepare {seconds:.0f}", compiled_by), workers))
+        with _closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
+            # The threads only wait: for the workers, or for room.
+            with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
+                preparing = {w.case.name: pool.submit(w.ask, f"prepare {seconds:.0f}", compiled_by) for w in workers}
+
+                def alone(case: Case, variant: str) -> Row:
+                    cold = SUITES[case.suite].cold
+                    if not cold:
+                        preparing[case.name].result()
+                    with room.held(case.gib / 2):
+                        if time.monotonic() >= compiled_by:
+                            return {"error": "out of time"}
+                        with _closing([self.start_worker(case, self.options, self.logs, 2, cold)]) as (worker,):
+                            return worker.ask(f"solo {variant}", compiled_by)
+
+                # Submitted in pairs, so that what is compared runs in the same crowd.
+                running = {(case.name, name): pool.submit(alone, case, name) for case, name in tasks}
             log.info("compiled %d cases in %.0f s", len(cases), time.monotonic() - start)
-            for worker, ready in zip(workers, prepared):
-                if time.monotonic() > measured_by:
-                    skipped.append(worker.case.name)
+            for worker in workers:
+                name = worker.case.name
+                ready = preparing[name].result()
+                if time.monotonic() >= self.deadline or ("late" in ready and len(cases) > 1):
+                    skipped.append(name)
                     continue
-                by = min(measured_by, time.monotonic() + SUITES[worker.case.suite].max_case_s)
+                by = min(self.deadline, time.monotonic() + SUITES[worker.case.suite].max_case_s)
                 row = self.measured(worker, ready, by, threads)
+                worker.close()
+                if row.pop("late", False) and by == self.deadline:
+                    skipped.append(name)
+                    continue
                 if "error" in row:
                     row = _without_result(worker.case, row)
-                rows.append(row)
+                else:
+                    _add_alone(row, {variant: run.result() for (case, variant), run in running.items() if case == name})
                 row["missed"] = missed(worker.case, row)
+                rows.append(row)
                 self.on_row(row)
-                worker.close()
-
-        measured = [row for row in rows if "error" not in row]
-        if solo and measured:
-            by_name = {case.name: case for case in cases}
-            self.alone(measured, by_name, solo, threads)
-            for row in measured:
-                row["missed"] = missed(by_name[row["name"]], row)
         return rows, skipped
 
     def measured(self, worker: Worker, ready: Row, by: float, threads: int) -> Row:
@@ -212,51 +251,46 @@ class _Run:
         second["equal"] = second["equal"] and culprit not in SUITES[worker.case.suite].must_equal
         return second
 
-    def alone(self, rows: list[Row], cases: dict[str, Case], names: list[str], threads: int) -> None:
-        deadline = min(self.deadline, time.monotonic() + MAX_SOLO_S)
 
-        def ask(row: Row, variant: str) -> Row:
-            case = cases[row["name"]]
-            cold = variant in SUITES[case.suite].cold
-            with _closing([self.start_worker(case, self.options, self.logs, threads, cold)]) as (worker,):
-                return worker.ask(f"solo {variant}", deadline)
-
-        tasks = [(row, name) for row in rows for name in names if time_of(row, name)]
-        heaviest = max(cases[row["name"]].gib for row in rows)
-        processes = min(MAX_TOGETHER, max(2, (os.cpu_count() or 2) - 2), max(1, int(SOLO_GIB / heaviest)))
-        with ThreadPoolExecutor(processes) as pool:
-            answers = list(pool.map(lambda task: ask(*task), tasks))
-        for (row, variant), answer in zip(tasks, answers):
-            if "error" in answer:
-                _note(row, f"{variant} alone: {answer['error']}")
-                continue
-            if variant in MEMORY:
-                row[MEMORY[variant]] = round(answer["reserved_mib"])
-                row[f"peak_{MEMORY[variant]}"] = round(answer["peak_reserved_mib"])
-            if variant in SUITES[row["suite"]].cold:
-                alone = ("compile_s", "warm_up_s", "peak_allocated_mib")
-                row.setdefault("alone", {})[variant] = {key: round(answer[key], 2) for key in alone}
-            launches = answer.get("launches")
-            if launches and "error" in launches:
-                _note(row, f"{variant} was not profiled: {launches['error']}")
-            elif launches:
-                row.setdefault("launches", {})[variant] = launches
-            if variant == "pygraph" and answer["choice"] != row["choice"]:
-                _note(row, f"ran alone with {answer['choice']}")
+def _add_alone(row: Row, answers: dict[str, Row]) -> None:
+    """What variants need that ran alone, of those whose results are right."""
+    for variant, answer in answers.items():
+        if not time_of(row, variant):
+            continue
+        if "error" in answer:
+            _note(row, f"{variant} alone: {answer['error']}")
+            continue
+        if variant in MEMORY:
+            row[MEMORY[variant]] = round(answer["reserved_mib"])
+            row[f"peak_{MEMORY[variant]}"] = round(answer["peak_reserved_mib"])
+        if SUITES[row["suite"]].cold:
+            alone = ("compile_s", "warm_up_s", "peak_allocated_mib")
+            row.setdefault("alone", {})[variant] = {key: round(answer[key], 2) for key in alone}
+        launches = answer.get("launches")
+        if launches and "error" in launches:
+            _note(row, f"{variant} was not profiled: {launches['error']}")
+        elif launches:
+            row.setdefault("launches", {})[variant] = launches
+        if variant == "pygraph" and answer["choice"] != row["choice"]:
+            _note(row, f"ran alone with {answer['choice']}")
 
 
-def _batches(cases: list[Case]) -> list[list[Case]]:
-    """In order, as many as the device's memory holds."""
-    batches: list[list[Case]] = []
-    for case in cases:
-        limit = SUITES[case.suite].gib
-        full = batches and (
-            len(batches[-1]) == MAX_TOGETHER or sum(other.gib for other in batches[-1]) + case.gib > limit
-        )
-        if not batches or full:
-            batches.append([])
-        batches[-1].append(case)
-    return batches
+def _batches(cases: list[Case], gib: float) -> list[list[Case]]:
+    """As few as the limits allow, of like size, each with the small cases first."""
+    if not cases:
+        return []
+    together = SUITES[cases[0].suite].together
+    count = max(math.ceil(len(cases) / together), math.ceil(sum(case.gib for case in cases) / gib))
+    while True:
+        batches: list[list[Case]] = [[] for _ in range(count)]
+        for case in sorted(cases, key=lambda case: -case.gib):
+            room = [batch for batch in batches if len(batch) < together]
+            min(room, key=lambda batch: (sum(other.gib for other in batch), len(batch))).append(case)
+        fits = all(len(batch) == 1 or sum(case.gib for case in batch) <= gib for batch in batches if batch)
+        if fits or count >= len(cases):
+            order = {case.name: i for i, case in enumerate(cases)}
+            return [sorted(batch, key=lambda case: (case.gib, order[case.name])) for batch in batches if batch]
+        count += 1
 
 
 def missed(case: Case, row: Row) -> list[str]:

@@ -1,7 +1,7 @@
 """
 Tensor parallelism with DTensor: each case on 1, 2, ... GPUs of one host (the paper's figure 11).
 
-    python -m pygraph.tp --ranks 1,2,4 --output rows.json [--cases a,b] [--budget 420]
+    python -m pygraph.tp --ranks 1,2,4 --output rows.json [--rows xlnet_x1,xlnet_x2] [--budget 420]
 
 Every case on every number of GPUs is a torchrun of its own, with a time limit: a rank that
 fails or decides differently can leave the others waiting. Rows are of suite tp.
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import itertools
 import json
 import logging
 import os
@@ -34,6 +35,7 @@ from .compare import compare, Difference, snapshot
 from .models.language import CachedDecoder, RelativeEncoder
 from .modern import llama
 from .program import seed, VARIANTS
+from .report import write_rows
 from .timing import LoopFailed, time_interleaved
 from .worker import MAX_SETTLE_CALLS, report, reset_report, SETTLE_CALLS, summary, totals, undecided
 
@@ -232,9 +234,17 @@ class ParallelRun:
         return self.slowest(float(not condition)) == 0
 
 
+def row_name(name: str, ranks: int) -> str:
+    return f"{name}_x{ranks}"
+
+
+def row_names(ranks: str) -> list[str]:
+    return [row_name(name, count) for name in PARALLEL_CASES for count in map(int, ranks.split(","))]
+
+
 def described(name: str, ranks: int) -> Row:
     about = PARALLEL_CASES[name].about
-    return {"suite": "tp", "name": f"{name}_x{ranks}", "case": name, "ranks": ranks, "about": about, "obstacle": ""}
+    return {"suite": "tp", "name": row_name(name, ranks), "case": name, "ranks": ranks, "about": about, "obstacle": ""}
 
 
 def _work(args: argparse.Namespace) -> None:
@@ -292,7 +302,8 @@ def main() -> None:
         prog="pygraph.tp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="1,2,4")
-    parser.add_argument("--cases", default=",".join(PARALLEL_CASES))
+    parser.add_argument("--rows", help="comma-separated; each case on each number of ranks by default")
+    parser.add_argument("--cases", help=argparse.SUPPRESS)
     parser.add_argument("--variants", default=",".join(NAMES))
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
     parser.add_argument("--output", type=Path, required=True)
@@ -309,19 +320,23 @@ def main() -> None:
     args.logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.budget
     rows = []
-    for name in args.cases.split(","):
-        for ranks in map(int, args.ranks.split(",")):
-            left = deadline - time.monotonic()
-            if args.device == "cuda" and ranks > torch.cuda.device_count():
-                print(f"{name} on {ranks}: needs {ranks} GPUs", flush=True)
-                continue
-            if left <= 0:
-                print(f"{name} on {ranks}: out of time, not run", flush=True)
-                continue
-            rows.append(measure(name, ranks, args, min(left, MAX_CASE_S)))
-            args.output.write_text(json.dumps(rows, indent=1) + "\n")
-            times = {variant: rows[-1].get(f"{variant}_us") for variant in NAMES}
-            print(f"{name} on {ranks}: {rows[-1].get('error') or times}", flush=True)
+    chosen = args.rows.split(",") if args.rows else row_names(args.ranks)
+    for name, ranks in itertools.product(PARALLEL_CASES, map(int, args.ranks.split(","))):
+        if row_name(name, ranks) not in chosen:
+            continue
+        if args.device == "cuda" and ranks > torch.cuda.device_count():
+            print(f"{name} on {ranks}: needs {ranks} GPUs", flush=True)
+            continue
+        left = deadline - time.monotonic()
+        row = measure(name, ranks, args, min(left, MAX_CASE_S)) if left > 0 else {"error": ""}
+        if "error" in row and time.monotonic() >= deadline:
+            # It is no result of the case that the time was over.
+            print(f"{name} on {ranks}: out of time, not run", flush=True)
+            continue
+        rows.append(row)
+        write_rows(args.output, rows)
+        times = {variant: row.get(f"{variant}_us") for variant in NAMES}
+        print(f"{name} on {ranks}: {row.get('error') or times}", flush=True)
 
 
 if __name__ == "__main__":

@@ -11,8 +11,14 @@ import copy
 import dataclasses
 import gc
 import importlib
+import itertools
+import json
 import logging
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -22,6 +28,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.codecache import PyCodeCache
 from torch.utils import _pytree as pytree
 
+from . import jax_peer
 from .cases import described, SUITES
 from .compare import compare, Difference
 from .launches import counting_copies, profiled
@@ -30,7 +37,7 @@ from .timing import LoopFailed, time_interleaved
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
     from .cases import Case, Inputs
@@ -52,8 +59,18 @@ CHECKS = 4
 # change an order of additions only now and then.
 REPEATS = 24
 EAGER_CHECKS = 2
+FORCED = "forced_"
 ESSENTIAL = ("no_cg", "stock_cg", "pygraph")
 MAX_SUMMARY = 300
+# Of timing one variant: the seconds that are enough, the rounds that are not too few, and
+# the calls of a round of the slowest.
+MAX_TIMING_S = 3.0
+MIN_ROUNDS = 7
+CALLS_OF_ROUND = 9
+# Sets of inputs that JAX gets, by way of a file.
+RING_IN_JAX = 8
+# Where a step's outputs are, of all that it leaves behind.
+OUTPUTS = "['outputs']"
 # Of a function's report: paths, and numbers that are given in the order of compiling.
 OF_ONE_MACHINE = ("source", "compile_id", "number")
 MIB = 2**20
@@ -94,7 +111,9 @@ class CaseRun:
         if variants is None:
             variants = {name: VARIANTS[name] for name in self.suite.variants}
         self.variants = {name: variant for name, variant in variants.items() if self._applies(variant)}
-        self.timing = {"rounds": rounds or self.suite.rounds, "round_s": round_s}
+        self.rounds, self.round_s = rounds or self.suite.rounds, round_s
+        # Seconds of a call without CUDA graphs.
+        self.call_s = 0.0
         self.on_variant = on_variant
         # The variants of a case, and the modules of a kind inside it, share code objects.
         torch._dynamo.config.recompile_limit = 64
@@ -104,12 +123,16 @@ class CaseRun:
         # Inputs of earlier calls stay alive for a while, so that addresses change.
         self.recent: collections.deque[Inputs] = collections.deque(maxlen=min(4, case.ring))
         self.programs: dict[str, Program] = {}
+        # What PyGraph says of their functions, which goes on after they are compiled.
+        self.reported: dict[str, list[Any]] = {}
         self.failed: dict[str, str] = {}
         self.notes: list[str] = []
 
     def _applies(self, variant: Variant) -> bool:
         if variant.hand_written and not (self.case.capturable and self.device.type == "cuda"):
             return False
+        if variant.in_jax:
+            return jax_peer.available(self.case.name)
         return variant.available
 
     def prepare(self, seconds: str = "inf") -> None:
@@ -119,9 +142,10 @@ class CaseRun:
         machine. Those for which there is no time are left out.
         """
         deadline = time.monotonic() + float(seconds)
-        # The selecting ones share what is compiled.
         selecting = [name for name, variant in self.variants.items() if variant.selects]
-        others = [name for name, variant in self.variants.items() if not (variant.selects or variant.hand_written)]
+        # What a row cannot do without is compiled first.
+        others = [name for name, variant in self.variants.items() if not (variant.selects or variant.in_jax)]
+        others.sort(key=lambda name: name not in ESSENTIAL)
         for name in [*selecting, None, *others]:
             if name is None:
                 self.programs.clear()
@@ -130,9 +154,14 @@ class CaseRun:
                 del self.variants[name]
                 self.notes.append(f"no time to compile {name}")
             else:
+                reset_report()
                 with self._noting(name):
-                    self._step_once(self._program(name))
+                    self._program(name).warm(self._inputs())
+                    self._synchronize()
+                self.reported[name] = reported()
         self.failed.clear()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def measure(self) -> Row:
         reset_report()
@@ -142,11 +171,15 @@ class CaseRun:
         ring = [first]
         while len(ring) < self.case.ring and (len(ring) < 2 or size * (len(ring) + 1) <= MAX_RING_BYTES):
             ring.append(self._inputs())
+        self._synchronize()
+        start = time.perf_counter()
         expected = [self._observe("no_cg", inputs) for inputs in ring]
+        self._synchronize()
+        self.call_s = (time.perf_counter() - start) / len(ring)
 
         differences: dict[str, Difference] = {}
         timings: dict[str, Timing] = {}
-        others = [name for name in self.variants if name not in ("eager", "no_cg")]
+        others = [name for name in self.variants if name not in ("eager", "no_cg", "jax")]
         together = [name for name in others if not self.variants[name].alone]
         for name in together:
             with self._noting(name):
@@ -159,10 +192,14 @@ class CaseRun:
         repeatable = checked.pop("no_cg").bitwise
         wrong = self._check_with_eager(measured)
 
+        # What a forced candidate fell back to, if it did.
+        forced: dict[str, str | None] = {}
+        previous = "pygraph"
         for name in others:
             if not self.variants[name].alone:
                 continue
-            self._drop("pygraph")
+            self._drop(previous)
+            previous = name
             reset_report()
             with self._noting(name):
                 differences[name] = self._settle(name, ring, expected)
@@ -171,7 +208,15 @@ class CaseRun:
                 repeatable = found.pop("no_cg").bitwise and repeatable
                 checked |= found
                 wrong |= self._check_with_eager([name])
-            self._drop(name)
+                if name.startswith(FORCED):
+                    forced[name.removeprefix(FORCED)] = totals(report(self.reported.get(name, ())))["choice"]
+
+        in_jax: dict[str, float] = {}
+        if "jax" in self.variants:
+            with self._noting("jax"):
+                in_jax, found = self._in_jax(ring[:RING_IN_JAX], expected)
+                if not found.close:
+                    self.failed["jax"] = f"wrong result: {found.where} differs from no CUDA graphs'"
 
         for name, found in checked.items():
             differences[name] |= found
@@ -191,20 +236,33 @@ class CaseRun:
                 self.failed.setdefault(name, f"wrong result: {found.where} differs from no CUDA graphs'")
             elif name not in held and repeatable and not found.bitwise:
                 self.notes.append(f"{name} is not bitwise equal: {found.where}")
-        succeeded = all(name in timings and name not in self.failed for name in self.suite.must_equal)
+        # One for which there was no time, or that was not asked for, says nothing of PyGraph.
+        asked = [name for name in self.suite.must_equal if name == "pygraph" or name in self.variants]
+        succeeded = all(name in timings and name not in self.failed for name in asked)
+        # The last thing in a process, since the profiler stays attached to the device.
+        launches = {
+            name: self._launches(self._program(name).loop([clone(inputs) for inputs in ring[:2]]))
+            for name in self.suite.profiled
+            if name in self.programs and name in timings and name not in self.failed
+        }
+        for name in [name for name, found in launches.items() if "error" in found]:
+            self.notes.append(f"{name} was not profiled: {launches.pop(name)['error']}")
         return {
             **described(self.case),
-            **{f"{name}_us": _median(timings.get(name)) for name in self.variants},
+            **{f"{name}_us": _median(timings.get(name)) for name in self.variants if name != "jax"},
             "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
             "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **in_jax,
             **totals(entries),
             "equal": succeeded and (difference.bitwise or (difference.close and not repeatable)),
             "bitwise": succeeded and difference.bitwise,
             # JSON has no infinity, which stands for results that cannot be subtracted.
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
             "repeatable": repeatable,
+            **({"forced": forced} if forced else {}),
             "graphs": entries,
             "counters": counts,
+            **({"launches": launches} if launches else {}),
             "failed": self.failed,
             "note": "; ".join(self.notes),
         }
@@ -325,6 +383,46 @@ class CaseRun:
                 self.notes.append(note)
             return {}
 
+    def _in_jax(self, ring: list[Inputs], expected: Expected) -> tuple[dict[str, float], Difference]:
+        """Microseconds of its calls, and how far its outputs are from those of no CUDA graphs."""
+
+        def array(t: torch.Tensor) -> Any:
+            return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+
+        own = itertools.chain(self.original.named_parameters(), self.original.named_buffers())
+        tensors = {("weights", name): t for name, t in own}
+        for i, (args, kwargs) in enumerate(ring):
+            tensors |= {(str(i), "args", str(j)): t for j, t in enumerate(args)}
+            tensors |= {(str(i), "kwargs", name): t for name, t in kwargs.items()}
+        bfloat16 = {name for name, t in tensors.items() if t.dtype == torch.bfloat16}
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory, "inputs.npz")
+            jax_peer.save(file, {name: array(t) for name, t in tensors.items()}, bfloat16)
+            del tensors
+            command = [sys.executable, "-m", jax_peer.__name__, self.case.name, str(file)]
+            # PyTorch holds the rest of the memory.
+            environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            done = subprocess.run(
+                [*command, "--rounds", str(self._rounds())], env=environment, stdout=subprocess.PIPE, text=True
+            )
+            if done.returncode:
+                raise RuntimeError(f"ended with {done.returncode}, see the log")
+            answer = json.loads(done.stdout.splitlines()[-1])
+            if (answer["platform"] == "gpu") != (self.device.type == "cuda"):
+                raise RuntimeError(f"jax {answer['version']} ran on {answer['platform']}")
+            outputs = jax_peer.load(file.with_suffix(".out.npz"))
+        self.notes.append(f"jax {answer['version']}")
+        difference = Difference()
+        for i, inputs in enumerate(ring[:EAGER_CHECKS]):
+            result = {}
+            for (number, name), (values, is_bfloat16) in outputs.items():
+                if number == str(i):
+                    t = torch.from_numpy(values).to(self.device)
+                    result[name] = t.view(torch.bfloat16) if is_bfloat16 else t
+            reference = {name: value for name, value in expected[i].items() if name.startswith(OUTPUTS)}
+            difference |= compare(reference, result, self.case.tolerance, self._exact(inputs))
+        return {"jax_us": round(answer["median_us"], 2), "jax_host_us": round(answer["host_us"], 2)}, difference
+
     def _repeats(self) -> bool:
         for _ in range(REPEATS):
             inputs = self._inputs()
@@ -346,13 +444,18 @@ class CaseRun:
         timings = None
         while timings is None:
             try:
-                timings = time_interleaved(loops, self._synchronize, **self.timing)
+                timings = time_interleaved(loops, self._synchronize, rounds=self._rounds(), round_s=self.round_s)
             except LoopFailed as failure:
                 self._fail(failure.name, failure.__cause__)
                 del loops[failure.name]
         if counters["stats"]["unique_graphs"] != graphs:
             self.notes.append("compiled again while timed")
         return timings
+
+    def _rounds(self) -> int:
+        """Fewer where even the shortest round takes long."""
+        round_s = self.round_s + CALLS_OF_ROUND * self.call_s
+        return min(self.rounds, max(MIN_ROUNDS, int(MAX_TIMING_S / round_s)))
 
     def _launches(self, loop: Callable[[int], None]) -> dict[str, float]:
         """Per call; the last thing in a process, since the profiler stays attached to the device."""
@@ -417,13 +520,17 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()[:MAX_SUMMARY] if lines else ''}"
 
 
-def report() -> list[dict[str, Any]]:
-    """What PyGraph did with each function since the last reset."""
+def reported() -> list[Any]:
+    """What PyGraph keeps on each function since the last reset."""
     pygraph = _pygraph()
-    entries = pygraph.report() if pygraph else ()
+    return list(pygraph.report()) if pygraph else []
+
+
+def report(earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
+    """What PyGraph did with the functions that were reported ``earlier``, and with those since the last reset."""
     return [
         {name: value for name, value in dataclasses.asdict(entry).items() if name not in OF_ONE_MACHINE}
-        for entry in entries
+        for entry in [*earlier, *reported()]
     ]
 
 

@@ -1,0 +1,115 @@
+"""Cases rewritten in JAX: the way to them and back, and, where JAX is installed, that they compute the same."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "torch_overlay" / "benchmarks" / "dynamo"
+sys.path.insert(0, str(BENCHMARKS))
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from pygraph import cases, jax_peer, program, worker  # noqa: E402
+
+
+EAGER = {
+    name: dataclasses.replace(program.VARIANTS[name], compile={"backend": "eager"}, config={})
+    for name in ("no_cg", "stock_cg", "pygraph", "forced_node_update")
+}
+VARIANTS = {**EAGER, "jax": program.VARIANTS["jax"]}
+
+
+@pytest.fixture(autouse=True)
+def _reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = [str(BENCHMARKS), *filter(None, sys.path)]
+    monkeypatch.setenv("PYTHONPATH", ":".join(path))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    yield
+    torch._dynamo.reset()
+
+
+def _measure(name: str, **overrides: object) -> dict:
+    (case,) = cases.select("pi", [name])
+    case = dataclasses.replace(case, **overrides)
+    run = worker.CaseRun(case, "cpu", small=True, variants=VARIANTS, rounds=2, round_s=1e-4)
+    run.prepare()
+    return run.measure()
+
+
+@pytest.mark.parametrize("name", jax_peer.MODELS)
+def test_the_same_computation(name: str) -> None:
+    pytest.importorskip("jax")
+    (case,) = cases.select("pi", [name])
+    if case.missing:
+        pytest.skip(f"needs {case.missing}")
+    row = _measure(name)
+    assert row["failed"] == {} and row["jax_us"] > 0 and row["note"].startswith("jax ")
+
+
+def test_without_jax_there_is_no_such_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax_peer.importlib.util, "find_spec", lambda name: None)
+    row = _measure("pointwise_2x4KiB")
+    assert "jax_us" not in row and row["failed"] == {} and row["note"] == ""
+
+
+def _answering(monkeypatch: pytest.MonkeyPatch, compute, platform: str = "cpu", status: int = 0) -> None:
+    """In the place of the process with JAX."""
+
+    def run(command, **kwargs):
+        *_, file, _, _ = command
+        found = jax_peer.load(Path(file))
+        ring = sorted({name[0] for name in found if name[0] != "weights"})
+        outputs = {}
+        for i in ring:
+            xs = [found[i, "args", str(j)][0] for j in range(2)]
+            outputs[i, "['outputs']"] = compute(*xs)
+        jax_peer.save(Path(file).with_suffix(".out.npz"), outputs, set())
+        answer = {"platform": platform, "version": "0", "median_us": 3.0, "host_us": 2.0}
+        return SimpleNamespace(returncode=status, stdout=f"a warning\n{json.dumps(answer)}\n")
+
+    monkeypatch.setattr(worker, "subprocess", SimpleNamespace(run=run, PIPE=subprocess.PIPE))
+    monkeypatch.setattr(jax_peer, "available", lambda case: True)
+
+
+def test_results_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, lambda a, b: (np.sin(a) + b) * 2)
+    row = _measure("pointwise_2x4KiB")
+    assert (row["jax_us"], row["jax_host_us"], row["failed"]) == (3.0, 2.0, {}) and row["equal"]
+
+    _answering(monkeypatch, lambda a, b: (np.sin(a) + b) * 2.1)
+    row = _measure("pointwise_2x4KiB")
+    assert row["failed"] == {"jax": "wrong result: ['outputs'] differs from no CUDA graphs'"}
+    # That says nothing about PyGraph.
+    assert row["equal"] and row["pygraph_us"] > 0
+
+
+def test_what_did_not_run_on_the_same_device_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _answering(monkeypatch, lambda a, b: (np.sin(a) + b) * 2, platform="gpu")
+    row = _measure("pointwise_2x4KiB")
+    assert row["failed"] == {"jax": "RuntimeError: jax 0 ran on gpu"} and "jax_us" not in row
+    _answering(monkeypatch, lambda a, b: a, status=1)
+    assert _measure("pointwise_2x4KiB")["failed"] == {"jax": "RuntimeError: ended with 1, see the log"}
+
+
+def test_files_keep_bits_and_names(tmp_path: Path) -> None:
+    bits = torch.tensor([1.0, -0.0, float("nan")], dtype=torch.bfloat16).view(torch.uint16).numpy()
+    arrays = {("weights", "a.b[0]"): bits, ("0", "args", "0"): np.ones((2, 3), np.float32)}
+    jax_peer.save(tmp_path / "file.npz", arrays, {("weights", "a.b[0]")})
+    found = jax_peer.load(tmp_path / "file.npz")
+    assert found.keys() == arrays.keys()
+    assert all(np.array_equal(found[name][0], array) for name, array in arrays.items())
+    assert [is_bfloat16 for _, is_bfloat16 in found.values()] == [True, False]
+
+
+def test_the_process_imports_no_torch() -> None:
+    code = "import sys, pygraph.jax_peer; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)

@@ -1,0 +1,196 @@
+"""
+Cases rewritten in JAX: the same computation, with the weights and inputs that PyTorch has.
+
+    python -m pygraph.jax_peer CASE FILE --rounds 21
+
+A process of its own, without PyTorch, on the device that PyTorch uses meanwhile only to hold
+memory. FILE has the weights and inputs; FILE with the suffix .out.npz gets the outputs for
+each set of inputs; the last line printed is JSON, with microseconds a call. ``jax.jit`` is as
+it comes, command buffers included, but for the precision of float32 products, which is
+PyTorch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import itertools
+import json
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import numpy as np
+
+from .timing import time_interleaved
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    Arrays = dict[str, Any]
+    Model = Callable[..., Any]
+
+
+# Between the parts of an array's name in a file, which NumPy may use as a path.
+SEPARATOR = "|"
+
+
+def available(case: str) -> bool:
+    return case in MODELS and importlib.util.find_spec("jax") is not None
+
+
+# models, by the names of PyTorch's parameters
+
+
+def pointwise(weights: Arrays, *xs: Any) -> Any:
+    from jax import numpy as jnp
+
+    result = xs[0]
+    for x in xs[1:]:
+        result = jnp.sin(result) + x
+    return result * 2
+
+
+def mlp(weights: Arrays, x: Any) -> Any:
+    from jax import nn
+
+    for i in range(len(weights) // 2):
+        x = nn.gelu(_linear(weights, f"layers.{i}", x), approximate=False)
+    return x
+
+
+def bert(weights: Arrays, *, input_ids: Any, labels: Any, heads: int = 12) -> Arrays:
+    """BertForMaskedLM: token ids and labels (batch, length) to a loss and logits (batch, length, words)."""
+    from jax import nn, numpy as jnp
+
+    batch, length = input_ids.shape
+    embeddings = {
+        name: weights[f"bert.embeddings.{name}_embeddings.weight"] for name in ("word", "position", "token_type")
+    }
+    x = embeddings["word"][input_ids] + embeddings["token_type"][0] + embeddings["position"][:length]
+    x = _layer_norm(weights, "bert.embeddings.LayerNorm", x)
+    for layer in itertools.takewhile(
+        lambda layer: f"{layer}.output.dense.weight" in weights,
+        (f"bert.encoder.layer.{i}" for i in itertools.count()),
+    ):
+        q, k, v = (
+            _linear(weights, f"{layer}.attention.self.{name}", x).reshape(batch, length, heads, -1)
+            for name in ("query", "key", "value")
+        )
+        attended = nn.dot_product_attention(q, k, v).reshape(x.shape)
+        x = x + _linear(weights, f"{layer}.attention.output.dense", attended)
+        x = _layer_norm(weights, f"{layer}.attention.output.LayerNorm", x)
+        wide = nn.gelu(_linear(weights, f"{layer}.intermediate.dense", x), approximate=False)
+        x = _layer_norm(weights, f"{layer}.output.LayerNorm", x + _linear(weights, f"{layer}.output.dense", wide))
+    head = "cls.predictions.transform"
+    x = _layer_norm(weights, f"{head}.LayerNorm", nn.gelu(_linear(weights, f"{head}.dense", x), approximate=False))
+    # The weights of the words, which the decoder shares.
+    logits = x @ embeddings["word"].T + weights["cls.predictions.bias"]
+    likelihood = jnp.take_along_axis(nn.log_softmax(logits.astype(jnp.float32)), labels[..., None], -1)
+    return {"loss": -likelihood.mean().astype(logits.dtype), "logits": logits}
+
+
+def _linear(weights: Arrays, name: str, x: Any) -> Any:
+    return x @ weights[f"{name}.weight"].T + weights[f"{name}.bias"]
+
+
+def _layer_norm(weights: Arrays, name: str, x: Any, epsilon: float = 1e-12) -> Any:
+    from jax import lax, numpy as jnp
+
+    wide = x.astype(jnp.float32)
+    centered = wide - wide.mean(-1, keepdims=True)
+    normal = centered * lax.rsqrt((centered * centered).mean(-1, keepdims=True) + epsilon)
+    return (normal * weights[f"{name}.weight"] + weights[f"{name}.bias"]).astype(x.dtype)
+
+
+MODELS: dict[str, Model] = {
+    "pointwise_16x4MiB": pointwise,
+    "pointwise_2x4KiB": pointwise,
+    "mlp_20x64": mlp,
+    "bert_inference": bert,
+}
+
+
+# files of arrays; NumPy has no bfloat16, whose bits are kept as integers
+
+
+def save(file: Path, arrays: dict[tuple[str, ...], np.ndarray], bfloat16: set[tuple[str, ...]]) -> None:
+    """Those in ``bfloat16`` are given as their bits."""
+    np.savez(
+        file,
+        **{SEPARATOR.join([*name, "bfloat16" if name in bfloat16 else ""]): array for name, array in arrays.items()},
+    )
+
+
+def load(file: Path) -> dict[tuple[str, ...], tuple[np.ndarray, bool]]:
+    """Each with whether it is the bits of bfloat16."""
+    with np.load(file) as found:
+        names = {key: key.split(SEPARATOR) for key in found.files}
+        return {tuple(name[:-1]): (found[key], name[-1] == "bfloat16") for key, name in names.items()}
+
+
+def run(case: str, file: Path, rounds: int) -> dict[str, Any]:
+    import jax
+    from jax import numpy as jnp
+
+    weights: Arrays = {}
+    ring: dict[str, tuple[dict[int, Any], Arrays]] = {}
+    for (kind, *where), (array, is_bfloat16) in load(file).items():
+        value = jnp.asarray(array)
+        if is_bfloat16:
+            value = jax.lax.bitcast_convert_type(value, jnp.bfloat16)
+        if kind == "weights":
+            weights[where[0]] = value
+        else:
+            args, kwargs = ring.setdefault(kind, ({}, {}))
+            if where[0] == "args":
+                args[int(where[1])] = value
+            else:
+                kwargs[where[1]] = value
+    inputs = [([args[i] for i in sorted(args)], kwargs) for args, kwargs in ring.values()]
+    # As users do, the weights are arguments of each call.
+    call = jax.jit(MODELS[case])
+    is_float32 = any(value.dtype == jnp.float32 for value in weights.values())
+    with jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext():
+        outputs = {
+            (str(i), jax.tree_util.keystr(path)): leaf
+            for i, (args, kwargs) in enumerate(inputs)
+            for path, leaf in jax.tree_util.tree_leaves_with_path({"outputs": call(weights, *args, **kwargs)})
+        }
+        bfloat16 = {name for name, leaf in outputs.items() if leaf.dtype == jnp.bfloat16}
+        arrays = {
+            name: np.asarray(jax.lax.bitcast_convert_type(leaf, jnp.uint16) if name in bfloat16 else leaf)
+            for name, leaf in outputs.items()
+        }
+        save(file.with_suffix(".out.npz"), arrays, bfloat16)
+        last = None
+        turns = itertools.cycle(inputs)
+
+        def loop(calls: int) -> None:
+            nonlocal last
+            for args, kwargs in itertools.islice(turns, calls):
+                last = call(weights, *args, **kwargs)
+
+        timing = time_interleaved({case: loop}, lambda: jax.block_until_ready(last), rounds=rounds)[case]
+    return {
+        "platform": jax.devices()[0].platform,
+        "version": jax.__version__,
+        "median_us": timing.median_us,
+        "host_us": timing.host_us,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.jax_peer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("case", choices=MODELS)
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rounds", type=int, default=21)
+    args = parser.parse_args()
+    print(json.dumps(run(args.case, args.file, args.rounds)))
+
+
+if __name__ == "__main__":
+    main()
