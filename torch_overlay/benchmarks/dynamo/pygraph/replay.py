@@ -1,0 +1,191 @@
+"""
+How close a replay is to a bare launch: the suite replay.
+
+    python -m pygraph.replay --output rows.json [--cases a,b] [--budget 120]
+
+What ``layers`` measures, as rows that say what each case must show. A limit is a time, and
+stays one on a machine whose host is slower; beside it stands what stock CUDA graphs took on
+the same machine in the same run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+from .cases import TOLERANCE
+from .compare import compare, Difference, snapshot
+from .layers import CASES, LAYERS, measure, VARIANTS
+from .report import format_table, write_rows
+from .worker import summary
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .layers import Case
+    from .report import Row
+
+    # Of a variant: microseconds of each layer, "host" and "total".
+    Times = dict[str, float]
+
+log = logging.getLogger(__name__)
+
+# Enough to select, record, and replay through each path.
+CHECKED_CALLS = 24
+# The graph that the other two of three_graphs are like.
+ONE_GRAPH = "linear_relu"
+NAMES = {"stock": "stock_cg"}
+
+
+@dataclass(frozen=True)
+class Must:
+    """``limit`` in microseconds, or, if ``of_stock``, as a share of what stock takes."""
+
+    what: str
+    value: Callable[[Times], float]
+    limit: float
+    # What stock took where the limit was set.
+    stock_then_us: float | None = None
+    of_stock: bool = False
+
+
+def _total(times: Times) -> float:
+    return times["total"]
+
+
+def _host(times: Times) -> float:
+    return times["host"]
+
+
+def _trees_and_below(times: Times) -> float:
+    return sum(times.get(layer, 0.0) for layer in LAYERS[LAYERS.index("trees") :])
+
+
+MUSTS = {
+    "linear_relu": (
+        Must("a call", _total, 22.0, 57.0),
+        Must("trees and below, with the launch", _trees_and_below, 7.0, 21.0),
+    ),
+    "pointwise_16x4MiB": (Must("a call", _total, 30.0, 62.0),),
+    "pointwise_2x4KiB": (Must("a call", _total, 20.0, 50.0),),
+    "mlp_20": (Must("a call", _total, 66.0, 72.0),),
+    "training": (Must("host", _host, 0.5, of_stock=True),),
+}
+# Of three_graphs, over ONE_GRAPH.
+EXTRA_GRAPH = Must("host for each extra graph", lambda times: times["extra"], 8.0)
+
+
+def musts(name: str, times: dict[str, Times], one_graph: dict[str, Times] | None) -> list[Row]:
+    """What a case must show, what it showed, and what stock did."""
+    held = list(MUSTS.get(name, ()))
+    if name == "three_graphs":
+        if one_graph is None:
+            return [{"what": f"{EXTRA_GRAPH.what}: no {ONE_GRAPH} to compare with", "met": False}]
+        held.append(EXTRA_GRAPH)
+        times = {
+            variant: {**own, "extra": (own["host"] - one_graph[variant]["host"]) / 2} for variant, own in times.items()
+        }
+    return [_held(must, times) for must in held]
+
+
+def _held(must: Must, times: dict[str, Times]) -> Row:
+    ours, theirs = must.value(times["pygraph"]), must.value(times["stock"])
+    limit = must.limit * theirs if must.of_stock else must.limit
+    text = f"{must.what}: {ours:.1f} us, must {limit:.1f} us"
+    if must.of_stock:
+        text += f" ({must.limit:g} of stock's)"
+    text += f"; stock {theirs:.1f} us in this run"
+    if theirs:
+        text += f", {ours / theirs:.2f} of it"
+    if must.stock_then_us:
+        text += f", {must.stock_then_us:g} us where the limit was set"
+    return {"what": text, "met": ours <= limit}
+
+
+def check(case: Case, device: str) -> dict[str, Difference]:
+    """How far each variant is from eager, over calls whose inputs move."""
+    found = {}
+    for name, options in VARIANTS.items():
+        torch._dynamo.reset()
+        fn = case.make(device)
+        compiled = torch.compile(fn, options=options)
+        found[name] = Difference()
+        for _ in range(CHECKED_CALLS):
+            args = case.inputs(device)
+            expected = snapshot({"outputs": fn(*args)})
+            found[name] |= compare(expected, snapshot({"outputs": compiled(*args)}), TOLERANCE[torch.float32])
+    return found
+
+
+def row(name: str, times: dict[str, Times], differences: dict[str, Difference], held: list[Row]) -> Row:
+    failed = {
+        NAMES.get(variant, variant): f"wrong result: {found.where} differs from eager's"
+        for variant, found in differences.items()
+        if not found.close
+    }
+    pygraph = differences["pygraph"]
+    return {
+        "suite": "replay",
+        "name": name,
+        **{f"{NAMES.get(variant, variant)}_us": round(own["total"], 2) for variant, own in times.items()},
+        "host_us": {NAMES.get(variant, variant): round(own["host"], 2) for variant, own in times.items()},
+        "layers": {
+            NAMES.get(variant, variant): {layer: round(us, 2) for layer, us in own.items()}
+            for variant, own in times.items()
+        },
+        "choice": VARIANTS["pygraph"].get("pygraph_force"),
+        "equal": pygraph.close,
+        "bitwise": pygraph.bitwise,
+        "max_diff": pygraph.max_diff,
+        "failed": failed,
+        "musts": held,
+        "missed": [must["what"] for must in held if not must["met"]]
+        + [f"{variant}: {reason}" for variant, reason in failed.items()],
+        "note": "",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--rounds", type=int, default=21)
+    parser.add_argument("--budget", type=float, default=120.0, help="seconds")
+    parser.add_argument("--output", type=Path, required=True)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    deadline = time.monotonic() + args.budget
+    names = args.cases.split(",")
+    if "three_graphs" in names:
+        names = list(dict.fromkeys([ONE_GRAPH, *names]))
+    rows: list[Row] = []
+    times: dict[str, dict[str, Any]] = {}
+    # Variants share code objects.
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+        for name in names:
+            if time.monotonic() > deadline:
+                print(f"{name}: out of time, not run", flush=True)
+                continue
+            try:
+                differences = check(CASES[name], args.device)
+                times[name] = measure(CASES[name], args.device, args.rounds)
+                rows.append(row(name, times[name], differences, musts(name, times[name], times.get(ONE_GRAPH))))
+            except Exception as error:
+                log.exception("%s", name)
+                reason = summary(error)
+                rows.append({"suite": "replay", "name": name, "equal": False, "error": reason, "missed": [reason]})
+            write_rows(args.output, rows)
+    print(format_table(rows))
+
+
+if __name__ == "__main__":
+    main()
