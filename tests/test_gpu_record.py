@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -94,7 +95,8 @@ def test_check(checkout):
     result = _result(checkout, "1.json", tests={"passed": 1}, cases=[_case("a", 1.0), _case("b", 2.0)])
     assert _run(checkout, "--merge", result).returncode == 0
     answer = _run(checkout, "--check")
-    assert (answer.returncode, answer.stdout, answer.stderr) == (0, "", "")
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert answer.stdout == "3 entries of these sources, 0 random programs\n"
 
     (checkout / "patches/torch/hooks.patch").write_text("changed")
     answer = _run(checkout, "--check")
@@ -154,6 +156,67 @@ def test_a_skipped_case_replaces_none_that_ran(checkout):
     _run(checkout, "--merge", _result(checkout, "3.json", cases=[skipped]))
     (case,) = _record(checkout)["cases"]
     assert case["pygraph_us"] == 1.0 and "skipped" not in case
+
+
+def _programs(seed, programs=10, **others):
+    return {"seed": seed, "programs": programs, "equal": programs, "passed": True, **others}
+
+
+def test_random_programs_add_up(checkout):
+    _run(checkout, "--merge", _result(checkout, "1.json", programs=[_programs(0)]))
+    _run(checkout, "--merge", _result(checkout, "2.json", programs=[_programs(1, 30)], device="H200"))
+    runs = _record(checkout)["programs"]
+    assert [(run["seed"], run["programs"], run["date"]) for run in runs] == [
+        (0, 10, "2026-01-01T1.json"),
+        (1, 30, "2026-01-01T2.json"),
+    ]
+    assert _run(checkout, "--check").stdout == "2 entries of these sources, 40 random programs\n"
+    # The same seed draws the same programs.
+    _run(checkout, "--merge", _result(checkout, "3.json", programs=[_programs(1, 20)]))
+    assert _run(checkout, "--check").stdout == "2 entries of these sources, 30 random programs\n"
+    # What ran on other sources says nothing about these.
+    (checkout / "torch_overlay/torch/a.py").write_text("a = 2\n")
+    assert "2 of 2 entries ran on other sources (programs/0, programs/1)" in _run(checkout, "--check").stdout
+    _run(checkout, "--merge", _result(checkout, "4.json", programs=[_programs(2, 5)]))
+    assert [run["seed"] for run in _record(checkout)["programs"]] == [2]
+
+
+def test_texts_are_no_sources(checkout):
+    source_hash = _load(checkout / "ci" / "gpu_record").source_hash
+    before = source_hash(checkout)
+    page = checkout / "torch_overlay/docs/source/page.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("text\n")
+    assert source_hash(checkout) == before
+
+
+def test_an_explanation_stays_until_the_case_runs_again(checkout):
+    _run(checkout, "--merge", _result(checkout, "1.json", cases=[_case("a", 1.0)]))
+    assert _run(checkout, "--note", "pi/a", "the clocks").returncode == 0
+    assert _run(checkout, "--note", "pi/b", "nothing").stderr == "ci/gpu_record.json has no case pi/b\n"
+    _run(checkout, "--merge", _result(checkout, "2.json", tests={"passed": 1}))
+    assert _record(checkout)["cases"][0]["explanation"] == "the clocks"
+    _run(checkout, "--merge", _result(checkout, "3.json", cases=[_case("a", 1.0)]))
+    assert "explanation" not in _record(checkout)["cases"][0]
+
+
+def test_readme_says_what_the_record_does():
+    record = _load(ROOT / "ci" / "gpu_record")
+    readme = record.README.read_text()
+    _, begin, rest = readme.partition(record.BEGIN)
+    block, end, _ = rest.partition(record.END)
+    assert begin and end
+    assert block.strip() == record.readme_block(), "run ci/gpu_record --readme"
+    for file in re.findall(r"\((docs/[^)]*)\)", block):
+        assert (ROOT / file).exists(), f"no {file}: run ci/gpu_record --readme"
+
+
+def test_pages_say_what_the_record_does(tmp_path):
+    pytest.importorskip("matplotlib")
+    record = _load(ROOT / "ci" / "gpu_record")
+    found = {page.name: page.read_text() for page in record.PAGES.glob("*.md")}
+    assert found == {page.name: page.read_text() for page in record.pages(tmp_path)}, "run ci/gpu_record --readme"
+    assert {file.name for file in record.PAGES.iterdir()} == {file.name for file in tmp_path.iterdir()}
 
 
 def test_the_checkout_hashes():

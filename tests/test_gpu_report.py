@@ -132,13 +132,123 @@ def test_bars_of_a_plot(rows):
     assert [text.get_text() for text in axes.texts] == ["x"]
 
 
-def test_one_command_makes_the_pages(tmp_path):
+def test_one_command_writes_all_that_follows_from_the_record(tmp_path):
     pytest.importorskip("matplotlib")
     shutil.copytree(ROOT / "torch_overlay" / "benchmarks", tmp_path / "torch_overlay" / "benchmarks")
     (tmp_path / "ci").mkdir()
     shutil.copy(ROOT / "ci" / "gpu_record", tmp_path / "ci")
+    shutil.copy(ROOT / "README.md", tmp_path)
     shutil.copy(RESULTS, tmp_path / "ci" / "gpu_record.json")
-    command = [sys.executable, str(tmp_path / "ci" / "gpu_record"), "--report", str(tmp_path / "out")]
+    command = [sys.executable, str(tmp_path / "ci" / "gpu_record"), "--readme"]
     subprocess.run(command, check=True, capture_output=True)
-    found = {file.name for file in (tmp_path / "out").iterdir()}
+    pages = tmp_path / "docs" / "measurements"
+    found = {file.name for file in pages.iterdir()}
     assert {"paper.md", "paper-speedup.png", "tp.md", "tp-speedup.png", "pi.md", "pi-speedup.png"} <= found
+    written = (tmp_path / "README.md").read_text()
+    assert "![Speed-up of suite paper](docs/measurements/paper-speedup.png)" in written
+    before, after = ((ROOT / "README.md").read_text(), written)
+    for border in ("## Build", "## Limits"):
+        assert border in written
+    assert before.partition("<!-- measurements")[0] == after.partition("<!-- measurements")[0]
+    assert before.rpartition("measurements: end -->")[2] == after.rpartition("measurements: end -->")[2]
+    # Again, nothing changes.
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / "README.md").read_text() == written
+
+
+def test_a_line_for_each_suite(rows):
+    record = {
+        "cases": rows,
+        "tests": {"passed": 9, "failed": 0, "skipped": 1, "complete": True},
+        "programs": [
+            {"seed": 0, "programs": 10, "equal": 10, "passed": True},
+            {"seed": 3, "programs": 20, "equal": 19, "passed": True, "inductors_causes": ["values"]},
+            {"seed": 4, "programs": 5, "equal": 4, "passed": False, "causes": ["crash"]},
+        ],
+    }
+    lines = report.overview(record, "docs").splitlines()
+    cells = {line.split("|")[1].strip(): [cell.strip() for cell in line.split("|")[2:-1]] for line in lines[2:5]}
+    assert cells["[paper](docs/paper.md)"][:3] == ["3 of 5", "1.328 (1.042 to 1.500)", "1.160 (1.000 to 1.500)"]
+    assert "start-up 1.10 of stock's" in cells["[paper](docs/paper.md)"][3]
+    assert len({line.count("|") for line in lines[:5]}) == 1
+    assert lines[-2].startswith("- Tests that need a GPU: 9 passed, 0 failed, 1 skipped")
+    assert lines[-1].startswith(
+        "- 35 random programs (seeds 0, 3, 4), 33 equal to eager; 2 differ; of torch.compile's own: values; "
+        "seed 4 FAILED: crash"
+    )
+    assert report.overview({}) == ""
+
+
+def test_readme_names_what_fails_and_why(rows):
+    failing = next(row for row in rows if row.get("missed"))
+    failing["explanation"] = "an explanation"
+    text = report.readme({"cases": rows}, "docs/measurements")
+    assert f"`{failing['name']}` ({'; '.join(failing['missed'])}; an explanation)" in text
+    assert "an explanation" in report.document("paper", _of(rows, "paper"), {})
+    assert "does not show" not in report.readme({"cases": [{**row, "missed": []} for row in rows]}, "docs")
+
+
+def test_columns_of_the_suites():
+    row = {"suite": "x", "name": "a", "no_cg_us": 20.0, "stock_cg_us": 12.0, "pygraph_us": 10.0, "equal": True}
+
+    def header(**more):
+        return report.format_table([{**row, **more}], markdown=True).splitlines()[0].split(" | ")
+
+    assert "GPU values" not in header() and "JAX" not in header() and "copied" not in header()
+    assert "GPU values" in header(gpu_us=9.0) and "best" in header(best="no_cg")
+    assert header(forced_us={"copies": 11.0, "prelude": 9.5})[-4:-1] == ["copies", "prelude", "equal"]
+    assert report.also([{**row, "gpu_us": 8.0}]) == "+2.0 us over GPU values, at most +2.0 us"
+    chosen = {**row, "candidates_us": {"no_cg": 20.0, "copy": 9.9}, "best": "copy", "choice": "node_update"}
+    assert report.also([chosen]) == "0 of 1 chose the best; regret 1.01 %, at most 1.0 %"
+    assert report.also([{**row, "jax_us": 15.0, "hand_written_us": 9.0}]) == (
+        "1.50 times as fast as JAX (1); 0.90 times as fast as captured by hand (1)"
+    )
+    # What is wrong is not fast.
+    assert report.also([{**row, "jax_us": 15.0, "failed": {"jax": "wrong result"}, "gpu_us": 1.0, "equal": False}]) == "-"
+
+
+def test_layers_and_musts_are_on_the_page_of_replay():
+    layers = {"stock_cg": {"dynamo": 12.0, "host": 50.0}, "pygraph": {"dynamo": 11.0, "host": 20.0}}
+    musts = [{"what": "a call: 19.0 us", "met": True}, {"what": "trees: 9.0 us", "met": False}]
+    row = {"suite": "replay", "name": "linear_relu", "pygraph_us": 19.0, "equal": True, "layers": layers}
+    page = report.document("replay", [{**row, "musts": musts, "missed": ["trees: 9.0 us"]}], {})
+    assert "| linear_relu | 12.0 | 11.0 | - |" in page
+    assert "- `linear_relu`: trees: 9.0 us" in page and "- `linear_relu`: a call: 19.0 us" in page
+
+
+def test_rows_are_never_half_written(tmp_path):
+    file = tmp_path / "rows.json"
+    report.write_rows(file, [{"a": 1}])
+    assert json.loads(file.read_text()) == [{"a": 1}] and [f.name for f in tmp_path.iterdir()] == ["rows.json"]
+
+
+FIGURE8 = {
+    "figure8": [
+        {"parameters": 1, "ways": {"copies": {"us": 9.0, "latency_us": 12.0, "host_us": 8.0}, "table": {"us": 5.0}}},
+        {"parameters": 256, "ways": {"copies": {"us": 300.0}, "table": {"error": "wrong result"}}},
+    ],
+    "crossovers": [{"faster": "table", "than": "copies", "by": "us", "from": 4}],
+    "kernels": [
+        {
+            "model": "bert",
+            "kernel": "triton_poi",
+            "pointers": 3,
+            "plain": {"registers": 20, "spilled_bytes": 0, "us": 2.5},
+            "indirect": {"registers": 24, "spilled_bytes": 0, "us": 2.6},
+        },
+        {"model": "bert", "kernel": "triton_red", "error": "it has no indirect form"},
+    ],
+}
+
+
+def test_what_a_suite_has_beside_rows_is_on_its_page(rows, tmp_path):
+    page = report.document("bindings", _of(rows, "pi"), {}, FIGURE8)
+    assert "| 1 | 9.0 | 5.0 |" in page and "| 256 | 300.0 | - |" in page
+    assert "- `table` is faster than `copies` (in a row) from 4 inputs on." in page
+    assert "| bert | triton_poi | 3 | 20 to 24 | 0 to 0 | 2.5 to 2.6 |  |" in page
+    assert "it has no indirect form" in page
+
+    pytest.importorskip("matplotlib")
+    from pygraph import plots
+
+    assert "bindings-figure8.png" in plots.draw("bindings", [], tmp_path, FIGURE8).values()

@@ -5,6 +5,7 @@ Plots of a suite's rows, as files. They need matplotlib.
     ablation   what each step adds (figure 10)
     copies     bytes of inputs copied, before and after (table 3)
     memory     reserved by PyGraph, over stock CUDA graphs
+    figure8    what each way to give a graph its inputs takes, by their number
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.ticker import NullLocator  # noqa: E402
 
-from .report import bytes_text, copied, in_order, label, present, speedup  # noqa: E402
+from .report import bytes_text, copied, FIGURE8, in_order, label, present, speedup, ways  # noqa: E402
 
 
 if TYPE_CHECKING:
@@ -51,13 +52,16 @@ GREY, LIGHT, BLUE, ORANGE = "#9a9a9a", "#cfcfcf", "#1f5fa8", "#e07b1f"
 Bars = dict[str, tuple[str, list[float | None]]]
 
 
-def draw(suite: str, rows: list[Row], directory: Path) -> dict[str, str]:
-    """The titles and names of the files written. What no row has a value for is left out."""
+def draw(suite: str, rows: list[Row], directory: Path, more: Row | None = None) -> dict[str, str]:
+    """
+    The titles and names of the files written. What no row has a value for is left out.
+    ``more``: what a suite has beside rows.
+    """
     rows = in_order(rows)
     files = {}
     with matplotlib.rc_context(STYLE):
         for name, (title, plot) in PLOTS.items():
-            figure = plot(rows)
+            figure = _figure8((more or {}).get("figure8", [])) if plot is None else plot(rows)
             if figure is None:
                 continue
             figure.suptitle(f"{title} ({suite})", x=0.01, ha="left", fontweight="bold", fontsize=12)
@@ -162,6 +166,25 @@ def _copies(rows: list[Row]) -> Any:
     return figure
 
 
+def _figure8(points: list[Row]) -> Any:
+    if not points:
+        return None
+    figure, panels = plt.subplots(1, len(FIGURE8), figsize=(13.0, 4.2), layout="constrained")
+    for axes, (key, title) in zip(panels, FIGURE8.items()):
+        for way in ways(points):
+            found = [(point["parameters"], point["ways"].get(way, {}).get(key)) for point in points]
+            found = [(x, y) for x, y in found if y is not None]
+            if found:
+                axes.plot(*zip(*found), marker="o", markersize=3, label=way if axes is panels[0] else None)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log")
+        axes.set_title(title)
+        axes.set_xlabel("inputs that move")
+    panels[0].set_ylabel("us a call")
+    figure.legend(loc="outside lower center", ncols=len(ways(points)), fontsize=9)
+    return figure
+
+
 def _figure(groups: int, bars: int) -> tuple[Any, Any]:
     width = max(6.0, 1.6 + groups * (0.30 + 0.11 * bars))
     return plt.subplots(figsize=(min(width, 16.0), 4.2), layout="constrained")
@@ -176,9 +199,11 @@ def _finish(figure: Any, axes: Any, labels: list[str]) -> None:
     figure.legend(loc="outside upper right", ncols=4, fontsize=9)
 
 
-PLOTS: dict[str, tuple[str, Callable[[list[Row]], Any]]] = {
+PLOTS: dict[str, tuple[str, Callable[[list[Row]], Any] | None]] = {
     "speedup": ("Speed-up over no CUDA graphs", _speedup),
     "ablation": ("What each step adds", _ablation),
     "copies": ("Inputs copied", _copies),
     "memory": ("Memory", _memory),
+    # Of what are no rows.
+    "figure8": ("Inputs that move", None),
 }

@@ -5,12 +5,14 @@ made of rows alone.
 
 from __future__ import annotations
 
+import json
 import statistics
 from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from pathlib import Path
 
 
 Row = dict[str, Any]
@@ -118,6 +120,13 @@ def in_order(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: order.index(label(row)) if label(row) in order else len(order))
 
 
+def write_rows(file: Path, rows: list[Row]) -> None:
+    """All at once: it may be read at any time."""
+    draft = file.with_suffix(".draft")
+    draft.write_text(json.dumps(rows, indent=1, default=str) + "\n")
+    draft.replace(file)
+
+
 # cells
 
 
@@ -177,8 +186,10 @@ def _start_up_ratio(row: Row) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def _of(ours: float | None, theirs: float | None) -> str:
-    return f"{_amount(ours)} of {_amount(theirs)}"
+def _of(
+    ours: float | None, theirs: float | None, text: Callable[[float | None], str] = _amount
+) -> str:
+    return "-" if ours is None and theirs is None else f"{text(ours)} of {text(theirs)}"
 
 
 SMALL_COLUMNS: Columns = {
@@ -187,13 +198,20 @@ SMALL_COLUMNS: Columns = {
     "stock CG": _shown_time("stock_cg"),
     "PyGraph": _shown_time("pygraph"),
     "x best": _ratio_to_best,
+    "host": lambda row: _us(row.get("host_us", {}).get("pygraph")),
+    "GPU values": _shown_time("gpu"),
     "node update": _shown_time("forced_node_update"),
+    "hand-written": _shown_time("hand_written"),
+    "JAX": _shown_time("jax"),
+    "best": lambda row: row.get("best") or "-",
     "choice": lambda row: row.get("choice") or "-",
-    "copied": lambda row: _of(row.get("copied_bytes"), row.get("stock_copied_bytes")),
+    "copied": lambda row: _of(row.get("copied_bytes"), row.get("stock_copied_bytes"), bytes_text),
     "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("stock_reserved_mib")),
     "equal": _equality,
     "must": _must,
 }
+# Those that are not shown where no row of a suite has them.
+OPTIONAL = {"host", "GPU values", "node update", "hand-written", "JAX", "best", "choice", "copied", "reserved MiB"}
 
 WORKLOAD_COLUMNS: Columns = {
     "workload": lambda row: f"{row['name']} ({row['paper']})" if row.get("paper") else row["name"],
@@ -248,7 +266,27 @@ ABOUT_COLUMNS: Columns = {
     "mode": lambda row: row.get("mode", "-"),
     "what runs": lambda row: row.get("about", "-"),
     "what is in the way of CUDA graphs": lambda row: row.get("obstacle") or "-",
-    "run": lambda row: f"{row.get('date', '-')[:10]}, {row.get('device') or '-'}, {row.get('sources', '-')[:12]}",
+    "run": lambda row: _run(row),
+}
+
+
+LAYER_COLUMNS: Columns = {
+    "case": lambda row: row["name"],
+    **{
+        f"{name} {title}": lambda row, variant=variant, layer=layer: _us(
+            row["layers"].get(variant, {}).get(layer)
+        )
+        for layer, name in {
+            "dynamo": "Dynamo",
+            "aot": "AOT",
+            "inductor": "Inductor",
+            "trees": "trees",
+            "inputs": "inputs",
+            "launch": "launch",
+            "host": "host",
+        }.items()
+        for variant, title in {"stock_cg": "stock", "pygraph": "PyGraph"}.items()
+    },
 }
 
 
@@ -276,6 +314,12 @@ SECTIONS = (
         COST_COLUMNS,
         "alone",
     ),
+    (
+        "Where the host's time goes",
+        "Layers from the outside in, each without those below it.",
+        LAYER_COLUMNS,
+        "layers",
+    ),
 )
 
 
@@ -284,12 +328,35 @@ SECTIONS = (
 
 def format_table(rows: list[Row], *, markdown: bool = False) -> str:
     """Times in microseconds a call, bytes copied a call, and what the case must show."""
-    is_workload = any("about" in row for row in rows)
-    text = _table(rows, WORKLOAD_COLUMNS if is_workload else SMALL_COLUMNS, markdown)
+    text = _table(rows, _columns(rows), markdown)
     if markdown:
         return text
     notes = [f"{row['name']}: {note}" for row in rows for note in _notes(row)]
-    return "\n".join([text, *notes, *(summary(rows) if is_workload else [])])
+    return "\n".join([text, *notes, *(summary(rows) if _are_workloads(rows) else [])])
+
+
+def _are_workloads(rows: list[Row]) -> bool:
+    return any("about" in row for row in rows)
+
+
+def _columns(rows: list[Row]) -> Columns:
+    if _are_workloads(rows):
+        return WORKLOAD_COLUMNS
+    columns = {
+        title: cell
+        for title, cell in SMALL_COLUMNS.items()
+        if title not in OPTIONAL or any(cell(row) != "-" for row in rows)
+    }
+    forced = list(dict.fromkeys(name for row in rows for name in row.get("forced_us", ())))
+    if forced:
+        # Next to the times of what is not forced.
+        *others, equal, must = columns.items()
+        named = [
+            (name, lambda row, name=name: _us(row.get("forced_us", {}).get(name)))
+            for name in forced
+        ]
+        columns = dict([*others, *named, equal, must])
+    return columns
 
 
 def _table(rows: list[Row], columns: Columns, markdown: bool) -> str:
@@ -305,7 +372,19 @@ def _table(rows: list[Row], columns: Columns, markdown: bool) -> str:
 
 def _notes(row: Row) -> list[str]:
     failed = [f"{variant}: {reason}" for variant, reason in row.get("failed", {}).items()]
-    return [*row.get("missed", ()), *failed, *filter(None, [row.get("skipped"), row.get("note")])]
+    met = [must["what"] for must in row.get("musts", ()) if must["met"]]
+    missed = row.get("missed", ())
+    return [*missed, *met, *failed, *filter(None, [row.get("skipped"), row.get("note"), row.get("explanation")])]
+
+
+# Of a row, by the names that tables give them.
+SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
+    "Speed-up over stock CUDA graphs": lambda row: speedup(row, "pygraph", "stock_cg"),
+    "Speed-up over no CUDA graphs": lambda row: speedup(row, "pygraph", "no_cg"),
+    "Speed-up over the better of the two": lambda row: best_speedup(row),
+    "Speed-up over stock without graph partition": lambda row: speedup(row, "pygraph", "stock_whole"),
+    "Compile and warm-up, of stock CUDA graphs'": _start_up_ratio,
+}
 
 
 def summary(rows: list[Row]) -> list[str]:
@@ -313,24 +392,182 @@ def summary(rows: list[Row]) -> list[str]:
     ran = [row for row in rows if "skipped" not in row]
     right = [row for row in ran if time_of(row, "pygraph")]
     lines = [f"{len(right)} of {len(rows)} workloads ran with right results, {len(rows) - len(ran)} were skipped."]
-    for name, values in {
-        "Speed-up over stock CUDA graphs": [speedup(row, "pygraph", "stock_cg") for row in right],
-        "Speed-up over no CUDA graphs": [speedup(row, "pygraph", "no_cg") for row in right],
-        "Speed-up over the better of the two": [best_speedup(row) for row in right],
-        "Speed-up over stock without graph partition": [speedup(row, "pygraph", "stock_whole") for row in right],
-        "Compile and warm-up, of stock CUDA graphs'": [_start_up_ratio(row) for row in right],
-    }.items():
-        found = present(values)
+    for name, ratio in SPEEDUPS.items():
+        found = present(map(ratio, right))
         if found:
-            mean = statistics.geometric_mean(found)
-            lines.append(f"{name}: geomean {mean:.3f} of {len(found)}, {min(found):.3f} to {max(found):.3f}.")
+            lines.append(f"{name}: geomean {geomean(found):.3f} of {len(found)}, {_range(found)}.")
     return lines
 
 
-def document(suite: str, rows: list[Row], plots: dict[str, str]) -> str:
-    """A Markdown page: ``plots`` are titles and files."""
+def geomean(values: list[float]) -> float:
+    return statistics.geometric_mean(values)
+
+
+def _range(values: list[float]) -> str:
+    return f"{min(values):.3f} to {max(values):.3f}"
+
+
+def _spread(rows: list[Row], name: str) -> str:
+    found = present(map(SPEEDUPS[name], rows))
+    return f"{geomean(found):.3f} ({_range(found)})" if found else "-"
+
+
+def _regret(row: Row) -> float | None:
+    """Of what was chosen, over the best candidate by its time in the whole program."""
+    candidates, pygraph = row.get("candidates_us"), time_of(row, "pygraph")
+    return pygraph / min(candidates.values()) if candidates and pygraph else None
+
+
+def also(rows: list[Row]) -> str:
+    """What is to be said of some suites beside speed-ups."""
+    parts = []
+    covered = present(map(_start_up_ratio, rows))
+    if covered:
+        parts.append(f"start-up {geomean(covered):.2f} of stock's")
+    behind = [row["pygraph_us"] - row["gpu_us"] for row in rows if row.get("gpu_us") and time_of(row, "pygraph")]
+    if behind:
+        parts.append(f"{statistics.median(behind):+.1f} us over GPU values, at most {max(behind):+.1f} us")
+    chosen = [row for row in rows if row.get("best") and row.get("choice")]
+    if chosen:
+        parts.append(f"{sum(row['best'] == row['choice'] for row in chosen)} of {len(chosen)} chose the best")
+    regrets = present(map(_regret, rows))
+    if regrets:
+        parts.append(f"regret {100 * (geomean(regrets) - 1):.2f} %, at most {100 * (max(regrets) - 1):.1f} %")
+    jax = present(speedup(row, "pygraph", "jax") for row in rows)
+    if jax:
+        parts.append(f"{geomean(jax):.2f} times as fast as JAX ({len(jax)})")
+    by_hand = present(speedup(row, "pygraph", "hand_written") for row in rows)
+    if by_hand:
+        parts.append(f"{geomean(by_hand):.2f} times as fast as captured by hand ({len(by_hand)})")
+    return "; ".join(parts) or "-"
+
+
+def of_programs(runs: list[Row]) -> str:
+    """Runs of random programs have seeds of their own, and add up."""
+    programs, equal = (sum(run.get(key, 0) for run in runs) for key in ("programs", "equal"))
+    seeds = ", ".join(str(run["seed"]) for run in runs)
+    text = f"{programs} random programs (seeds {seeds}), {equal} equal to eager"
+    own = {kind for run in runs for kind in run.get("inductors_causes", ())}
+    others = [f"{programs - equal} differ"] if programs > equal else []
+    others += [f"of torch.compile's own: {', '.join(sorted(own))}"] if own else []
+    for run in runs:
+        if not run["passed"]:
+            others.append(f"seed {run['seed']} FAILED: {run.get('error') or ', '.join(run.get('causes', ()))}")
+    return "; ".join([text, *others])
+
+
+def _run(entry: Row) -> str:
+    return f"{entry.get('date', '-')[:10]}, {entry.get('device') or '-'}, {entry.get('sources', '-')[:12]}"
+
+
+def by_suite(record: Row) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in record.get("cases", ()):
+        found.setdefault(row["suite"], []).append(row)
+    return found
+
+
+def overview(record: Row, pages: str = "") -> str:
+    """A line for each suite. ``pages``: the folder with a page for each, if they are to be linked."""
+
+    def must(rows: list[Row]) -> str:
+        ran = [row for row in rows if "skipped" not in row]
+        return f"{sum(not row.get('missed') for row in ran)} of {len(ran)}"
+
+    columns: Columns = {
+        "suite": lambda line: f"[{line['suite']}]({pages}/{line['suite']}.md)" if pages else line["suite"],
+        "pass": lambda line: must(line["rows"]),
+        "over stock CUDA graphs": lambda line: _spread(line["rows"], "Speed-up over stock CUDA graphs"),
+        "over the better of stock and none": lambda line: _spread(line["rows"], "Speed-up over the better of the two"),
+        "also": lambda line: also(line["rows"]),
+        "run": lambda line: "; ".join(dict.fromkeys(_run(row) for row in line["rows"])),
+    }
+    lines = [{"suite": suite, "rows": rows} for suite, rows in by_suite(record).items()]
+    parts = [_table(lines, columns, True)] if lines else []
+    others = []
+    if "tests" in record:
+        tests = record["tests"]
+        counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
+        others.append(f"- Tests that need a GPU: {counts}{'' if tests['complete'] else ', not complete'} ({_run(tests)}).")
+    if record.get("programs"):
+        others.append(f"- {of_programs(record['programs'])} ({_run(record['programs'][-1])}).")
+    return "\n\n".join([*parts, *filter(None, ["\n".join(others)])])
+
+
+# Whose plot README has, if the record has it.
+PLOTTED = ("paper", "modern", "pi")
+
+
+def readme(record: Row, pages: str) -> str:
+    """What README says of the record; pages and plots are in the folder ``pages``."""
+    suites = by_suite(record)
+    parts = [
+        "Speed-ups are geomeans (minimum to maximum) of PyGraph's over medians of the same run; `pass` counts the cases "
+        "that show all they must.",
+        overview(record, pages),
+    ]
+    plotted = next((suite for suite in PLOTTED if suite in suites), None)
+    if plotted:
+        parts.insert(0, f"![Speed-up of suite {plotted}]({pages}/{plotted}-speedup.png)")
+    failing = [
+        f"- {suite}: " + ", ".join(f"`{row['name']}` ({_why(row)})" for row in rows if row.get("missed"))
+        for suite, rows in suites.items()
+        if any(row.get("missed") for row in rows)
+    ]
+    if failing:
+        parts += ["What does not show all it must:", "\n".join(failing)]
+    return "\n\n".join(parts)
+
+
+def _why(row: Row) -> str:
+    return "; ".join([*row["missed"], *filter(None, [row.get("explanation")])])
+
+
+# What figure 8 of the suite bindings has of each way to give a graph its inputs.
+FIGURE8 = {"us": "in a row", "latency_us": "until one call is done", "host_us": "the host's part"}
+
+KERNEL_COLUMNS: Columns = {
+    "model": lambda row: row["model"],
+    "kernel": lambda row: row.get("kernel", "-"),
+    "pointers": lambda row: _amount(row.get("pointers")),
+    **{
+        title: lambda row, key=key: " to ".join(_amount(row.get(form, {}).get(key)) for form in ("plain", "indirect"))
+        for key, title in {"registers": "registers", "spilled_bytes": "bytes spilled", "us": "us"}.items()
+    },
+    "note": lambda row: row.get("error", ""),
+}
+
+
+def ways(points: list[Row]) -> list[str]:
+    return list(dict.fromkeys(way for point in points for way in point["ways"]))
+
+
+def _beside_cases(more: Row) -> list[str]:
+    """What the suite bindings has beside its cases."""
+    parts = []
+    points = more.get("figure8", ())
+    for key, title in FIGURE8.items() if points else ():
+        columns: Columns = {"inputs": lambda point: str(point["parameters"])}
+        columns |= {
+            way: lambda point, way=way, key=key: _us(point["ways"].get(way, {}).get(key)) for way in ways(points)
+        }
+        parts += [f"## Microseconds by inputs that move: {title}", _table(points, columns, True)]
+    if more.get("crossovers"):
+        parts.append(
+            "\n".join(
+                f"- `{c['faster']}` is faster than `{c['than']}` ({FIGURE8[c['by']]}) from {c['from']} inputs on."
+                for c in more["crossovers"]
+            )
+        )
+    if more.get("kernels"):
+        parts += ["## Kernels, plain and with pointers loaded from a table", _table(more["kernels"], KERNEL_COLUMNS, True)]
+    return parts
+
+
+def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | None = None) -> str:
+    """A Markdown page: ``plots`` are titles and files, ``more`` is what a suite has beside its rows."""
     rows = in_order(rows)
-    small = not any("about" in row for row in rows)
+    small = not _are_workloads(rows)
     parts = [f"# Suite {suite}"]
     if not small:
         parts.append("\n".join(f"- {line}" for line in summary(rows)))
@@ -340,12 +577,13 @@ def document(suite: str, rows: list[Row], plots: dict[str, str]) -> str:
         "`host` is the time until a call of PyGraph's returns.",
         format_table(rows, markdown=True),
     ]
+    ran = [row for row in rows if "skipped" not in row and "error" not in row]
+    for title, text, columns, key in SECTIONS:
+        having = [row for row in ran if row.get(key)]
+        if having:
+            parts += [f"## {title}", text, _table(having, columns, True)]
+    parts += _beside_cases(more or {})
     if not small:
-        ran = [row for row in rows if "skipped" not in row and "error" not in row]
-        for title, text, columns, key in SECTIONS:
-            having = [row for row in ran if row.get(key)]
-            if having:
-                parts += [f"## {title}", text, _table(having, columns, True)]
         parts += ["## The workloads", _table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
     if notes:
