@@ -66,6 +66,22 @@ def test_a_wrong_result_is_a_failed_row() -> None:
     assert not wrong["equal"] and wrong["failed"] == {"pygraph": reason} and wrong["missed"] == [f"pygraph: {reason}"]
 
 
+def test_gradients_are_compared_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "CHECKED_CALLS", 1)
+    monkeypatch.setattr(replay, "VARIANTS", {"no_cg": {}})
+    make = lambda device: torch.nn.Linear(4, 4)  # noqa: E731
+    case = layers.Case(make, lambda device: (torch.ones(2, 4),), trains=True)
+    monkeypatch.setattr(torch, "compile", lambda fn, **kwargs: fn)
+    assert replay.check(case, "cpu")["no_cg"].bitwise
+
+    def detached(fn, **kwargs):
+        return lambda x: torch.nn.functional.linear(x, fn.weight, fn.bias.detach())
+
+    monkeypatch.setattr(torch, "compile", detached)
+    found = replay.check(case, "cpu")["no_cg"]
+    assert not found.close and found.where == "['grads']['bias']"
+
+
 def test_variants_are_compared_with_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replay, "CHECKED_CALLS", 2)
     monkeypatch.setattr(replay, "VARIANTS", {"no_cg": {}})

@@ -50,8 +50,14 @@ FRESH_INPUTS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """
+    ``make`` gives a function of ``inputs``; if it ``trains``, a module whose sum of
+    outputs is differentiated.
+    """
+
     make: Callable[[str], Callable[..., Any]]
     inputs: Callable[[str], Inputs]
+    trains: bool = False
 
 
 def _mlp(layers: int) -> Callable[[str], Callable[..., Any]]:

@@ -119,8 +119,20 @@ def check(case: Case, device: str) -> dict[str, Difference]:
         found[name] = Difference()
         for _ in range(CHECKED_CALLS):
             args = case.inputs(device)
-            expected = snapshot({"outputs": fn(*args)})
-            found[name] |= compare(expected, snapshot({"outputs": compiled(*args)}), TOLERANCE[torch.float32])
+            expected, result = (_observed(call, fn, args, case.trains) for call in (fn, compiled))
+            found[name] |= compare(expected, result, TOLERANCE[torch.float32])
+    return found
+
+
+def _observed(call: Callable[..., Any], module: Any, args: Any, trains: bool) -> dict[str, Any]:
+    """Its outputs, and the gradients that training with it leaves."""
+    with torch.set_grad_enabled(trains):
+        outputs = call(*args)
+    if not trains:
+        return snapshot({"outputs": outputs})
+    outputs.sum().backward()
+    found = snapshot({"outputs": outputs, "grads": {name: p.grad for name, p in module.named_parameters()}})
+    module.zero_grad()
     return found
 
 
