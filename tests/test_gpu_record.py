@@ -181,6 +181,16 @@ def test_random_programs_add_up(checkout):
     assert [run["seed"] for run in _record(checkout)["programs"]] == [2]
 
 
+def test_parts_of_a_suite_add_up(checkout):
+    _run(checkout, "--merge", _result(checkout, "1.json", bindings={"figure8": [1], "kernels": [1]}))
+    _run(checkout, "--merge", _result(checkout, "2.json", bindings={"figure8": [2]}))
+    found = _record(checkout)["bindings"]
+    assert (found["figure8"], found["kernels"], found["date"]) == ([2], [1], "2026-01-01T2.json")
+    (checkout / "torch_overlay/torch/a.py").write_text("a = 2\n")
+    _run(checkout, "--merge", _result(checkout, "3.json", bindings={"figure8": [3]}))
+    assert "kernels" not in _record(checkout)["bindings"]
+
+
 def test_texts_are_no_sources(checkout):
     source_hash = _load(checkout / "ci" / "gpu_record").source_hash
     before = source_hash(checkout)

@@ -65,7 +65,7 @@ MAX_SUMMARY = 300
 # Of timing one variant: the seconds that are enough, the rounds that are not too few, and
 # the calls of a round of the slowest.
 MAX_TIMING_S = 3.0
-MIN_ROUNDS = 7
+MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
 # Sets of inputs that JAX gets, by way of a file.
 RING_IN_JAX = 8
@@ -408,7 +408,7 @@ class CaseRun:
             if done.returncode:
                 raise RuntimeError(f"ended with {done.returncode}, see the log")
             answer = json.loads(done.stdout.splitlines()[-1])
-            if (answer["platform"] == "gpu") != (self.device.type == "cuda"):
+            if (answer["platform"] == "cpu") != (self.device.type == "cpu"):
                 raise RuntimeError(f"jax {answer['version']} ran on {answer['platform']}")
             outputs = jax_peer.load(file.with_suffix(".out.npz"))
         self.notes.append(f"jax {answer['version']}")
