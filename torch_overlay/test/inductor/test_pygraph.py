@@ -962,8 +962,8 @@ instantiate_parametrized_tests(TrainingTest)
 
 
 class SelectionTest(PyGraphTestCase):
-    def run_until_decided(self, compiled, make_inputs, expected_fn, calls=40):
-        for _ in range(calls):
+    def run_until_decided(self, compiled, make_inputs, expected_fn):
+        for _ in range(120):
             inputs = make_inputs()
             self.assertEqual(compiled(*inputs), expected_fn(*inputs))
         (entry,) = report()
@@ -973,7 +973,7 @@ class SelectionTest(PyGraphTestCase):
         from torch._inductor.pygraph import select
 
         before = self.recordings()
-        cost = select.Cost(period=1000.0, host=10.0, stream=1000.0)
+        cost = select.Cost(*map(select.Estimate, (1000.0, 10.0, 1000.0)))
         with mock.patch.object(select.Samples, "cost", lambda self: cost):
             entry = self.run_until_decided(
                 torch.compile(lambda x: x.sin() + 1, options={"pygraph": True}),
@@ -998,12 +998,11 @@ class SelectionTest(PyGraphTestCase):
     def test_choice_follows_the_times(self, graph_wins):
         from torch._inductor.pygraph import select
 
+        graph = (60.0, 20.0, 9.0) if graph_wins else (99.0, 49.5, 10.0)
         costs = iter(
             [
-                select.Cost(period=100.0, host=50.0, stream=10.0),
-                select.Cost(60.0, 20.0, 9.0)
-                if graph_wins
-                else select.Cost(99.0, 49.5, 10.0),
+                select.Cost(*map(select.Estimate, times))
+                for times in ((100.0, 50.0, 10.0), graph)
             ]
         )
         with mock.patch.object(select.Samples, "cost", lambda self: next(costs)):
@@ -1017,11 +1016,11 @@ class SelectionTest(PyGraphTestCase):
     def test_graph_that_lost_gives_its_memory_back(self):
         from torch._inductor.pygraph import select
 
-        losing = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
+        losing = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0)])
         compiled = torch.compile(lambda x: x * 2, options={"pygraph": True})
         x = randn(1 << 26)
         with mock.patch.object(select.Samples, "cost", lambda self: next(losing)):
-            for _ in range(40):
+            for _ in range(120):
                 y = compiled(x)
         manager = trees.get_manager(x.device.index)
         self.assertEqual(
@@ -1034,7 +1033,7 @@ class SelectionTest(PyGraphTestCase):
     def test_mutation_is_applied_once_while_selecting(self):
         compiled = torch.compile(lambda x: x.add_(1).sum(), options={"pygraph": True})
         x = torch.zeros(64, device=DEVICE)
-        for i in range(40):
+        for i in range(120):
             compiled(x)
             self.assertEqual(x, torch.full_like(x, i + 1))
 

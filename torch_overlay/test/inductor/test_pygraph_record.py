@@ -390,6 +390,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "Event": lambda **kwargs: ModelledEvent(),
                 "current_stream": mock.Mock(),
                 "set_stream": mock.Mock(),
+                "_sleep": lambda cycles: None,
                 "synchronize": lambda *args: None,
                 "empty_cache": lambda: None,
                 "is_current_stream_capturing": lambda: device.captured is not None,
@@ -740,7 +741,7 @@ class RecordTest(TestCase):
                 force=force,
             )
             fn.model.__globals__.update(values=values, scale=scale)
-            for i in range(40):
+            for i in range(120):
                 x, y = self.randn(), self.randn()
                 value = torch.tensor([(i + 1) // 2 + 1, 7])
                 values.pack([value])
@@ -809,7 +810,7 @@ class RecordTest(TestCase):
             mock.patch.object(ModelledBinding, "hidden", None),
             self.remembered() as entry,
         ):
-            self.check(self.ADD, make, force=None, code_hash="c", calls=40)
+            self.check(self.ADD, make, force=None, code_hash="c", calls=120)
             kept = entry.load(select.CANDIDATES)
         (function,) = report()
         self.assertNotEqual(function.choice, select.NODE_UPDATE)
@@ -827,7 +828,7 @@ class RecordTest(TestCase):
             update(binding, pointers)
 
         with mock.patch.object(ModelledBinding, "update", refuse):
-            fn = self.check(self.ADD, force=force, calls=40)
+            fn = self.check(self.ADD, force=force, calls=120)
         (function,) = report()
         self.assertEqual(function.choice, "no_graph")
         self.assertIn("could not be set", function.reason)
@@ -1098,9 +1099,9 @@ class RecordTest(TestCase):
         self.assertFalse(manager.running_forwards_with_pending_backwards)
 
     def test_graph_that_lost_gives_its_memory_back(self):
-        costs = iter([select.Cost(9.0, 9.0, 9.0), select.Cost(99.0, 99.0, 99.0)])
+        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0)])
         with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):
-            self.check(self.ADD, force=None, calls=40)
+            self.check(self.ADD, force=None, calls=120)
         self.assertEqual(report()[0].choice, "no_graph")
         self.assertFalse(any(trees.get_manager(0).roots.values()))
 
@@ -1301,9 +1302,11 @@ class ProgramTest(RecordTest):
     def test_random_programs_while_selecting(self, times, steps):
         trees.reset_cudagraph_trees()
         trees.MarkStepBox.mark_step_counter = 0
-        costs = (select.Cost(t, t, t) for t in itertools.cycle(times))
+        costs = (select.Cost(*[select.Estimate(t)] * 3) for t in itertools.cycle(times))
         with (
-            mock.patch.multiple(select, SAMPLES=1, WARMUP_SAMPLES=0),
+            mock.patch.multiple(
+                select, WARMUP_SAMPLES=0, SAMPLES=1, DEVICE_SAMPLES=1
+            ),
             mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
         ):
             program = Program(self, None)

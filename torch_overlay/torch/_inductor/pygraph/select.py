@@ -13,10 +13,12 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 3. Otherwise one call records, and the next ones are timed as replays.
 4. The graph stays if it is faster by more than the noise; else it is dropped.
 
+What is timed is what is deployed, called from where it will be.
+
 A decision is kept for the next process (store.py), which deploys it without step 2 and
 the times of step 3. Where inputs cannot be bound any more, it is made anew.
 
-See Samples for what is timed and graph_is_faster for how it decides.
+See Samples for what is timed and judge for how it decides.
 """
 
 from __future__ import annotations
@@ -24,9 +26,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import math
 import statistics
 import time
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
@@ -69,10 +72,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Timed calls of each candidate, and how many of them come first and do not count: the
-# allocator, the caches and the clocks settle.
-SAMPLES = 8
+# Calls of each candidate that come first and do not count: the allocator, the caches and
+# the clocks settle. Calls that are timed: as many, again and again until the median's error
+# is a small enough part of it; fewer do where they take this long. And the calls after them
+# that show the device's work.
 WARMUP_SAMPLES = 2
+SAMPLES = 12
+MAX_SAMPLES = 48
+PRECISION = 0.01
+MIN_SAMPLES = 4
+ENOUGH_US = 50_000.0
+DEVICE_SAMPLES = 3
+
+# For as long the device waits before the latter, and at most: clocks are no faster, and
+# more launches than that takes cannot be queued.
+CYCLES_PER_US = 2000
+MAX_DELAY_US = 10_000.0
 
 # For how many calls a graph that lost is kept, if its outputs are.
 RETIRE_CALLS = 4
@@ -83,8 +98,9 @@ DEVICE_BOUND = 10
 # How often a function is recorded along one path, calls of it that wait for a backward.
 MAX_TIMES_ON_PATH = 16
 
-# A graph has to be this much faster than no graph.
+# A difference counts from here on, and beyond so many standard errors of it.
 MARGIN = 0.98
+CONFIDENCE = 2.0
 
 CANDIDATES = (NO_GRAPH, COPY, NODE_UPDATE)
 
@@ -206,80 +222,172 @@ def begin_call(function: Function) -> None:
             backward.outputs_outlive = True
 
 
-class Samples:
-    """
-    Times of consecutive calls of one candidate, in microseconds.
+class Estimate(NamedTuple):
+    """A median in microseconds, and its standard error."""
 
-    period: from the start of a call to the start of the next: what the program takes
-    host: spent in the function
-    stream: between two events around it
-    """
+    us: float
+    error: float = 0.0
 
-    def __init__(self, device_index: int) -> None:
-        self.device_index = device_index
-        self.begin: list[float] = []
-        self.host: list[float] = []
-        self.events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
-        stream = torch.cuda.current_stream(self.device_index)
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record(stream)
-        begin = time.perf_counter()
-        outputs = fn(inputs)
-        self.host.append((time.perf_counter() - begin) * 1e6)
-        self.begin.append(begin * 1e6)
-        end.record(stream)
-        self.events.append((start, end))
-        return outputs
-
-    @property
-    def complete(self) -> bool:
-        return len(self.host) >= WARMUP_SAMPLES + SAMPLES
-
-    def cost(self) -> Cost:
-        """Medians. Called at the start of a call; waits for the last one."""
-        begin = [*self.begin[WARMUP_SAMPLES:], time.perf_counter() * 1e6]
-        self.events[-1][1].synchronize()
-        stream = [s.elapsed_time(e) * 1e3 for s, e in self.events[WARMUP_SAMPLES:]]
-        return Cost(
-            period=statistics.median(b - a for a, b in itertools.pairwise(begin)),
-            host=statistics.median(self.host[WARMUP_SAMPLES:]),
-            stream=statistics.median(stream),
-        )
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Estimate:
+        median = statistics.median(samples)
+        if len(samples) < 2:
+            return cls(median)
+        # From quartiles, which outliers do not move; of normal samples.
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, 0.93 * (high - low) / math.sqrt(len(samples)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    period: float
-    host: float
-    stream: float
-
-    @property
-    def call(self) -> float:
-        "Of the function: the device's work where the host runs ahead, else the host's."
-        return max(self.host, self.stream)
-
-    @property
-    def program(self) -> float:
-        "Of all that happens between two calls."
-        return max(self.period, self.stream)
-
-
-def graph_is_faster(graph: Cost, uncaptured: Cost) -> bool:
     """
+    Of one candidate:
+
+    program: from the start of a call to the start of the next, on the clock, the host's or
+        the device's, on which that takes longer. The host's misses a device that falls
+        behind, and the device's a host while the device catches up
+    host: the function's time on the host
+    device: the function's time on the device, launched ahead of it
+    """
+
+    program: Estimate
+    host: Estimate
+    device: Estimate
+
+    @property
+    def call(self) -> Estimate:
+        "Of the function by itself: host and device work at the same time."
+        return max(self.host, self.device)
+
+
+class Samples:
+    """
+    Consecutive calls of one candidate.
+
+    Two events around each call would tell how long it takes from an idle device, which
+    adds the host's work in front of a graph, and the launch, to the device's; a program
+    that does not wait overlaps them. So first come calls that are timed on the host, with
+    one event each, and then a few whose device work is queued behind a delay, so that the
+    device never waits for the host in them.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.calls = 0
+        # Where the timed calls start, and the one after them: on the host, on the device.
+        self.begins: list[float] = []
+        self.starts: list[torch.cuda.Event] = []
+        self.host: list[float] = []
+        self.host_is_timed = False
+        self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
+        self.calls += 1
+        if self.calls <= WARMUP_SAMPLES:
+            return fn(inputs)
+        stream = torch.cuda.current_stream(self.device_index)
+        if not self.host_is_timed:
+            return self._time_host(fn, inputs, stream)
+        if not self.device:
+            self.starts.append(_now(stream))
+            self.begins.append(time.perf_counter() * 1e6)
+        delay = min(2 * statistics.median(self.host), MAX_DELAY_US)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(delay * CYCLES_PER_US))
+        start = _now(stream)
+        outputs = fn(inputs)
+        self.device.append((start, _now(stream)))
+        return outputs
+
+    def _time_host(
+        self, fn: ModelType, inputs: list[InputType], stream: torch.cuda.Stream
+    ) -> OutputType:
+        self.starts.append(_now(stream))
+        begin = time.perf_counter() * 1e6
+        outputs = fn(inputs)
+        end = time.perf_counter() * 1e6
+        self.begins.append(begin)
+        self.host.append(end - begin)
+        self.host_is_timed = self._suffices(end)
+        return outputs
+
+    def _suffices(self, now: float) -> bool:
+        count = len(self.host)
+        if now - self.begins[0] > ENOUGH_US and count >= MIN_SAMPLES:
+            return True
+        if count % SAMPLES:
+            return False
+        median, error = Estimate.of(self.host)
+        return error <= PRECISION * median or count >= MAX_SAMPLES
+
+    @property
+    def complete(self) -> bool:
+        return len(self.device) >= DEVICE_SAMPLES
+
+    def cost(self) -> Cost:
+        """Waits for the calls."""
+        for event in (*self.starts, *itertools.chain.from_iterable(self.device)):
+            # The program may have called from several streams.
+            event.synchronize()
+        on_host = [b - a for a, b in itertools.pairwise(self.begins)]
+        on_device = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(self.starts)]
+        device = [a.elapsed_time(b) * 1e3 for a, b in self.device]
+        return Cost(
+            program=max(Estimate.of(on_host), Estimate.of(on_device)),
+            host=Estimate.of(self.host),
+            device=Estimate.of(device),
+        )
+
+
+def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event
+
+
+def noise(a: Estimate, b: Estimate) -> float:
+    """What their difference has to exceed to be more than chance."""
+    return CONFIDENCE * math.hypot(a.error, b.error)
+
+
+def is_less(a: Estimate, b: Estimate) -> bool:
+    return a.us < MARGIN * b.us and b.us - a.us > noise(a, b)
+
+
+def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
+    """
+    Whether the graph is to stay, and why.
+
     The program decides where it shows a difference, and the function by itself where it
-    does not. The neighbours are timed in the same calls, so that their gain is in the
-    program's: a graph that loses by itself is not carried by them.
+    does not. Neighbours are timed in the same calls, and their gain is in the program's:
+    so a graph that gains nothing by itself, on the host or on the device, is not carried
+    by them.
     """
-    if graph.call * MARGIN > uncaptured.call and graph.host * MARGIN > uncaptured.host:
-        return False
-    if graph.program < MARGIN * uncaptured.program:
-        return True
-    return graph.program * MARGIN < uncaptured.program and (
-        graph.call < MARGIN * uncaptured.call
+    gains = is_less(graph.host, uncaptured.host) or is_less(
+        graph.device, uncaptured.device
     )
+    from_call_to_call = (
+        f"{graph.program.us:.1f} us from call to call, "
+        f"{uncaptured.program.us:.1f} without it"
+    )
+    if gains and is_less(graph.program, uncaptured.program):
+        return True, f"measured faster: {from_call_to_call}"
+    if is_less(uncaptured.program, graph.program):
+        return False, f"measured slower: {from_call_to_call}"
+    if is_less(uncaptured.host, graph.host):
+        # What it gains on the device may be lost on the host, which the program needs too.
+        if is_less(graph.device, uncaptured.device):
+            return False, "measured faster on the device, and slower on the host"
+        return False, "measured slower, by itself"
+    if is_less(graph.call, uncaptured.call):
+        return True, "measured faster, by itself"
+    if is_less(uncaptured.call, graph.call):
+        return False, "measured slower, by itself"
+    gain = uncaptured.call.us - graph.call.us
+    if gain > (1 - MARGIN) * uncaptured.call.us:
+        within = noise(graph.call, uncaptured.call)
+        return False, f"not measured faster: {gain:.1f} us are within {within:.1f} of noise"
+    return False, "not measured faster"
 
 
 class Selection:
@@ -392,12 +500,13 @@ class Selection:
         if not self.uncaptured_samples.complete:
             return self.uncaptured_samples.call(self.uncaptured, inputs)
         self.uncaptured_cost = cost = self.uncaptured_samples.cost()
-        self.function.report.timings_us[NO_GRAPH] = cost.call
-        if cost.stream > DEVICE_BOUND * cost.host:
+        self.function.report.timings_us[NO_GRAPH] = cost.call.us
+        host, device = cost.host.us, cost.device.us
+        if device > DEVICE_BOUND * host:
             self._decide(
                 NO_GRAPH,
                 self.uncaptured,
-                f"launching takes {cost.host:.0f} us of the device's {cost.stream:.0f}",
+                f"launching takes {host:.0f} us of the device's {device:.0f}",
             )
             self._keep()
             return self.uncaptured(inputs)
@@ -414,12 +523,13 @@ class Selection:
         if not self.replay_samples.complete:
             return self.replay_samples.call(self.replay, inputs)
         cost = self.replay_samples.cost()
-        self.function.report.timings_us[self._graph_choice()] = cost.call
-        if graph_is_faster(cost, self.uncaptured_cost):
-            self._decide_on_graph("measured faster")
+        self.function.report.timings_us[self._graph_choice()] = cost.call.us
+        stays, reason = judge(cost, self.uncaptured_cost)
+        if stays:
+            self._decide_on_graph(reason)
             self._keep()
             return self.replay(inputs)
-        decide(self.function, NO_GRAPH, "measured not slower")
+        decide(self.function, NO_GRAPH, reason)
         self._keep()
         self.step = self._retire
         return self.uncaptured(inputs)
@@ -539,6 +649,7 @@ def deploy(
             return model(inputs)
 
         uncaptured = run_backward
+    uncaptured = realigned(uncaptured)
 
     code = getattr(model, "__code__", None)
     if code is not None and "_c10d_functional" in code.co_names:
@@ -547,7 +658,7 @@ def deploy(
         force = force or COPY
     if force == NO_GRAPH:
         decide(function, NO_GRAPH, "forced")
-        return realigned(uncaptured)
+        return uncaptured
 
     def record(inputs: list[InputType]) -> tuple[ModelType, OutputType]:
         fn, outputs = cudagraphify(
@@ -563,7 +674,6 @@ def deploy(
         )
 
         fn = realigned(fn)
-        without_graph = realigned(uncaptured)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
         if roots and function.binds_inputs:
@@ -584,8 +694,8 @@ def deploy(
                 except DriverError as e:
                     # Nothing was launched.
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
-                    replace(without_graph)
-            return without_graph(inputs)
+                    replace(uncaptured)
+            return uncaptured(inputs)
 
         return replay, outputs
 
@@ -609,21 +719,18 @@ def deploy(
         entry.timings_us = remembered.timings_us
         if remembered.choice == NO_GRAPH:
             decide(function, NO_GRAPH, remembered.reason)
-            fn = realigned(uncaptured)
-            replace(fn)
-            return fn
+            replace(uncaptured)
+            return uncaptured
         function.binds_inputs = remembered.choice == NODE_UPDATE
 
-    selection = Selection(
+    return Selection(
         function,
         uncaptured,
-        record,
-        # A replay aligns what it takes.
-        lambda fn: replace(fn if fn is selection.replay else realigned(fn)),
+        realigned(record),
+        replace,
         forget,
         device_index,
         is_forced=force is not None,
         entry=kept,
         remembered=remembered,
     )
-    return realigned(selection)

@@ -63,8 +63,9 @@ class FunctionReport:
     """
     One function (a graph, or one partition of it, for one set of sizes).
 
-    Times are medians in microseconds, bytes are per replay. ``stock_copied_bytes`` is
-    what cudagraph trees would copy, ``copied_bytes`` what the chosen candidate does.
+    Times are microseconds a call of the function by itself, on the host or on the device,
+    whichever is longer (medians); bytes are per replay. ``stock_copied_bytes`` is what
+    cudagraph trees would copy, ``copied_bytes`` what the chosen candidate does.
     ``kernel_nodes`` are the nodes of the last recording, of any kind, ``updated_nodes``
     those that hold an external input. Both bytes and nodes are 0 until it is recorded.
 
