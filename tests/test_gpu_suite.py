@@ -22,9 +22,9 @@ ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "torch_overlay" / "benchmarks" / "dynamo"
 sys.path.insert(0, str(BENCHMARKS))
 
-from pygraph import outcomes  # noqa: E402
+from pygraph import outcomes, report  # noqa: E402
 from pygraph.report import format_table  # noqa: E402
-from pygraph.timing import LoopFailed, time_interleaved, Timing  # noqa: E402
+from pygraph.timing import LoopFailed, ratio, time_interleaved, Timing  # noqa: E402
 
 
 torch = pytest.importorskip("torch")
@@ -40,6 +40,7 @@ ROW = {
     "stock_cg_us": 20.0,
     "pygraph_us": 8.0,
     "forced_node_update_us": 8.5,
+    "ratios": {"no_cg": [0.79, 0.8, 0.81], "stock_cg": [0.39, 0.4, 0.41]},
     "choice": "node_update",
     "copied_bytes": 0,
     "stock_copied_bytes": 4096,
@@ -96,8 +97,42 @@ def test_timing_is_the_slower_of_host_and_device():
 def test_rounds_are_interleaved():
     device = Device()
     _time(device, {name: device.loop(name, 1e-3, 0) for name in "ab"}, rounds=3)
-    # Each turn is a lead-in, one call and a measurement; before the rounds, both are estimated.
-    assert device.order[-18:] == ["a", "a", "a", "b", "b", "b"] * 3
+    # Each turn is a lead-in, one call, none, and a measurement; before the rounds, both are estimated.
+    assert device.order[-24:] == ["a", "a", "a", "a", "b", "b", "b", "b"] * 3
+
+
+def test_short_rounds_are_more():
+    def rounds(us):
+        device = Device()
+        timing = _time(device, {"a": device.loop("a", us * 1e-6, 0)}, rounds=10, round_s=0.02)["a"]
+        return len(timing.samples_us)
+
+    assert [rounds(us) for us in (50, 2000, 8000, 1e6)] == [25, 25, 12, 10]
+
+
+def test_the_host_time_leaves_out_what_a_loop_sets_up():
+    device = Device()
+
+    def loop(calls):
+        device.now += 30e-6
+        device.loop("a", 50e-6, 1e-6)(calls)
+
+    assert _time(device, {"a": loop})["a"].host_us == pytest.approx(50, rel=0.01)
+
+
+def test_what_slows_a_round_is_in_no_ratio():
+    slow = [1.0 + 0.5 * (i % 3) for i in range(21)]
+    ours = Timing.of([0.9 * s for s in slow], [1.0])
+    assert ratio(ours, Timing.of(slow, [1.0])) == pytest.approx((0.9, 0.9, 0.9))
+
+
+def test_the_interval_of_a_ratio():
+    one = Timing.of([1.0] * 21, [1.0])
+    found = ratio(Timing.of([float(i) for i in range(1, 22)], [1.0]), one)
+    # As in tables of the sign test: the 6th from either end, of 21.
+    assert found == (6.0, 11.0, 16.0)
+    # Of few rounds, all of them.
+    assert ratio(Timing.of([1.0, 2.0, 3.0], [1.0]), Timing.of([1.0] * 3, [1.0])) == (1.0, 2.0, 3.0)
 
 
 def test_slow_calls_still_get_a_few_and_the_collector_comes_back():
@@ -120,7 +155,7 @@ def test_a_loop_that_fails_is_named():
 
 def test_median_and_spread():
     assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0], [1.0]).median_us == 3.0
-    assert Timing.of([5.0] * 8, [1.0, 2.0, 9.0]) == Timing(5.0, 0.0, 2.0)
+    assert Timing.of([5.0] * 8, [1.0, 2.0, 9.0]) == Timing(5.0, 0.0, 2.0, [])
 
 
 # comparison
@@ -500,7 +535,9 @@ def test_smoke(case):
 
 def test_the_suites():
     by_suite = {suite: cases.select(suite) for suite in cases.SUITES}
-    assert len(by_suite["pi"]) == 14
+    assert len(by_suite["pi"]) == 14 and len(by_suite["scg"]) >= 30
+    names = {case.name for case in by_suite["scg"]}
+    assert {*cases.SUITES["scg"].repeated, cases.SUITES["scg"].decided_at_once} <= names
     papers = [case.paper for case in by_suite["paper"]]
     assert len(papers) == len(set(papers)) == 25 and all(papers)
     assert all(case.about for suite in ("paper", "modern") for case in by_suite[suite])
@@ -580,17 +617,20 @@ def test_copies_of_inputs_are_counted(monkeypatch):
 class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
+    started: list[FakeWorker] = []
 
-    def __init__(self, case, options, logs, threads, cold=False):
-        self.case, self.options, self.cold = case, options, cold
+    def __init__(self, case, options, logs, threads, cold=False, caches=None):
+        self.case, self.options, self.cold, self.caches = case, options, cold, caches
         self.variant = ""
+        self.started.append(self)
 
     def ask(self, command, deadline):
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
         nothing = {"error": "nothing to say"} if command.startswith("solo") else None
-        answer = copy.deepcopy(self.answers.get(key, nothing))
+        answer = self.answers.get(key, nothing)
+        answer = answer.pop(0) if isinstance(answer, list) else copy.deepcopy(answer)
         self.variant = answer.pop("at", "")
         return answer
 
@@ -599,7 +639,7 @@ class FakeWorker:
 
 
 def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, **overrides):
-    FakeWorker.answers, FakeWorker.closed = answers, []
+    FakeWorker.answers, FakeWorker.closed, FakeWorker.started = answers, [], []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
     selected = [cases.Case(name, suite_name, *build, **overrides) for name in names]
     return suite.run_suite(
@@ -675,6 +715,86 @@ def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeyp
     assert row["error"] == "out of time" and skipped == []
     rows, skipped = _run_suite(["a"], answers, budget_s=cases.SUITES["pi"].max_case_s / 2)
     assert rows == [] and skipped == ["a"]
+
+
+SECOND = {"choices": ["node_update"], "remembered": 1, "timed_calls": 0, "equal": True}
+FIRST = {**SECOND, "remembered": 0, "timed_calls": 34}
+
+
+def _run_scg(second, first=FIRST, last=SECOND):
+    row = {**ROW, "suite": "scg", "name": "chain_3", "graphs": [{"choice": "node_update"}]}
+    answers = {
+        "chain_3 prepare": {},
+        "chain_3 measure": row,
+        "chain_3 again": [dict(second), *[dict(first) for _ in range(suite.AT_ONCE)], dict(last)],
+    }
+    rows, skipped = _run_suite(["chain_3"], answers, suite_name="scg")
+    assert [row["name"] for row in rows] == ["chain_3", "second_process", "8_processes"] and skipped == []
+    json.dumps(rows)
+    assert "second_process" in format_table(rows)
+    return [row["missed"] for row in rows[1:]]
+
+
+def test_other_processes_find_the_decisions():
+    assert _run_scg(SECOND) == [[], []]
+    caches = [worker.caches for worker in FakeWorker.started]
+    # Of the first and the second, then empty ones.
+    assert caches[0] == caches[1] != caches[2] and len(set(caches[2:])) == 1 and len(caches) == 11
+    assert not any(Path(folder).exists() for folder in caches)
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        ({"error": "out of time"}, "out of time"),
+        ({"timed_calls": 17}, "17 calls were timed again"),
+        ({"remembered": 0}, "0 of 1 functions were remembered"),
+        ({"equal": False}, "results differ"),
+        ({"choices": ["copy"]}, "['copy'], and ['node_update'] in the first process"),
+    ],
+)
+def test_other_processes_that_decide_anew(change, found):
+    assert _run_scg({**SECOND, **change})[0] == [f"chain_3: {found}"]
+    if "choices" not in change:
+        assert _run_scg(SECOND, last={**SECOND, **change})[1] == [f"afterwards: {found}"]
+
+
+def test_processes_at_once_have_to_be_right():
+    for change, found in (
+        ({"error": "no"}, "no"),
+        ({"equal": False}, "results differ"),
+        ({"choices": ["undecided"]}, "undecided"),
+    ):
+        assert _run_scg(SECOND, first={**FIRST, **change})[1] == [found] * suite.AT_ONCE
+
+
+def test_regret_is_what_is_beyond_the_noise():
+    def row(*interval, **changed):
+        times = {"no_cg": 10.0, "stock_cg": 20.0, "forced_copy": 21.0, "forced_node_update": 8.0}
+        timed = {f"{name}_us": us for name, us in times.items()}
+        name = f"of {interval} {changed}"
+        ratios = {"ratios": {"forced_node_update": list(interval)}}
+        return {**ROW, "name": name, "suite": "scg", "candidates_us": times, **timed, **ratios, **changed}
+
+    rows = [row(0.99, 1.02, 1.05), row(0.9, 0.95, 0.99), row(1.01, 1.03, 1.05, choice="no_graph")]
+    assert [report.regret(r) for r in rows] == [1.0, 1.0, 1.03]
+    assert report.regret(ROW) == 1.0 and report.regret({**ROW, "ratios": {}}) is None
+    lines = "\n".join(report.selection_summary(rows))
+    assert "Of 3 cases" in lines and "noise, in 2; in 2 the choice was" in lines
+    assert "geomean 0.99 % (FAIL), of at most 0.5 %; 3.0 % in of (1.01, 1.03, 1.05)" in lines
+    assert "(FAIL)" not in "\n".join(report.selection_summary(rows[:2]))
+    assert "1.030 (1.01 to 1.05)" in format_table(rows)
+
+
+def test_an_exhaustive_suite_times_all_in_turns():
+    case = dataclasses.replace(_tiny(), suite="scg")
+    variants = {name: _variant(name, {"backend": "eager"}) for name in cases.SUITES["scg"].variants}
+    row = _measure(case, variants)
+    assert row["equal"] and set(row["ratios"]) == set(row["candidates_us"]) == set(cases.SUITES["scg"].candidates)
+    assert row["best"] in ("no_graph", "copy", "node_update")
+    run = worker.CaseRun(case, "cpu", small=True, variants=variants)
+    found = run.again()
+    assert found == {"choices": [], "remembered": 0, "timed_calls": 0, "equal": True, "bitwise": True}
 
 
 def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
@@ -782,11 +902,24 @@ def test_the_budget_leaves_cases_out():
     ("case", "row", "expected"),
     [
         ({}, {}, None),
-        ({}, {"pygraph_us": 10.2}, None),
-        ({}, {"pygraph_us": 10.3}, "10.3 us > 1.02 x 10.0 us"),
+        ({}, {"ratios": {"no_cg": [1.01, 1.03, 1.05]}}, None),
+        ({}, {"ratios": {"no_cg": [1.021, 1.03, 1.05]}}, "1.030 x no_cg (1.021 to 1.050), more than 1.02"),
+        ({}, {"ratios": {"no_cg": [0.9, 1.0, 1.05]}}, "1.000 x no_cg (0.900 to 1.050): too noisy to tell"),
+        ({}, {"ratios": {"no_cg": [0.7, 0.8, 1.0]}}, None),
         ({}, {"stock_cg_us": None}, None),
-        ({}, {"pygraph_us": None}, "not measured"),
+        # What is wrong is no alternative.
+        ({}, {"ratios": {"no_cg": [2, 2, 2], "stock_cg": [1, 1, 1]}, "failed": {"no_cg": "wrong"}}, None),
+        ({}, {"ratios": {"forced_copy": [1, 1, 1]}}, "not measured"),
+        (
+            {},
+            {
+                "candidates_us": {"no_cg": 10.0, "forced_node_update": 8.5},
+                "ratios": {"no_cg": [0.8, 0.8, 0.8], "forced_node_update": [1.03, 1.04, 1.05]},
+            },
+            "1.040 x forced_node_update (1.030 to 1.050), more than 1.02",
+        ),
         ({"min_gain_over_stock": 2.5}, {}, None),
+        ({"min_gain_over_stock": 2.56}, {}, None),
         ({"min_gain_over_stock": 2.6}, {}, "2.50 x faster than stock CG, not 2.6 x"),
         ({}, {"choice": None}, "no choice was made"),
         ({}, {"choice": "1 copy + 1 undecided"}, "no choice was made"),

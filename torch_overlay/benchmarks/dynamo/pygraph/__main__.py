@@ -5,9 +5,9 @@ Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched bu
     python -m pygraph --smoke
 
 The suites: pi (small graphs, what parameter indirection must show), cgct (values on the CPU
-in programs for the GPU), paper (the 25 workloads
-of the paper's evaluation), modern (workloads of today), quick (a few of both). --smoke needs
-no GPU: it builds every case in a small size and takes a step of it.
+in programs for the GPU), paper (the 25 workloads of the paper's evaluation), modern (workloads
+of today), scg (graphs of all sizes, every candidate timed), quick (a few of paper and modern).
+--smoke needs no GPU: it builds every case in a small size and takes a step of it.
 """
 
 from __future__ import annotations
@@ -104,6 +104,8 @@ def _device_gib() -> float:
 def _progress(row: Row) -> str:
     if "error" in row or "skipped" in row:
         return f"{row['name']}: {row.get('error') or row['skipped']}"
+    if "processes" in row:
+        return f"{row['name']}: {'; '.join(row['missed']) or 'as they should'}"
     times = [row.get(f"{name}_us") for name in ("no_cg", "stock_cg", "pygraph")]
     return f"{row['name']}: {' / '.join(map(str, times))} us, {row['choice']}"
 

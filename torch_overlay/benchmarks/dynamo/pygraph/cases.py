@@ -94,6 +94,17 @@ class Suite:
     profiled: tuple[str, ...] = ()
     # Variants whose results must be those without CUDA graphs.
     must_equal: tuple[str, ...] = ("pygraph",)
+    # What PyGraph must not be slower than.
+    candidates: tuple[str, ...] = ("no_cg", "stock_cg")
+    # Every variant is timed in turns with the others, and PyGraph selects in the loop that is
+    # timed then.
+    exhaustive: bool = False
+    # Seconds that a round of a variant takes at least.
+    round_s: float = 0.02
+    # Cases that processes after the first repeat with its decisions, and the one that is
+    # decided by several processes at once.
+    repeated: tuple[str, ...] = ()
+    decided_at_once: str = ""
 
 
 WORKLOADS = Suite(
@@ -128,6 +139,20 @@ SUITES = {
     ),
     "paper": WORKLOADS,
     "modern": WORKLOADS,
+    # Graphs of all sizes, for the choice between all candidates.
+    "scg": Suite(
+        ("no_cg", "stock_cg", "pygraph", "forced_copy", "forced_node_update"),
+        max_case_s=30.0,
+        together=17,
+        solo=(),
+        cold=False,
+        profile=False,
+        candidates=("no_cg", "stock_cg", "forced_copy", "forced_node_update"),
+        exhaustive=True,
+        round_s=0.004,
+        repeated=("mlp_40x64_of_8", "pointwise_4x16MiB", "chain_3", "train_mlp", "mutated_mlp", "waits_for_a_value"),
+        decided_at_once="chain_3",
+    ),
     # A few of both, in the time of a coffee.
     "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11, max_case_s=60.0, solo=()),
 }
@@ -335,4 +360,4 @@ _model("resnet18", "training", _resnet, _images(32, torch.float32))
 
 
 # They add theirs.
-from . import cgct, modern, paper  # noqa: E402, F401
+from . import cgct, modern, paper, scg  # noqa: E402, F401

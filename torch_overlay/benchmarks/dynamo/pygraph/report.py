@@ -60,7 +60,34 @@ PAPER_COPIES = {
 }
 
 
+# Of the best candidates' times, in the mean.
+MAX_REGRET = 0.005
+# Of stock's seconds until the steady state, all workloads together.
+MAX_START_UP = 1.15
+
 # facts of a row
+
+
+def candidates(row: Row) -> dict[str, float]:
+    """Microseconds a call of what PyGraph could be in its place, those with right results."""
+    times = {name: time_of(row, name) for name in row.get("candidates_us", ("no_cg", "stock_cg"))}
+    return {name: time for name, time in times.items() if time}
+
+
+def best_candidate(row: Row) -> str | None:
+    times = candidates(row)
+    return min(times, key=times.__getitem__, default=None)
+
+
+def regret(row: Row) -> float | None:
+    """What PyGraph takes of the best candidate's time; 1 where the difference is within the noise."""
+    best = best_candidate(row)
+    if best not in row.get("ratios", {}):
+        # Of what has no rounds in common.
+        pygraph = time_of(row, "pygraph") if "candidates_us" in row else None
+        return pygraph / min(row["candidates_us"].values()) if pygraph and row["candidates_us"] else None
+    low, median, _ = row["ratios"][best]
+    return median if low > 1 else 1.0
 
 
 def time_of(row: Row, variant: str) -> float | None:
@@ -77,9 +104,8 @@ def speedup(row: Row, variant: str, over: str) -> float | None:
 
 def best_speedup(row: Row) -> float | None:
     """Of PyGraph over the better of no CUDA graphs and stock ones."""
-    times = list(filter(None, (time_of(row, name) for name in ("no_cg", "stock_cg"))))
-    pygraph = time_of(row, "pygraph")
-    return min(times) / pygraph if times and pygraph else None
+    best = best_candidate(row)
+    return speedup(row, "pygraph", best) if best else None
 
 
 def coverage(row: Row, variant: str) -> float | None:
@@ -177,8 +203,11 @@ def _must(row: Row) -> str:
 
 
 def _ratio_to_best(row: Row) -> str:
-    best = [row[f"{name}_us"] for name in ("no_cg", "stock_cg") if row.get(f"{name}_us")]
-    return f"{row['pygraph_us'] / min(best):.3f}" if best and row.get("pygraph_us") else "-"
+    best = best_candidate(row)
+    if best in row.get("ratios", {}):
+        low, median, high = row["ratios"][best]
+        return f"{median:.3f} ({low:.2f} to {high:.2f})"
+    return f"{row['pygraph_us'] / row[f'{best}_us']:.3f}" if best and row.get("pygraph_us") else "-"
 
 
 def _start_up_ratio(row: Row) -> float | None:
@@ -186,9 +215,7 @@ def _start_up_ratio(row: Row) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
-def _of(
-    ours: float | None, theirs: float | None, text: Callable[[float | None], str] = _amount
-) -> str:
+def _of(ours: float | None, theirs: float | None, text: Callable[[float | None], str] = _amount) -> str:
     return "-" if ours is None and theirs is None else f"{text(ours)} of {text(theirs)}"
 
 
@@ -212,6 +239,20 @@ SMALL_COLUMNS: Columns = {
 }
 # Those that are not shown where no row of a suite has them.
 OPTIONAL = {"host", "GPU values", "node update", "hand-written", "JAX", "best", "choice", "copied", "reserved MiB"}
+
+SELECTION_COLUMNS: Columns = {
+    "case": lambda row: row["name"],
+    "no CG": _shown_time("no_cg"),
+    "stock CG": _shown_time("stock_cg"),
+    "copies": _shown_time("forced_copy"),
+    "node update": _shown_time("forced_node_update"),
+    "PyGraph": _shown_time("pygraph"),
+    "choice": lambda row: row.get("choice") or "-",
+    "best": lambda row: best_candidate(row) or "-",
+    "x best": _ratio_to_best,
+    "equal": _equality,
+    "must": _must,
+}
 
 WORKLOAD_COLUMNS: Columns = {
     "workload": lambda row: f"{row['name']} ({row['paper']})" if row.get("paper") else row["name"],
@@ -273,9 +314,7 @@ ABOUT_COLUMNS: Columns = {
 LAYER_COLUMNS: Columns = {
     "case": lambda row: row["name"],
     **{
-        f"{name} {title}": lambda row, variant=variant, layer=layer: _us(
-            row["layers"].get(variant, {}).get(layer)
-        )
+        f"{name} {title}": lambda row, variant=variant, layer=layer: _us(row["layers"].get(variant, {}).get(layer))
         for layer, name in {
             "dynamo": "Dynamo",
             "aot": "AOT",
@@ -332,16 +371,23 @@ def format_table(rows: list[Row], *, markdown: bool = False) -> str:
     if markdown:
         return text
     notes = [f"{row['name']}: {note}" for row in rows for note in _notes(row)]
-    return "\n".join([text, *notes, *(summary(rows) if _are_workloads(rows) else [])])
+    totals = summary(rows) if _are_workloads(rows) else selection_summary(rows) if _is_selection(rows) else []
+    return "\n".join([text, *notes, *totals])
 
 
 def _are_workloads(rows: list[Row]) -> bool:
     return any("about" in row for row in rows)
 
 
+def _is_selection(rows: list[Row]) -> bool:
+    return any("forced_copy" in row.get("candidates_us", ()) for row in rows)
+
+
 def _columns(rows: list[Row]) -> Columns:
     if _are_workloads(rows):
         return WORKLOAD_COLUMNS
+    if _is_selection(rows):
+        return SELECTION_COLUMNS
     columns = {
         title: cell
         for title, cell in SMALL_COLUMNS.items()
@@ -351,10 +397,7 @@ def _columns(rows: list[Row]) -> Columns:
     if forced:
         # Next to the times of what is not forced.
         *others, equal, must = columns.items()
-        named = [
-            (name, lambda row, name=name: _us(row.get("forced_us", {}).get(name)))
-            for name in forced
-        ]
+        named = [(name, lambda row, name=name: _us(row.get("forced_us", {}).get(name))) for name in forced]
         columns = dict([*others, *named, equal, must])
     return columns
 
@@ -396,6 +439,11 @@ def summary(rows: list[Row]) -> list[str]:
         found = present(map(ratio, right))
         if found:
             lines.append(f"{name}: geomean {geomean(found):.3f} of {len(found)}, {_range(found)}.")
+    both = [(start_up(row, "pygraph"), start_up(row, "stock_cg")) for row in right if _start_up_ratio(row)]
+    if both:
+        total = sum(ours for ours, _ in both) / sum(theirs for _, theirs in both)
+        missed = "" if total <= MAX_START_UP else " (FAIL)"
+        lines.append(f"Compile and warm-up of all together: {total:.3f} of stock's{missed}, of at most {MAX_START_UP}.")
     return lines
 
 
@@ -412,12 +460,6 @@ def _spread(rows: list[Row], name: str) -> str:
     return f"{geomean(found):.3f} ({_range(found)})" if found else "-"
 
 
-def _regret(row: Row) -> float | None:
-    """Of what was chosen, over the best candidate by its time in the whole program."""
-    candidates, pygraph = row.get("candidates_us"), time_of(row, "pygraph")
-    return pygraph / min(candidates.values()) if candidates and pygraph else None
-
-
 def also(rows: list[Row]) -> str:
     """What is to be said of some suites beside speed-ups."""
     parts = []
@@ -430,7 +472,7 @@ def also(rows: list[Row]) -> str:
     chosen = [row for row in rows if row.get("best") and row.get("choice")]
     if chosen:
         parts.append(f"{sum(row['best'] == row['choice'] for row in chosen)} of {len(chosen)} chose the best")
-    regrets = present(map(_regret, rows))
+    regrets = present(regret(row) for row in rows if row.get("candidates_us"))
     if regrets:
         parts.append(f"regret {100 * (geomean(regrets) - 1):.2f} %, at most {100 * (max(regrets) - 1):.1f} %")
     jax = present(speedup(row, "pygraph", "jax") for row in rows)
@@ -488,7 +530,9 @@ def overview(record: Row, pages: str = "") -> str:
     if "tests" in record:
         tests = record["tests"]
         counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
-        others.append(f"- Tests that need a GPU: {counts}{'' if tests['complete'] else ', not complete'} ({_run(tests)}).")
+        others.append(
+            f"- Tests that need a GPU: {counts}{'' if tests['complete'] else ', not complete'} ({_run(tests)})."
+        )
     if record.get("programs"):
         others.append(f"- {of_programs(record['programs'])} ({_run(record['programs'][-1])}).")
     return "\n\n".join([*parts, *filter(None, ["\n".join(others)])])
@@ -560,8 +604,30 @@ def _beside_cases(more: Row) -> list[str]:
             )
         )
     if more.get("kernels"):
-        parts += ["## Kernels, plain and with pointers loaded from a table", _table(more["kernels"], KERNEL_COLUMNS, True)]
+        parts += [
+            "## Kernels, plain and with pointers loaded from a table",
+            _table(more["kernels"], KERNEL_COLUMNS, True),
+        ]
     return parts
+
+
+def as_choice(variant: str) -> str:
+    return {"no_cg": "no_graph", "stock_cg": "copy"}.get(variant, variant.removeprefix("forced_"))
+
+
+def selection_summary(rows: list[Row]) -> list[str]:
+    """How close the choices are to the best ones."""
+    found = {row["name"]: value for row in rows if (value := regret(row)) is not None}
+    if not found:
+        return []
+    exact = sum(as_choice(best_candidate(row)) == row.get("choice") for row in rows if row["name"] in found)
+    mean, worst = statistics.geometric_mean(found.values()) - 1, max(found, key=found.__getitem__)
+    return [
+        f"Of {len(found)} cases none of the candidates was faster than PyGraph, beyond the noise, in "
+        f"{sum(value == 1 for value in found.values())}; in {exact} the choice was the fastest candidate.",
+        f"Regret: geomean {100 * mean:.2f} %{'' if mean <= MAX_REGRET else ' (FAIL)'}, "
+        f"of at most {100 * MAX_REGRET:g} %; {100 * (found[worst] - 1):.1f} % in {worst}.",
+    ]
 
 
 def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | None = None) -> str:
@@ -569,12 +635,14 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     rows = in_order(rows)
     small = not _are_workloads(rows)
     parts = [f"# Suite {suite}"]
-    if not small:
-        parts.append("\n".join(f"- {line}" for line in summary(rows)))
+    totals = selection_summary(rows) if _is_selection(rows) else [] if small else summary(rows)
+    if totals:
+        parts.append("\n".join(f"- {line}" for line in totals))
     parts += [f"![{title}]({file})" for title, file in plots.items()]
     parts += [
         "Microseconds a call: medians of interleaved rounds in one process, with new input buffers in each call. "
-        "`host` is the time until a call of PyGraph's returns.",
+        "`host` is the time until a call of PyGraph's returns. `x best` is the median over the rounds of PyGraph's time "
+        "to the best candidate's, and its confidence interval of 95 %; a miss counts if all of it is above 1.02.",
         format_table(rows, markdown=True),
     ]
     ran = [row for row in rows if "skipped" not in row and "error" not in row]

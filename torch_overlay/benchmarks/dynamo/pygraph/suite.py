@@ -7,6 +7,7 @@ while nothing else runs, after which its row is complete.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import math
@@ -24,19 +25,25 @@ from typing import TYPE_CHECKING
 
 from . import cgct_run
 from .cases import described, SUITES
-from .report import coverage, label, PAPER_COVERAGE, present, time_of
+from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from .cases import Case
+    from .cases import Case, Suite
     from .report import Row
 
 
 log = logging.getLogger(__name__)
 
+# What PyGraph may take of the best candidate's time, in the median of the rounds. A miss
+# counts where the whole of the median's confidence interval is above, which noise is not
+# likely to do, and where the interval is so wide that this would let anything pass.
 MAX_SLOWDOWN = 1.02
+MAX_WIDTH = 0.08
+# Processes that decide at once.
+AT_ONCE = 8
 # Of what is left of the budget: compiling that takes longer leaves no time to measure.
 COMPILE_SHARE = 0.5
 # Of the time for compiling: the last variant that begins to compile must end in it.
@@ -58,11 +65,22 @@ MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
 class Worker:
     """A process that runs one case and answers lines on stdin with lines on stdout."""
 
-    def __init__(self, case: Case, options: Sequence[str], logs: Path, threads: int, cold: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        options: Sequence[str],
+        logs: Path,
+        threads: int,
+        cold: bool = False,
+        caches: str | None = None,
+    ) -> None:
+        """With caches of its own if ``cold``, or else in the folder ``caches``, if given."""
         self.case = case
         # The variant it was last heard to begin with.
         self.variant = ""
         self.caches = tempfile.TemporaryDirectory() if cold else None
+        if self.caches:
+            caches = self.caches.name
         environment = {
             **os.environ,
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
@@ -70,10 +88,10 @@ class Worker:
             "DISABLE_CUPTI_LAZY_REINIT": "1",
             "TEARDOWN_CUPTI": "0",
         }
-        if self.caches:
+        if caches:
             environment |= {
-                "TORCHINDUCTOR_CACHE_DIR": self.caches.name,
-                "TRITON_CACHE_DIR": os.path.join(self.caches.name, "triton"),
+                "TORCHINDUCTOR_CACHE_DIR": caches,
+                "TRITON_CACHE_DIR": os.path.join(caches, "triton"),
             }
         with open(logs / f"{case.name}.log", "a") as output:
             self.process = subprocess.Popen(
@@ -133,7 +151,18 @@ def run_suite(
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
     """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
-    return _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker).cases(cases)
+    run = _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker)
+    suite = SUITES[cases[0].suite] if cases else None
+    if not suite or not suite.repeated:
+        return run.cases(cases)
+    # New decisions: those of an earlier run would be found again.
+    with tempfile.TemporaryDirectory() as caches:
+        run.start_worker = functools.partial(start_worker, caches=caches)
+        rows, skipped = run.cases(cases)
+        if run.deadline > time.monotonic():
+            run.start_worker = start_worker
+            rows += run.processes(suite, {case.name: case for case in cases}, rows, caches)
+        return rows, skipped
 
 
 class _Room:
@@ -251,6 +280,56 @@ class _Run:
         second["equal"] = second["equal"] and culprit not in SUITES[worker.case.suite].must_equal
         return second
 
+    def processes(self, suite: Suite, cases: dict[str, Case], rows: list[Row], caches: str) -> list[Row]:
+        """
+        Of cases once again in a second process, and of one in processes that start together
+        on empty caches, and in one after them.
+        """
+        ran = {row["name"]: row["graphs"] for row in rows if "graphs" in row}
+        repeated = [cases[name] for name in suite.repeated if name in ran]
+        at_once = [cases[suite.decided_at_once]] * AT_ONCE if suite.decided_at_once in ran else []
+        with tempfile.TemporaryDirectory() as empty:
+            answers = self.again([*((case, caches) for case in repeated), *((case, empty) for case in at_once)])
+            afterwards = self.again([(case, empty) for case in at_once[:1]])
+        second, together = answers[: len(repeated)], answers[len(repeated) :]
+        found = []
+        if repeated:
+            missed = []
+            for case, answer in zip(repeated, second):
+                first = [graph["choice"] for graph in ran[case.name]]
+                missed += [f"{case.name}: {text}" for text in _not_remembered(answer)]
+                if answer.get("choices", first) != first:
+                    missed.append(f"{case.name}: {answer['choices']}, and {first} in the first process")
+            found.append(self.of_processes("second_process", repeated, second, missed))
+        if at_once:
+            missed = [text for answer in together for text in _not_decided(answer)]
+            missed += [f"afterwards: {text}" for text in _not_remembered(*afterwards)]
+            found.append(self.of_processes(f"{AT_ONCE}_processes", at_once[:1], [*together, *afterwards], missed))
+        return found
+
+    def again(self, tasks: list[tuple[Case, str]]) -> list[Row]:
+        """The answers of processes that start together, each with its folder of caches."""
+        if not tasks:
+            return []
+        threads = max(1, 2 * (os.cpu_count() or 1) // len(tasks))
+        started = [self.start_worker(case, self.options, self.logs, threads, caches=caches) for case, caches in tasks]
+        with _closing(started) as workers, ThreadPoolExecutor(len(workers)) as pool:
+            return list(pool.map(lambda worker: worker.ask("again", self.deadline), workers))
+
+    def of_processes(self, name: str, cases: list[Case], answers: list[Row], missed: list[str]) -> Row:
+        row = {
+            "suite": cases[0].suite,
+            "name": name,
+            **dict.fromkeys(("no_cg_us", "stock_cg_us", "pygraph_us", "max_diff")),
+            "choice": None,
+            **{key: all(answer.get(key) for answer in answers) for key in ("equal", "bitwise")},
+            "processes": answers,
+            "note": f"processes: {len(answers)}, of {', '.join(case.name for case in cases)}",
+            "missed": missed,
+        }
+        self.on_row(row)
+        return row
+
 
 def _add_alone(row: Row, answers: dict[str, Row]) -> None:
     """What variants need that ran alone, of those whose results are right."""
@@ -273,6 +352,24 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
             row.setdefault("launches", {})[variant] = launches
         if variant == "pygraph" and answer["choice"] != row["choice"]:
             _note(row, f"ran alone with {answer['choice']}")
+
+
+def _not_decided(answer: Row) -> list[str]:
+    if "error" in answer:
+        return [answer["error"]]
+    found = ["undecided"] if "undecided" in answer["choices"] else []
+    return found if answer["equal"] else [*found, "results differ"]
+
+
+def _not_remembered(answer: Row) -> list[str]:
+    found = _not_decided(answer)
+    if "error" in answer:
+        return found
+    if answer["timed_calls"]:
+        found.append(f"{answer['timed_calls']} calls were timed again")
+    if answer["remembered"] != len(answer["choices"]):
+        found.append(f"{answer['remembered']} of {len(answer['choices'])} functions were remembered")
+    return found
 
 
 def _batches(cases: list[Case], gib: float) -> list[list[Case]]:
@@ -300,17 +397,14 @@ def missed(case: Case, row: Row) -> list[str]:
     if "error" in row:
         return [row["error"]]
     found = []
-    pygraph, stock = row.get("pygraph_us"), row.get("stock_cg_us")
-    # What is wrong is no alternative.
-    right = [row.get(f"{name}_us") for name in ("no_cg", "stock_cg") if name not in row.get("failed", ())]
-    best = min(filter(None, right), default=None)
-    if pygraph is None or best is None:
+    best, ratios = best_candidate(row), row.get("ratios", {})
+    if row.get("pygraph_us") is None or best not in ratios:
         found.append("not measured")
-    elif pygraph > MAX_SLOWDOWN * best:
-        found.append(f"{pygraph} us > {MAX_SLOWDOWN} x {best} us")
+    else:
+        found += _slower(best, ratios[best])
     gain = case.min_gain_over_stock
-    if gain and pygraph and stock and stock < gain * pygraph:
-        found.append(f"{stock / pygraph:.2f} x faster than stock CG, not {gain} x")
+    if gain and "stock_cg" in ratios and gain * ratios["stock_cg"][0] > 1:
+        found.append(f"{1 / ratios['stock_cg'][1]:.2f} x faster than stock CG, not {gain} x")
     choice = row["choice"] or "undecided"
     if "undecided" in choice:
         found.append("no choice was made")
@@ -335,6 +429,16 @@ def _missed_coverage(row: Row, least: float) -> list[str]:
         return ["it is not known which kernels are in CUDA graphs"]
     # As the paper's numbers are rounded.
     return [f"{found:.2f} % of the kernels in CUDA graphs, not {least} %"] * (round(found, 2) < least)
+
+
+def _slower(best: str, interval: Sequence[float]) -> list[str]:
+    low, median, high = interval
+    text = f"{median:.3f} x {best} ({low:.3f} to {high:.3f})"
+    if low > MAX_SLOWDOWN:
+        return [f"{text}, more than {MAX_SLOWDOWN}"]
+    if high > MAX_SLOWDOWN and high - low > MAX_WIDTH:
+        return [f"{text}: too noisy to tell"]
+    return []
 
 
 def _without_result(case: Case, row: Row) -> Row:

@@ -8,16 +8,19 @@ of them alike, and medians over rounds can be compared.
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
+from typing import NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Loop = Callable[[int], None]
+
+MORE_ROUNDS = 2.5
 
 
 class LoopFailed(Exception):
@@ -34,11 +37,36 @@ class Timing:
     iqr_us: float
     # Of one call, until it returns, with an idle device.
     host_us: float
+    # Of each round.
+    samples_us: list[float] = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, samples_us: list[float], host_us: list[float]) -> Timing:
         low, _, high = statistics.quantiles(samples_us, n=4)
-        return cls(statistics.median(samples_us), high - low, statistics.median(host_us))
+        return cls(statistics.median(samples_us), high - low, statistics.median(host_us), samples_us)
+
+
+class Interval(NamedTuple):
+    """A median, and between what it is with a confidence of 95 %."""
+
+    low: float
+    median: float
+    high: float
+
+
+def ratio(ours: Timing, theirs: Timing) -> Interval:
+    """
+    Of our time to theirs, of loops that were timed in turns: what slows a round slows both.
+    The bounds are order statistics, which hold for any distribution.
+    """
+    ratios = sorted(a / b for a, b in zip(ours.samples_us, theirs.samples_us, strict=True))
+    n = len(ratios)
+    outside, below = 0, 1 / 2**n
+    while below <= 0.025:
+        outside += 1
+        below += math.comb(n, outside) / 2**n
+    outside = max(0, outside - 1)
+    return Interval(ratios[outside], statistics.median(ratios), ratios[n - 1 - outside])
 
 
 def time_interleaved(
@@ -46,7 +74,7 @@ def time_interleaved(
     synchronize: Callable[[], None],
     *,
     rounds: int = 21,
-    round_s: float = 0.05,
+    round_s: float = 0.02,
     max_calls: int = 1000,
     lead_in: int = 3,
     clock: Callable[[], float] = time.perf_counter,
@@ -54,9 +82,10 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
-    many as fill about ``round_s`` seconds and waits once, at the end. ``agree`` makes one
-    estimate of those of several processes that have to make the same calls. Raises
-    LoopFailed.
+    many as fill about ``round_s`` seconds, five at least, and waits once, at the end. There
+    are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
+    ``agree`` makes one estimate of those of several processes that have to make the same
+    calls. Raises LoopFailed.
     """
 
     def run(name: str, calls: int) -> float:
@@ -76,10 +105,14 @@ def time_interleaved(
         return clock() - start
 
     calls = {}
+    round_total = 0.0
     for name in loops:
         run(name, lead_in)
         per_call = agree(seconds(name, lead_in)) / lead_in
         calls[name] = max(5, min(max_calls, int(round_s / max(per_call, 1e-9))))
+        round_total += max(per_call * calls[name], round_s)
+    # What short rounds leave of the time goes to more of them.
+    rounds = max(rounds, int(rounds * MORE_ROUNDS * round_s * len(loops) / round_total))
 
     samples: dict[str, list[float]] = {name: [] for name in loops}
     host: dict[str, list[float]] = {name: [] for name in loops}
@@ -93,7 +126,8 @@ def time_interleaved(
                 # path through the recorded graphs.
                 run(name, lead_in)
                 synchronize()
-                host[name].append(run(name, 1) * 1e6)
+                # A loop sets up more than its calls, settings that a variant has.
+                host[name].append((run(name, 1) - run(name, 0)) * 1e6)
                 samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
     finally:
         if collecting:

@@ -22,6 +22,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
@@ -33,7 +34,8 @@ from .cases import described, SUITES
 from .compare import compare, Difference
 from .launches import counting_copies, profiled
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
-from .timing import LoopFailed, time_interleaved
+from .report import as_choice
+from .timing import LoopFailed, ratio, time_interleaved
 
 
 if TYPE_CHECKING:
@@ -49,9 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls until a variant is in its steady state. Selection takes 12 to 20.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=30, forced_copy=10, forced_node_update=10)
-MAX_SETTLE_CALLS = 90
+# Calls until a variant is in its steady state. Selection takes 18 to 113.
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=41, forced_copy=10, forced_node_update=10)
+MAX_SETTLE_CALLS = 130
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CHECKS = 4
@@ -101,7 +103,7 @@ class CaseRun:
         small: bool = False,
         variants: dict[str, Variant] | None = None,
         rounds: int | None = None,
-        round_s: float = 0.05,
+        round_s: float | None = None,
         on_variant: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.case = case
@@ -111,7 +113,7 @@ class CaseRun:
         if variants is None:
             variants = {name: VARIANTS[name] for name in self.suite.variants}
         self.variants = {name: variant for name, variant in variants.items() if self._applies(variant)}
-        self.rounds, self.round_s = rounds or self.suite.rounds, round_s
+        self.rounds, self.round_s = rounds or self.suite.rounds, round_s or self.suite.round_s
         # Seconds of a call without CUDA graphs.
         self.call_s = 0.0
         self.on_variant = on_variant
@@ -143,8 +145,11 @@ class CaseRun:
         """
         deadline = time.monotonic() + float(seconds)
         selecting = [name for name, variant in self.variants.items() if variant.selects]
+        if self.suite.exhaustive:
+            # The others of them are forced, and measure nothing.
+            selecting = [name for name in selecting if name == "pygraph"]
         # What a row cannot do without is compiled first.
-        others = [name for name, variant in self.variants.items() if not (variant.selects or variant.in_jax)]
+        others = [name for name, variant in self.variants.items() if not (name in selecting or variant.in_jax)]
         others.sort(key=lambda name: name not in ESSENTIAL)
         for name in [*selecting, None, *others]:
             if name is None:
@@ -164,8 +169,6 @@ class CaseRun:
             torch.cuda.empty_cache()
 
     def measure(self) -> Row:
-        reset_report()
-        counters["pygraph"].clear()
         first = self._inputs()
         size = _size(self._observe("no_cg", first))
         ring = [first]
@@ -180,13 +183,25 @@ class CaseRun:
         differences: dict[str, Difference] = {}
         timings: dict[str, Timing] = {}
         others = [name for name in self.variants if name not in ("eager", "no_cg", "jax")]
-        together = [name for name in others if not self.variants[name].alone]
-        for name in together:
+        alone = [name for name in others if self.variants[name].alone and not self.suite.exhaustive]
+        entries: list[dict[str, Any]] = []
+        counts: dict[str, int] = {}
+        for name in others:
+            if name in alone:
+                continue
+            reset_report()
+            counters["pygraph"].clear()
             with self._noting(name):
                 differences[name] = self._settle(name, ring, expected)
-        entries, counts = report(), dict(counters["pygraph"])
+            if name == "pygraph":
+                entries, counts = report(), dict(counters["pygraph"])
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         timings |= self._time([*names, *differences], ring)
+        ratios = {
+            name: ratio(timings["pygraph"], timing)
+            for name, timing in timings.items()
+            if "pygraph" in timings and name != "pygraph"
+        }
         measured = [name for name in differences if name in timings]
         checked = self._check(measured)
         repeatable = checked.pop("no_cg").bitwise
@@ -195,9 +210,7 @@ class CaseRun:
         # What a forced candidate fell back to, if it did.
         forced: dict[str, str | None] = {}
         previous = "pygraph"
-        for name in others:
-            if not self.variants[name].alone:
-                continue
+        for name in alone:
             self._drop(previous)
             previous = name
             reset_report()
@@ -247,13 +260,18 @@ class CaseRun:
         }
         for name in [name for name, found in launches.items() if "error" in found]:
             self.notes.append(f"{name} was not profiled: {launches.pop(name)['error']}")
+        times = {name: _median(timings[name]) for name in self.suite.candidates if name in timings}
+        times = {name: us for name, us in times.items() if name not in self.failed}
+        best = min(times, key=times.__getitem__, default=None)
         return {
             **described(self.case),
             **{f"{name}_us": _median(timings.get(name)) for name in self.variants if name != "jax"},
             "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
             "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            "ratios": {name: [round(value, 4) for value in interval] for name, interval in ratios.items()},
             **in_jax,
             **totals(entries),
+            **({"candidates_us": times, "best": best and as_choice(best)} if self.suite.exhaustive else {}),
             "equal": succeeded and (difference.bitwise or (difference.close and not repeatable)),
             "bitwise": succeeded and difference.bitwise,
             # JSON has no infinity, which stands for results that cannot be subtracted.
@@ -304,6 +322,33 @@ class CaseRun:
             **({"launches": self._launches(loop)} if self.suite.profile else {}),
         }
 
+    def again(self) -> dict[str, Any]:
+        """What a process decides that need not be the first, and whether its results are right."""
+        select = importlib.import_module("torch._inductor.pygraph.select")
+        timed_calls = 0
+        call = select.Samples.call
+
+        def counted(*args: Any) -> Any:
+            nonlocal timed_calls
+            timed_calls += 1
+            return call(*args)
+
+        reset_report()
+        ring = [self._inputs() for _ in range(self.case.ring)]
+        expected = [self._observe("no_cg", inputs) for inputs in ring]
+        with mock.patch.object(select.Samples, "call", counted):
+            found = self._settle("pygraph", ring, expected)
+        entries = report()
+        # An exhaustive suite does not compare while it settles.
+        found |= self._check(["pygraph"])["pygraph"]
+        return {
+            "choices": [entry["choice"] for entry in entries],
+            "remembered": sum(entry["remembered"] for entry in entries),
+            "timed_calls": timed_calls,
+            "equal": found.close,
+            "bitwise": found.bitwise,
+        }
+
     def _program(self, name: str) -> Program:
         if name not in self.programs:
             variant = self.variants[name]
@@ -322,13 +367,20 @@ class CaseRun:
         """
         Runs a variant until it has decided. It does so in a loop that goes around the
         ring without waiting for the device, as a program would; the results are compared
-        after each time around.
+        after each time around. An exhaustive suite leaves that to later calls: what it asks
+        is whether the choice is the best in this very loop.
         """
         difference = Difference()
         if self.variants[name].hand_written:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = 0
+        if self.suite.exhaustive:
+            loop = self._program(name).loop([clone(inputs) for inputs in ring])
+            while self._settling(name, calls):
+                loop(len(ring))
+                calls += len(ring)
+            return difference
         while self._settling(name, calls):
             results = [self._observe(name, inputs) for inputs in ring]
             for reference, result in zip(expected, results):
