@@ -124,7 +124,9 @@ class ModelledBinding:
         graph: ModelledGraph,
         executable: ModelledGraph,
         placeholders: PlaceholderMap,
+        prelude: None = None,
     ) -> None:
+        self.prelude = prelude
         self.launches = graph.launches
         self.pointers = [p.address for p in placeholders.placeholders]
         self.words = [

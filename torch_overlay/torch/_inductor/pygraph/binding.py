@@ -10,6 +10,9 @@ nothing on the device.
 
 cuGraphExecKernelNodeSetParams: launches that are already enqueued keep their parameters,
 so the next call's addresses can be set while this call's graph still runs.
+
+A graph that begins with a prelude (prelude.py) sets nodes itself, and the prelude's
+parameters are the words that the host writes.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._inductor.pygraph.placeholder import PlaceholderMap
+    from torch._inductor.pygraph.prelude import Prelude
 
 
 # Parameters that a kernel reads from memory are out of reach. What is copied from the
@@ -94,46 +98,62 @@ def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[
     return words
 
 
-def kernel_parameter_buffers(params: Any) -> list[ctypes.Array[Any]]:
-    """
-    Copies of the parameters of a kernel node, one buffer each.
+def kernel_function(params: Any) -> Any:
+    "What a kernel node launches, as a CUfunction."
+    if int(params.func) == 0:
+        # cuLibrary kernels (Triton's, cuDNN's) fill ``kern`` instead.
+        return check(bindings().cuKernelGetFunction(params.kern))
+    return params.func
 
-    The driver API is needed for the layout: the runtime API fails for kernels that
-    another library loaded.
+
+def parameter_layout(function: Any) -> list[tuple[int, int]]:
+    """
+    (offset, size) in bytes of each parameter of a kernel.
+
+    The driver API is needed: the runtime API fails for kernels that another library
+    loaded.
     """
     cu = bindings()
-    function = params.func
-    if int(function) == 0:
-        # cuLibrary kernels (Triton's, cuDNN's) fill ``kern`` instead.
-        function = check(cu.cuKernelGetFunction(params.kern))
-    block = 0
-    if not params.kernelParams:
-        if not params.extra:
-            return []
+    layout: list[tuple[int, int]] = []
+    while True:
+        result = cu.cuFuncGetParamInfo(function, len(layout))
+        if result[0] == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
+            # Past the last parameter.
+            return layout
+        layout.append(check(result))
+
+
+def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
+    "(offset in bytes, copy) of each parameter of a kernel node."
+    layout = parameter_layout(kernel_function(params))
+    if params.kernelParams:
+        pointers = ctypes.cast(
+            int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p)
+        )
+        addresses = [pointers[i] for i in range(len(layout))]
+    elif params.extra:
         # One packed block, as nvjet kernels of cuBLAS launch.
         extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
-        i = 0
+        i = block = 0
         while (tag := extra[i] or LAUNCH_PARAM_END) != LAUNCH_PARAM_END:
             if tag == LAUNCH_PARAM_BUFFER_POINTER:
                 block = extra[i + 1]
             i += 2
-    buffers = []
-    while True:
-        result = cu.cuFuncGetParamInfo(function, len(buffers))
-        if result[0] == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
-            # Past the last parameter.
-            return buffers
-        offset, size = check(result)
-        if params.kernelParams:
-            pointers = ctypes.cast(
-                int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p)
-            )
-            address = pointers[len(buffers)]
-        else:
-            address = block + offset
-        buffers.append(
-            ctypes.create_string_buffer(ctypes.string_at(address, size), size)
-        )
+        addresses = [block + offset for offset, _ in layout]
+    else:
+        return []
+    return [
+        (offset, ctypes.create_string_buffer(ctypes.string_at(address, size), size))
+        for address, (offset, size) in zip(addresses, layout)
+    ]
+
+
+def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> object:
+    "Lets a kernel node's parameters be read from buffers, while what it returns is alive."
+    pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+    params.kernelParams = ctypes.addressof(pointers)
+    params.extra = 0
+    return buffers, pointers
 
 
 def kernel_update(
@@ -141,19 +161,13 @@ def kernel_update(
 ) -> NodeUpdate | None:
     cu = bindings()
     params = check(cu.cuGraphKernelNodeGetParams(node))
-    buffers = kernel_parameter_buffers(params)
+    buffers = [buffer for _, buffer in kernel_parameters(params)]
     words = [word for b in buffers for word in find_words(b, placeholders)]
     if not words:
         return None
-    pointers = (ctypes.c_void_p * len(buffers))(*[ctypes.addressof(b) for b in buffers])
-    params.kernelParams = ctypes.addressof(pointers)
-    params.extra = 0
-    return NodeUpdate(
-        words,
-        cu.cuGraphExecKernelNodeSetParams,
-        (executable, node, params),
-        (buffers, pointers),
-    )
+    keep = set_kernel_parameters(params, buffers)
+    set = cu.cuGraphExecKernelNodeSetParams
+    return NodeUpdate(words, set, (executable, node, params), keep)
 
 
 def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
@@ -246,9 +260,16 @@ class NodeUpdateBinding:
     """
 
     def __init__(
-        self, raw_graph: int, raw_executable: int, placeholders: PlaceholderMap
+        self,
+        raw_graph: int,
+        raw_executable: int,
+        placeholders: PlaceholderMap,
+        prelude: Prelude | None = None,
     ) -> None:
         """
+        Args:
+            prelude: what the graph begins with, if it sets nodes itself
+
         Raises:
             BindingError: a node may hide an input.
             DriverError: a node's parameters could not be read.
@@ -270,8 +291,11 @@ class NodeUpdateBinding:
         executable = cu.CUgraphExec(raw_executable)
         self.updates: list[NodeUpdate] = []
         self.num_nodes = 0
+        self.prelude = prelude
         for node, node_type in graph_nodes(cu.CUgraph(raw_graph)):
             self.num_nodes += 1
+            if prelude is not None and int(node) in prelude.nodes:
+                continue
             if node_type in find:
                 update = find[node_type](executable, node, placeholders)
                 if update is not None:

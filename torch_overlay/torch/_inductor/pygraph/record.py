@@ -58,8 +58,11 @@ from torch._inductor.pygraph.placeholder import (
     UNWRITTEN,
     ZERO,
 )
+from torch._inductor.pygraph.prelude import Prelude, PreludeUnavailable
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
 from torch._inductor.pygraph.replay import InputHeld, is_steady
+from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
+from torch._inductor.pygraph.table import Table
 from torch._inductor.utils import clone_preserve_strides
 from torch.utils._ordered_set import OrderedSet
 
@@ -366,8 +369,8 @@ class BoundGraphNode(CopyGraphNode):
 
     Raises:
         RecordingAbandoned: the inputs could not be bound, or the proof failed. It carries
-            the outputs of the call, computed uncaptured; the function will be recorded
-            with copies from then on.
+            the outputs of the call, computed uncaptured; from then on the function will be
+            recorded with copies or, if it was with a prelude, without one.
     """
 
     binding: NodeUpdateBinding
@@ -381,6 +384,7 @@ class BoundGraphNode(CopyGraphNode):
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
     # See replay.py. Changes with the tensors that trees cache.
     is_steady: bool = False
+    begins_with_prelude: bool = False
 
     def _declared_static_idxs(
         self, inputs: list[InputType], mode: CompilationMode | None
@@ -482,7 +486,11 @@ class BoundGraphNode(CopyGraphNode):
         }
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
-        self.wrapped_function.pygraph.unbind(reason)
+        function: Function = self.wrapped_function.pygraph
+        if self.begins_with_prelude:
+            function.bind_by_host(reason)
+        else:
+            function.unbind(reason)
         # Nothing that outlives this node may hold on to the pool.
         self.recording_outputs = None
         if self.rehearsal is not None:
@@ -554,12 +562,7 @@ class BoundGraphNode(CopyGraphNode):
         pointers = [t.data_ptr() for t in self.call_tensors] + self.values.words()
         placeholders = [*self.placeholders.placeholders, *self.values.placeholders()]
         try:
-            self.graph.instantiate()
-            self.binding = NodeUpdateBinding(
-                self.graph.raw_cuda_graph(),
-                self.graph.raw_cuda_graph_exec(),
-                PlaceholderMap(placeholders),
-            )
+            self.binding = self._bind(self.graph, PlaceholderMap(placeholders))
             words = range(len(self.call_tensors), len(placeholders))
             if not all(self.binding.nodes_of[k] for k in words):
                 raise BindingError("a CPU value is no parameter of the graph")
@@ -584,6 +587,8 @@ class BoundGraphNode(CopyGraphNode):
         failure = self._difference()
         if take_damage(self.device):
             failure = "the graph wrote to an address it should not hold"
+        if (prelude := self.binding.prelude) is not None:
+            failure = prelude.failure() or failure
         if failure is not None:
             self._abandon(failure)
         self.rehearsal = None
@@ -597,9 +602,41 @@ class BoundGraphNode(CopyGraphNode):
         entry = self.wrapped_function.pygraph.report
         entry.kernel_nodes = self.binding.num_nodes
         entry.updated_nodes = len(self.binding.updates)
+        if prelude is not None:
+            counters["pygraph"]["device_updated_nodes"] += len(prelude.nodes)
+            if prelude.table is not None:
+                counters["pygraph"]["indirect_kernels"] += prelude.table.num_kernels
         counters["pygraph"]["bound_inputs"] += len(self.bound_input_idxs)
         counters["pygraph"]["bound_outputs"] += len(self.allocators)
         counters["pygraph"]["updated_nodes"] += len(self.binding.updates)
+
+    def _bind(
+        self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap
+    ) -> NodeUpdateBinding:
+        """
+        Raises:
+            BindingError, DriverError: the graph is of no use with this binding.
+        """
+        function: Function = self.wrapped_function.pygraph
+        prelude = None
+        if function.binding != NODE_UPDATE:
+            table = None
+            if function.binding == TABLE:
+                table = Table(self.wrapped_function.model, self.device)
+            self.begins_with_prelude = True
+            try:
+                prelude = Prelude(
+                    graph.raw_cuda_graph(), placeholders, self.device, table
+                )
+            except PreludeUnavailable as e:
+                self.begins_with_prelude = False
+                function.bind_by_host(str(e))
+        graph.instantiate()
+        if prelude is not None:
+            prelude.upload(graph.raw_cuda_graph_exec())
+        return NodeUpdateBinding(
+            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, prelude
+        )
 
     def _difference(self) -> str | None:
         "Why the first replay is not what the rehearsal was, or None."

@@ -51,7 +51,9 @@ from torch._inductor.pygraph.report import (
     new_report,
     NO_GRAPH,
     NODE_UPDATE,
+    PRELUDE,
     publish,
+    TABLE,
     UNDECIDED,
 )
 from torch._inductor.utils import (
@@ -102,7 +104,10 @@ MAX_TIMES_ON_PATH = 16
 MARGIN = 0.98
 CONFIDENCE = 2.0
 
-CANDIDATES = (NO_GRAPH, COPY, NODE_UPDATE)
+# Ways to bind external inputs by address. Other than NODE_UPDATE are only forced.
+BINDINGS = (NODE_UPDATE, PRELUDE, TABLE)
+
+CANDIDATES = (NO_GRAPH, COPY, *BINDINGS)
 
 NOT_CAPTURABLE = "it can not be captured"
 
@@ -114,6 +119,7 @@ class Function:
     Attributes:
         binds_inputs: external inputs are bound by address; cleared for good when a
             recording could not be bound or proven
+        binding: how, one of BINDINGS
         id: trees' name for it, once recorded
         returned_output_idxs: outputs that the program gets; a forward's others are what its
             backward needs
@@ -141,6 +147,7 @@ class Function:
         )
         self.is_outdated = False
         self.binds_inputs = True
+        self.binding = NODE_UPDATE
         self.is_capturable = True
         self.reselect: Callable[[], None] | None = None
         self.id: FunctionID | None = None
@@ -195,12 +202,28 @@ class Function:
             record.keep_last_generation(manager, inputs)
         return True
 
+    def bind_as(self, choice: str) -> None:
+        self.binds_inputs = choice in BINDINGS
+        self.binding = choice if self.binds_inputs else NODE_UPDATE
+
+    def bind_by_host(self, reason: str) -> None:
+        """The graph cannot set its nodes itself: the host does so from now on."""
+        log.info("%s: no %s: %s", self.report.name, self.binding, reason)
+        counters["pygraph"]["bound_by_host"] += 1
+        self.report.reason = f"no {self.binding}: {reason}"
+        if self.reselect is not None:
+            self.reselect()
+        elif self.report.choice == self.binding:
+            # It was forced.
+            self.report.choice = NODE_UPDATE
+        self.binding = NODE_UPDATE
+
     def unbind(self, reason: str) -> None:
         self.binds_inputs = False
         self.report.reason = reason
         if self.reselect is not None:
             self.reselect()
-        elif self.report.choice == NODE_UPDATE:
+        elif self.report.choice in BINDINGS:
             # It was forced.
             self.report.choice = COPY
             self.report.copied_bytes = self.report.stock_copied_bytes
@@ -482,7 +505,7 @@ class Selection:
         return outputs
 
     def _graph_choice(self) -> str:
-        return NODE_UPDATE if self.function.binds_inputs else COPY
+        return self.function.binding if self.function.binds_inputs else COPY
 
     def _reselect(self) -> None:
         """
@@ -549,7 +572,7 @@ class Selection:
         self._decide(choice, self.replay, reason)
         # Lets go of the events, and begins anew should it be selected again.
         self._reset_samples()
-        if choice == NODE_UPDATE:
+        if choice in BINDINGS:
             self.function.reselect = self._reselect
         # What the uncaptured calls had is not needed again.
         torch.cuda.empty_cache()
@@ -700,7 +723,7 @@ def deploy(
         return replay, outputs
 
     if force is not None:
-        function.binds_inputs = force == NODE_UPDATE
+        function.bind_as(force)
         decide(function, force, "forced")
 
     def forget() -> bool:
@@ -721,7 +744,7 @@ def deploy(
             decide(function, NO_GRAPH, remembered.reason)
             replace(uncaptured)
             return uncaptured
-        function.binds_inputs = remembered.choice == NODE_UPDATE
+        function.bind_as(remembered.choice)
 
     return Selection(
         function,

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 NO_GRAPH = "no_graph"
 COPY = "copy"
 NODE_UPDATE = "node_update"
+PRELUDE = "prelude"
+TABLE = "table"
 
 UNDECIDED = "undecided"
 
@@ -67,7 +69,7 @@ class FunctionReport:
     whichever is longer (medians); bytes are per replay. ``stock_copied_bytes`` is what
     cudagraph trees would copy, ``copied_bytes`` what the chosen candidate does.
     ``kernel_nodes`` are the nodes of the last recording, of any kind, ``updated_nodes``
-    those that hold an external input. Both bytes and nodes are 0 until it is recorded.
+    those that the host sets when all external inputs moved. Both bytes and nodes are 0 until it is recorded.
 
     ``source`` is where it is in the program, ``compile_id`` names its graph, and
     ``remembered`` says that an earlier process measured it.

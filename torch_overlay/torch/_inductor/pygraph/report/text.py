@@ -12,6 +12,8 @@ from torch._inductor.pygraph.report import (
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
+    PRELUDE,
+    TABLE,
     UNDECIDED,
 )
 from torch._inductor.pygraph.report.advice import advice
@@ -27,6 +29,8 @@ LABELS = {
     NO_GRAPH: "no graph",
     COPY: "graph, inputs copied",
     NODE_UPDATE: "graph, inputs bound",
+    PRELUDE: "graph, inputs bound by a prelude",
+    TABLE: "graph, inputs bound by a table",
     UNDECIDED: "undecided",
 }
 

@@ -1,0 +1,468 @@
+"""
+Parameter indirection in one host action a call, however many kernels read an input.
+
+A graph gets a first node, the prelude: a kernel that takes the addresses of a call by
+value and writes each to where the kernels behind it find it. That is
+
+- a parameter of a node that was made device-updatable (cudaGraphKernelNodeSetParam, CUDA
+  12.4), for kernels of vendors' libraries and any others
+- a slot of a table in device memory, for Triton kernels that load their pointers (table.py)
+
+To the host the prelude is a kernel node like others: its parameters hold the placeholders'
+addresses, so that binding.py finds them and sets that one node. By-value parameters also
+keep calls apart: what is enqueued has its own copy of them, so that a replay never sees
+the next one's addresses, and launches of one executable graph do not overlap.
+
+The prelude is compiled with NVRTC, once for an architecture and version, and kept beside
+Inductor's caches.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import logging
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._inductor.codecache import write_atomic
+from torch._inductor.pygraph.binding import (
+    BindingError,
+    find_words,
+    graph_nodes,
+    kernel_function,
+    kernel_parameters,
+    set_kernel_parameters,
+)
+from torch._inductor.pygraph.driver import bindings, check, DriverError
+from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch._inductor.pygraph.placeholder import PlaceholderMap
+    from torch._inductor.pygraph.table import Table
+
+
+log = logging.getLogger(__name__)
+
+# The first whose driver has device-side updates of nodes.
+DRIVER_VERSION = 12040
+
+# Addresses that one prelude takes: a kernel for each of these sizes, the last of which
+# fills the 4096 bytes of parameters. Further ones go to a second prelude behind the first.
+CAPACITIES = (16, 128, 500)
+
+# A device function gives each thread one target.
+THREADS = 128
+
+SOURCE = (
+    r"""
+// To ``target``, a slot if offset is negative or else a node, at ``offset`` bytes of its
+// parameters: word number ``word`` plus ``delta``.
+struct Write {
+    unsigned long long target;
+    long long offset;
+    unsigned long long word;
+    unsigned long long delta;
+};
+
+template <int n>
+struct Words {
+    unsigned long long values[n];
+};
+
+// Thread i makes the writes first[i] to first[i + 1] - 1: those to one target, since a node
+// is not documented to be updated by several threads.
+#define PRELUDE(n)                                                                      \
+    extern "C" __global__ void pygraph_prelude_##n(                                     \
+        const Write* writes, const int* first, int* error, int targets,                 \
+        const __grid_constant__ Words<n> words) {                                       \
+        int i = blockIdx.x * blockDim.x + threadIdx.x;                                  \
+        if (i >= targets) return;                                                       \
+        for (int k = first[i]; k < first[i + 1]; k++) {                                 \
+            Write w = writes[k];                                                        \
+            unsigned long long value = words.values[w.word] + w.delta;                  \
+            if (w.offset < 0) {                                                         \
+                *(unsigned long long*)w.target = value;                                 \
+            } else {                                                                    \
+                SET_NODE(w, value)                                                      \
+            }                                                                           \
+        }                                                                               \
+        __threadfence();                                                                \
+    }
+
+#ifdef SETS_NODES
+#define SET_NODE(w, value)                                                              \
+    int status = cudaGraphKernelNodeSetParam(                                           \
+        (cudaGraphDeviceNode_t)w.target, (size_t)w.offset, &value, sizeof(value));      \
+    if (status) *error = status;
+#else
+#define SET_NODE(w, value) *error = -1;
+#endif
+
+"""
+    + "\n".join(f"PRELUDE({n})" for n in CAPACITIES)
+    + "\n"
+)
+
+
+class PreludeUnavailable(RuntimeError):
+    """There can be no prelude. The graph is as it was captured."""
+
+
+def _device_runtime() -> Path | None:
+    "libcudadevrt.a of NVIDIA's packages or of an installed toolkit."
+    spec = importlib.util.find_spec("nvidia")
+    folders = [Path(p) for p in (spec.submodule_search_locations or ())] if spec else []
+    found = [f for folder in folders for f in folder.glob("*/lib/libcudadevrt.a")]
+    if "CUDA_HOME" in os.environ:
+        found += Path(os.environ["CUDA_HOME"]).glob("lib64/libcudadevrt.a")
+    return found[0] if found else None
+
+
+def _nvrtc(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status) != 0:
+        raise PreludeUnavailable(f"NVRTC: {status.name}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def compile_prelude(architecture: str, *, sets_nodes: bool) -> bytes:
+    """
+    The kernels as a cubin for an architecture like sm_90. Those that set nodes call the
+    driver's device runtime, and are linked for it.
+
+    Raises:
+        PreludeUnavailable: NVRTC does not know the architecture, or device-side updates.
+    """
+    from cuda.bindings import nvjitlink, nvrtc
+
+    options = [f"--gpu-architecture={architecture}".encode()]
+    if sets_nodes:
+        options += [b"--relocatable-device-code=true", b"--define-macro=SETS_NODES"]
+    program = _nvrtc(
+        nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"pygraph_prelude.cu", 0, [], [])
+    )
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+        if int(status) != 0:
+            text = b" " * _nvrtc(nvrtc.nvrtcGetProgramLogSize(program))
+            _nvrtc(nvrtc.nvrtcGetProgramLog(program, text))
+            lines = text.decode(errors="replace").strip("\0\n ").splitlines()
+            raise PreludeUnavailable(f"NVRTC: {lines[0] if lines else status.name}")
+        cubin = b" " * _nvrtc(nvrtc.nvrtcGetCUBINSize(program))
+        _nvrtc(nvrtc.nvrtcGetCUBIN(program, cubin))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    if not sets_nodes:
+        return cubin
+    linker = nvjitlink.create(1, [f"-arch={architecture}"])
+    try:
+        kind = nvjitlink.InputType
+        nvjitlink.add_data(linker, kind.CUBIN, cubin, len(cubin), "pygraph_prelude")
+        if (library := _device_runtime()) is not None:
+            nvjitlink.add_file(linker, kind.LIBRARY, str(library))
+        nvjitlink.complete(linker)
+        linked = bytearray(nvjitlink.get_linked_cubin_size(linker))
+        nvjitlink.get_linked_cubin(linker, linked)
+    finally:
+        nvjitlink.destroy(linker)
+    return bytes(linked)
+
+
+def _cache_path(architecture: str, *, sets_nodes: bool) -> Path:
+    from cuda.bindings import nvjitlink, nvrtc
+
+    compilers = _nvrtc(nvrtc.nvrtcVersion()), nvjitlink.version()
+    has_runtime = _device_runtime() is not None
+    key = repr((SOURCE, architecture, sets_nodes, compilers, has_runtime))
+    name = f"prelude_{hashlib.sha256(key.encode()).hexdigest()}.cubin"
+    return Path(cache_dir()) / "pygraph" / name
+
+
+def _load(cubin: bytes) -> dict[int, Any]:
+    cu = bindings()
+    module = check(cu.cuModuleLoadData(cubin))
+    return {
+        n: check(cu.cuModuleGetFunction(module, f"pygraph_prelude_{n}".encode()))
+        for n in CAPACITIES
+    }
+
+
+@functools.cache
+def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
+    """
+    The CUfunction of each capacity, in the current context, which is the device's.
+
+    Raises:
+        PreludeUnavailable: it could not be compiled or loaded.
+    """
+    if sets_nodes and check(bindings().cuDriverGetVersion()) < DRIVER_VERSION:
+        raise PreludeUnavailable("the driver has no device-side updates of nodes")
+    properties = torch.cuda.get_device_properties(device_index)
+    architecture = f"sm_{properties.major}{properties.minor}"
+    try:
+        path = _cache_path(architecture, sets_nodes=sets_nodes)
+        if path.exists():
+            try:
+                return _load(path.read_bytes())
+            except (OSError, DriverError) as e:
+                log.info("compiling the prelude in %s anew: %s", path, e)
+        cubin = compile_prelude(architecture, sets_nodes=sets_nodes)
+        try:
+            write_atomic(str(path), cubin, make_dirs=True)
+        except OSError as e:
+            log.info("the prelude can not be kept in %s: %s", path, e)
+        return _load(cubin)
+    except PreludeUnavailable:
+        raise
+    except Exception as e:
+        # A library is missing, too old, or of another version than the driver.
+        reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+        raise PreludeUnavailable(f"it can not be compiled: {reason}") from e
+
+
+class Write(NamedTuple):
+    """
+    The address of an input plus ``delta`` goes to ``target``: a slot, or a device-updatable
+    node, at ``offset`` bytes of its parameters. ``offset`` is SLOT for a slot.
+    """
+
+    input: int
+    delta: int
+    target: int
+    offset: int
+
+
+SLOT = -1
+
+
+class ReadParameters(NamedTuple):
+    """A captured kernel node: the parameters that are read, and what each holds."""
+
+    node: Any
+    params: Any
+    # (offset in bytes, value) of each parameter.
+    parameters: list[tuple[int, ctypes.Array[Any]]]
+    # (parameter, offset in it, input, delta) of each word.
+    words: list[tuple[int, int, int, int]]
+
+
+def kernels_that_read(
+    graph: Any, placeholders: PlaceholderMap
+) -> Iterator[ReadParameters]:
+    "The kernel nodes whose parameters hold an input."
+    cu = bindings()
+    for node, node_type in graph_nodes(graph):
+        if node_type != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            continue
+        params = check(cu.cuGraphKernelNodeGetParams(node))
+        parameters = kernel_parameters(params)
+        words = [
+            (
+                i,
+                ctypes.addressof(word.value) - ctypes.addressof(buffer),
+                word.input,
+                word.offset,
+            )
+            for i, (_, buffer) in enumerate(parameters)
+            for word in find_words(buffer, placeholders)
+        ]
+        if words:
+            yield ReadParameters(node, params, parameters, words)
+
+
+def _device_node(node: Any) -> int:
+    """
+    Makes a kernel node device-updatable, for good.
+
+    Raises:
+        DriverError: it refuses, and is as it was.
+    """
+    cu = bindings()
+    attribute = (
+        cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
+    )
+    value = cu.CUkernelNodeAttrValue()
+    value.deviceUpdatableKernelNode.deviceUpdatable = 1
+    check(cu.cuGraphKernelNodeSetAttribute(node, attribute, value))
+    value = check(cu.cuGraphKernelNodeGetAttribute(node, attribute))
+    return int(value.deviceUpdatableKernelNode.devNode)
+
+
+def _add_dependencies(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
+    if not nodes:
+        return
+    cu = bindings()
+    arguments: list[Any] = [graph, [first] * len(nodes), list(nodes)]
+    if cu.CUDA_VERSION >= 13000:
+        arguments.append(None)
+    check(cu.cuGraphAddDependencies(*arguments, len(nodes)))
+
+
+class Prelude:
+    """
+    Puts a prelude in front of a graph that was captured and not instantiated.
+
+    Args:
+        table: Triton kernels that can load pointers are replaced by their indirect forms,
+            and read its slots
+
+    Attributes:
+        nodes: handles of the nodes that are updated on the device, never by the host
+        table: None, or the slots that indirect kernels read
+
+    Raises:
+        PreludeUnavailable: there is none, and nothing changed.
+        BindingError: the graph was changed, and is of no use.
+    """
+
+    def __init__(
+        self,
+        raw_graph: int,
+        placeholders: PlaceholderMap,
+        device_index: int,
+        table: Table | None = None,
+    ) -> None:
+        self.graph = bindings().CUgraph(raw_graph)
+        self.device_index = device_index
+        self.table = table
+        self.nodes: set[int] = set()  # noqa: set_linter
+        # What the added nodes read.
+        self.arrays: list[tuple[torch.Tensor, ...]] = []
+        readers = list(kernels_that_read(self.graph, placeholders))
+        # Before anything is changed: whether there can be a prelude.
+        _kernels(device_index, table is None)
+        try:
+            if table is not None:
+                readers = [reader for reader in readers if not table.takes(reader)]
+            writes = self._all_updates(readers)
+            if table is not None:
+                writes += table.writes()
+            if not writes:
+                raise PreludeUnavailable("no kernel can be updated on the device")
+            self.error = torch.zeros(1, dtype=torch.int32, device=self._device)
+            kernels = _kernels(device_index, bool(self.nodes))
+            self._add_nodes(kernels, placeholders, writes)
+        except PreludeUnavailable:
+            raise
+        except RuntimeError as e:
+            raise BindingError(f"no prelude could be added: {e}") from e
+
+    def _all_updates(self, readers: list[ReadParameters]) -> list[Write]:
+        if not readers:
+            return []
+        try:
+            _kernels(self.device_index, True)
+        except PreludeUnavailable as e:
+            log.info("kernels without an indirect form are updated by the host: %s", e)
+            return []
+        return [write for reader in readers for write in self._updates(reader)]
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device("cuda", self.device_index)
+
+    def _updates(self, reader: ReadParameters) -> list[Write]:
+        "Of a node's parameters; none if it refuses, and is left to the host."
+        try:
+            target = _device_node(reader.node)
+        except DriverError as e:
+            name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
+            log.info("%s is updated by the host: %s", name.decode(), e)
+            return []
+        self.nodes.add(int(reader.node))
+        return [
+            Write(k, delta, target, reader.parameters[i][0] + at)
+            for i, at, k, delta in reader.words
+        ]
+
+    def _add_nodes(
+        self,
+        kernels: dict[int, Any],
+        placeholders: PlaceholderMap,
+        writes: list[Write],
+    ) -> None:
+        cu = bindings()
+        _, count = check(cu.cuGraphGetRootNodes(self.graph))
+        roots, _ = check(cu.cuGraphGetRootNodes(self.graph, count))
+        roots = list(roots[:count])
+        inputs = sorted({w.input for w in writes})  # noqa: set_linter
+        node = None
+        for start in range(0, len(inputs), CAPACITIES[-1]):
+            chunk = inputs[start : start + CAPACITIES[-1]]
+            behind = [] if node is None else [node]
+            node = self._add_node(kernels, placeholders, chunk, writes, behind)
+        _add_dependencies(self.graph, node, roots)
+
+    def _add_node(
+        self,
+        kernels: dict[int, Any],
+        placeholders: PlaceholderMap,
+        inputs: list[int],
+        writes: list[Write],
+        behind: list[Any],
+    ) -> Any:
+        cu = bindings()
+        capacity = next(n for n in CAPACITIES if n >= len(inputs))
+        word_of = {k: n for n, k in enumerate(inputs)}
+        chosen = sorted(
+            (w for w in writes if w.input in word_of), key=lambda w: w.target
+        )
+        first = [
+            n
+            for n, w in enumerate(chosen)
+            if n == 0 or chosen[n - 1].target != w.target
+        ]
+        on_device: Callable[..., torch.Tensor] = functools.partial(
+            torch.tensor, device=self._device
+        )
+        rows = [[w.target, w.offset, word_of[w.input], w.delta] for w in chosen]
+        arrays = (
+            on_device(rows, dtype=torch.int64),
+            on_device([*first, len(chosen)], dtype=torch.int32),
+            self.error,
+        )
+        words = (ctypes.c_uint64 * capacity)(
+            *[placeholders.placeholders[k].address for k in inputs]
+        )
+        buffers = [
+            *[ctypes.c_uint64(a.data_ptr()) for a in arrays],
+            ctypes.c_int32(len(first)),
+            words,
+        ]
+        params = cu.CUDA_KERNEL_NODE_PARAMS()
+        params.func = kernels[capacity]
+        params.gridDimX = -(-len(first) // THREADS)
+        params.blockDimX = THREADS
+        params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
+        # The node has a copy of what is kept here until it is added.
+        keep = set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
+        node = check(cu.cuGraphAddKernelNode(self.graph, behind, len(behind), params))
+        del keep
+        self.arrays.append(arrays)
+        return node
+
+    def upload(self, raw_executable: int) -> None:
+        """Before the first launch. A graph that updates its own nodes has to be."""
+        if not self.nodes:
+            return
+        cu = bindings()
+        stream = torch.cuda.current_stream(self.device_index)
+        executable = cu.CUgraphExec(raw_executable)
+        check(cu.cuGraphUpload(executable, cu.CUstream(stream.cuda_stream)))
+        stream.synchronize()
+
+    def failure(self) -> str | None:
+        """What went wrong on the device since this was last asked, or None. Waits."""
+        status = int(self.error.item())
+        if status == 0:
+            return None
+        self.error.zero_()
+        return f"cudaGraphKernelNodeSetParam failed on the device with {status}"

@@ -1,0 +1,213 @@
+"""
+Triton kernels that load their pointers from a table in device memory.
+
+Which call of a kernel reads an external input is known when the graph was captured: its
+node holds a placeholder's address. Such a node is given another form of its kernel, one
+that takes the addresses of slots, 8 bytes of device memory each, and loads the pointers
+when it starts (``tt.indirect``, see triton.runtime.indirect_args). The prelude writes the
+slots.
+
+So the mark belongs to a node. Generated code, what is tuned, and all caches of it are
+those of the plain kernel, which the rehearsal and uncaptured calls run too; one kernel may
+be called with an input in one place and with an intermediate in another. The indirect form
+is compiled from the same source and configuration, with the same alignment of pointers,
+when the graph is recorded, and found in Triton's cache by the next process. It is used if
+what was compiled says that it loads just these parameters; any other node keeps the
+kernel that it has.
+
+User-defined kernels that are part of the compiled graph are kernels of its module like
+those that Inductor wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import types
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.binding import (
+    kernel_function,
+    parameter_layout,
+    set_kernel_parameters,
+    WORD_BYTES,
+)
+from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.prelude import SLOT, Write
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._inductor.cudagraph_utils import ModelType
+    from torch._inductor.pygraph.prelude import ReadParameters
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+
+log = logging.getLogger(__name__)
+
+# Slots are allocated so many at a time.
+PAGE_SLOTS = 512
+
+WARP_THREADS = 32
+
+
+class NoIndirectForm(RuntimeError):
+    """A kernel has no form that loads what it would have to."""
+
+
+def compile_indirect(
+    autotuner: CachingAutotuner, config: Any, positions: Sequence[int]
+) -> Any:
+    """
+    The kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded from
+    slots.
+
+    Args:
+        config: of the plain kernel
+        positions: among the parameters of the compiled kernel
+
+    Raises:
+        NoIndirectForm: this Triton has no indirect parameters, or not these.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    fn = autotuner.fn
+    if fn.fn is None:
+        # It was compiled by a worker, or comes from a cache.
+        reload = getattr(autotuner, "_reload_kernel", None)
+        if reload is None:
+            raise NoIndirectForm("its source is gone")
+        fn = reload().fn
+    meta = autotuner._create_compile_meta(config)
+    signature = meta["signature"]
+    names = [n for n in fn.arg_names if signature.get(n, "constexpr") != "constexpr"]
+    if max(positions) >= len(names):
+        raise NoIndirectForm("its parameters are not those of its source")
+    attrs = {path: list(pairs) for path, pairs in meta["configs"][0].items()}
+    for position in positions:
+        path = (fn.arg_names.index(names[position]),)
+        attrs[path] = [*attrs.get(path, []), ["tt.indirect", 1]]
+    compiled = triton.compile(
+        ASTSource(fn, signature, meta["constants"], attrs),
+        target=GPUTarget(meta["device_type"], meta["cc"], WARP_THREADS),
+        options=autotuner._create_compile_options(config, meta),
+    )
+    loaded = [p for p, _ in getattr(compiled.metadata, "indirect_params", ())]
+    if loaded != sorted(positions):
+        raise NoIndirectForm(f"of parameters {sorted(positions)} it loads {loaded}")
+    return compiled
+
+
+# (hash of the compiled kernel, device) -> CUfunction. Triton never unloads one.
+_loaded: dict[tuple[str, int], int] = {}
+
+
+def _load(compiled: Any, device_index: int) -> int:
+    from triton.runtime.driver import driver
+
+    key = (compiled.hash, device_index)
+    if key not in _loaded:
+        _, _loaded[key], *_ = driver.active.utils.load_binary(
+            compiled.name, compiled.kernel, compiled.metadata.shared, device_index
+        )
+    return _loaded[key]
+
+
+class Table:
+    """
+    The slots of one graph, and the kernels of the generated module that the graph is of.
+
+    Attributes:
+        num_kernels: nodes that read slots
+    """
+
+    def __init__(self, model: ModelType, device_index: int) -> None:
+        self.device_index = device_index
+        self.autotuners: dict[str, list[CachingAutotuner]] = {}
+        if isinstance(model, types.FunctionType):
+            from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+            for value in model.__globals__.values():
+                if isinstance(value, CachingAutotuner):
+                    self.autotuners.setdefault(value.fn.__name__, []).append(value)
+        self.pages: list[torch.Tensor] = []
+        # (input, delta) -> address
+        self.slots: dict[tuple[int, int], int] = {}
+        self.num_kernels = 0
+
+    def writes(self) -> list[Write]:
+        """What keeps the slots up to date."""
+        return [Write(k, delta, a, SLOT) for (k, delta), a in self.slots.items()]
+
+    def _slot(self, input: int, delta: int) -> int:
+        if (input, delta) in self.slots:
+            return self.slots[input, delta]
+        place = len(self.slots) % PAGE_SLOTS
+        if place == 0:
+            device = torch.device("cuda", self.device_index)
+            self.pages.append(torch.zeros(PAGE_SLOTS, dtype=torch.int64, device=device))
+        address = self.pages[-1].data_ptr() + place * WORD_BYTES
+        self.slots[input, delta] = address
+        return address
+
+    def takes(self, reader: ReadParameters) -> bool:
+        """
+        Replaces the kernel of a captured node by its indirect form, which reads slots.
+        Returns whether it could; if not, the node is as it was.
+        """
+        name = check(bindings().cuFuncGetName(kernel_function(reader.params))).decode()
+        try:
+            autotuner = self._autotuner(name, reader.params)
+            if autotuner is None:
+                return False
+            self._replace(autotuner, reader)
+        except Exception as e:
+            reason = f"{type(e).__name__}: {e}".partition("\n")[0]
+            log.info("%s has no indirect form: %s", name, reason)
+            return False
+        self.num_kernels += 1
+        return True
+
+    def _autotuner(self, name: str, params: Any) -> CachingAutotuner | None:
+        "None for a kernel that is not one of the module's."
+        named = self.autotuners.get(name, [])
+        if len(named) > 1:
+            # A user's kernel, specialized in several ways.
+            handle = int(kernel_function(params))
+            named = [
+                a
+                for a in named
+                if any(getattr(r.kernel, "function", 0) == handle for r in a.compile_results)
+            ]
+        return named[0] if len(named) == 1 else None
+
+    def _replace(self, autotuner: CachingAutotuner, reader: ReadParameters) -> None:
+        params = reader.params
+        layout = [(offset, len(value)) for offset, value in reader.parameters]
+        if any(layout[i][1] != WORD_BYTES for i, *_ in reader.words):
+            raise NoIndirectForm("an input is part of a larger parameter")
+        if len(autotuner.launchers) != 1:
+            raise NoIndirectForm("it is not tuned")
+        positions = [i for i, *_ in reader.words]
+        config = autotuner.launchers[0].config
+        compiled = compile_indirect(autotuner, config, positions)
+        if compiled.metadata.num_warps * WARP_THREADS != params.blockDimX:
+            raise NoIndirectForm("it was launched in another form")
+        function = bindings().CUfunction(_load(compiled, self.device_index))
+        if parameter_layout(function) != layout:
+            raise NoIndirectForm("it has other parameters")
+        values = [value.raw for _, value in reader.parameters]
+        for i, _, k, delta in reader.words:
+            values[i] = self._slot(k, delta).to_bytes(WORD_BYTES, "little")
+        params.func = function
+        params.sharedMemBytes = compiled.metadata.shared
+        buffers = [ctypes.create_string_buffer(v, len(v)) for v in values]
+        keep = set_kernel_parameters(params, buffers)
+        result = bindings().cuGraphKernelNodeSetParams(reader.node, params)
+        # The node has a copy.
+        del keep
+        check(result)
