@@ -20,7 +20,14 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import torch
-from torch._inductor.pygraph import binding, driver, placeholder, proof, record
+from torch._inductor.pygraph import (
+    binding,
+    driver,
+    placeholder,
+    prelude,
+    proof,
+    record,
+)
 from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
@@ -31,6 +38,7 @@ from torch._inductor.pygraph.placeholder import (
     PlaceholderArena,
     PlaceholderMap,
 )
+from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -50,6 +58,7 @@ except ImportError:
 needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
 
 GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
+DEVICE_NODE, PRELUDE_FUNCTION = 0xD0000, 0x40000
 LAUNCH_PARAM_BUFFER_SIZE = 2
 
 
@@ -129,6 +138,33 @@ class KernelNode(Node):
         return params
 
 
+class PreludeNode(KernelNode):
+    "What prelude.SOURCE does, on memory of the host."
+
+    def __init__(self, *parameters: bytes, threads: int) -> None:
+        super().__init__(*parameters)
+        self.threads = threads
+
+    def writes(self, parameters: list[bytes]) -> Iterator[tuple[int, int, int]]:
+        "(target, offset, value)"
+        rows, first, _, (targets,) = (
+            struct.unpack("<Q" if len(p) == 8 else "<i", p) for p in parameters[:4]
+        )
+        words = struct.unpack(f"<{len(parameters[4]) // 8}Q", parameters[4])
+        if targets > self.threads:
+            raise AssertionError("too few threads")
+        starts = (ctypes.c_int32 * (targets + 1)).from_address(*first)
+        seen = set()
+        for i in range(targets):
+            table = (ctypes.c_int64 * (4 * starts[targets])).from_address(*rows)
+            for k in range(starts[i], starts[i + 1]):
+                target, offset, word, delta = table[4 * k : 4 * k + 4]
+                if (target, i) not in seen and target in {t for t, _ in seen}:
+                    raise AssertionError("two threads for one target")
+                seen.add((target, i))
+                yield target, offset, (words[word] + delta) % (1 << 64)
+
+
 class MemcpyNode(Node):
     "A copy of one row between device addresses, or from host memory."
 
@@ -178,6 +214,9 @@ class ModelledDriver:
         sets: the nodes that were set, in order
         refused: nodes that cannot be set; what they hold then is unknown
         failing: a call that fails
+        edges: (node, a node behind it); captured nodes are in a row
+        updatable: nodes that can be set from the device, in the order of their handles
+        stubborn: nodes that cannot become updatable
     """
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
@@ -195,6 +234,9 @@ class ModelledDriver:
             self.success = cu.CUresult.CUDA_SUCCESS
             self.invalid = cu.CUresult.CUDA_ERROR_INVALID_VALUE
         self.held: list[Any] = [self._captured(i) for i in range(len(self.nodes))]
+        self.edges = [(i, i + 1) for i in range(len(self.nodes) - 1)]
+        self.updatable: list[int] = []
+        self.stubborn: set[int] = set()
 
     def __getattribute__(self, name: str) -> Any:
         # Structs and enums are CU*, calls are cu*.
@@ -234,10 +276,82 @@ class ModelledDriver:
         return self.success, cu.CUfunction(int(kern) + 0x10000)
 
     def cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        layout = self.nodes[int(function) - 0x20000].layout
+        if int(function) - PRELUDE_FUNCTION in CAPACITIES:
+            words = 8 * (int(function) - PRELUDE_FUNCTION)
+            layout = [(0, 8), (8, 8), (16, 8), (24, 4), (32, words)]
+        else:
+            layout = self.nodes[int(function) - 0x20000].layout
         if index >= len(layout):
             return self.invalid, 0, 0
         return self.success, *layout[index]
+
+    def cuFuncGetName(self, function: Any) -> Any:
+        return self.success, f"kernel_{int(function) - 0x20000}".encode()
+
+    def cuGraphGetRootNodes(self, graph: Any, count: int = 0) -> Any:
+        behind = {b for _, b in self.edges}
+        roots = [i for i in range(len(self.nodes)) if i not in behind]
+        return self.success, [cu.CUgraphNode(i) for i in roots[:count]], len(roots)
+
+    def cuGraphAddKernelNode(
+        self, graph: Any, behind: list[Any], count: int, params: Any
+    ) -> Any:
+        if int(graph) != GRAPH or count != len(behind):
+            return self.invalid, None
+        grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
+        block = (params.blockDimX, params.blockDimY, params.blockDimZ)
+        if 0 in grid or 0 in block:
+            return self.invalid, None
+        new = len(self.nodes)
+        values = [
+            bytes(value) for _, value in binding.kernel_parameters(params)
+        ]
+        self.nodes.append(PreludeNode(*values, threads=grid[0] * block[0]))
+        self.held.append(self._captured(new))
+        self.edges += [(int(node), new) for node in behind]
+        return self.success, cu.CUgraphNode(new)
+
+    def cuGraphAddDependencies(
+        self, graph: Any, froms: list[Any], tos: list[Any], *edges_and_count: Any
+    ) -> Any:
+        if edges_and_count != (None, len(froms)) or len(froms) != len(tos):
+            return (self.invalid,)
+        self.edges += [(int(a), int(b)) for a, b in zip(froms, tos)]
+        return (self.success,)
+
+    def cuGraphKernelNodeSetAttribute(self, node: Any, which: Any, value: Any) -> Any:
+        if int(node) in self.stubborn or int(node) in self.updatable:
+            return (self.invalid,)
+        if value.deviceUpdatableKernelNode.deviceUpdatable != 1:
+            return (self.invalid,)
+        self.updatable.append(int(node))
+        return (self.success,)
+
+    def cuGraphKernelNodeGetAttribute(self, node: Any, which: Any) -> Any:
+        value = cu.CUkernelNodeAttrValue()
+        handle = DEVICE_NODE + self.updatable.index(int(node))
+        value.deviceUpdatableKernelNode.devNode = cu.CUgraphDeviceNode(handle)
+        return self.success, value
+
+    def run_preludes(self) -> None:
+        "What they do at the start of a launch, each behind those that it depends on."
+        for i, node in enumerate(self.nodes):
+            if isinstance(node, PreludeNode):
+                for target, offset, value in node.writes(self.held[i]):
+                    if offset < 0:
+                        ctypes.c_uint64.from_address(target).value = value
+                        continue
+                    held = self.held[at := self.updatable[target - DEVICE_NODE]]
+                    k, (start, _) = max(
+                        (k, place)
+                        for k, place in enumerate(self.nodes[at].layout)
+                        if place[0] <= offset
+                    )
+                    held[k] = (
+                        held[k][: offset - start]
+                        + u64(value)
+                        + held[k][offset - start + 8 :]
+                    )
 
     def cuCtxGetCurrent(self) -> Any:
         return self.success, cu.CUcontext(CONTEXT)
@@ -344,7 +458,7 @@ class ModelledDriver:
 def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
     model = ModelledDriver(nodes)
     with contextlib.ExitStack() as stack:
-        for module in (driver, binding, placeholder):
+        for module in (driver, binding, placeholder, prelude):
             stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
         stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
         yield model
@@ -820,6 +934,223 @@ class RandomGraphTest(TestCase):
                 self.assertEqual(sorted(model.sets), due)
                 expected = [holds(spec, current) for spec in graph]
                 self.assertTrue(model.held == expected, (model.held, expected))
+
+
+def moved(node: Node, places: PlaceholderMap, pointers: Sequence[int]) -> Any:
+    "What a node holds after its inputs were moved, from what it was captured with."
+
+    def word(value: int) -> int:
+        hit = places.find(value)
+        return value if hit is None else (pointers[hit[0]] + hit[1]) % (1 << 64)
+
+    if isinstance(node, KernelNode):
+        return [
+            u64(*map(word, struct.unpack_from(f"<{len(p) // 8}Q", p)))
+            + p[len(p) // 8 * 8 :]
+            for p in node.parameters
+        ]
+    if isinstance(node, MemcpyNode):
+        return (word(node.dst), word(node.src))
+    return (word(node.dst),)
+
+
+@needs_structs
+class PreludeTest(TestCase):
+    @contextlib.contextmanager
+    def bound(self, places, *nodes, stubborn=(), table=None):
+        functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
+        with (
+            modelled(*nodes) as model,
+            mock.patch.object(prelude, "_kernels", lambda *args: functions),
+            mock.patch.object(Prelude, "_device", torch.device("cpu")),
+        ):
+            model.stubborn = set(stubborn)
+            made = Prelude(GRAPH, places, 0, table)
+            yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places, made)
+
+    def check(self, places, nodes, pointers, **kwargs):
+        "Returns how many nodes the host set."
+        with self.bound(places, *nodes, **kwargs) as (model, bound):
+            for values in pointers:
+                model.sets.clear()
+                bound.update(values)
+                model.run_preludes()
+                expected = [moved(node, places, values) for node in nodes]
+                self.assertEqual(model.held[: len(nodes)], expected)
+                # What the device sets, the host must not.
+                self.assertFalse(set(model.sets) & set(model.updatable))
+            return len(set(model.sets))
+
+    def test_one_host_action(self):
+        places = place(4096, 64)
+        x, y = (p.address for p in places.placeholders)
+        nodes = [
+            KernelNode(b"\1\2\3\4", u64(x), u64(OTHER), b"\5", u64(y + 16)),
+            KernelNode(u64(1, x, 2, x + 8), b"abc", packed=True),
+            KernelNode(u64(y - 8), u64(0), kern=True),
+            KernelNode(u64(OTHER)),
+        ]
+        count = self.check(places, nodes, [(NEAR, FAR), (FAR, FAR), (OTHER, NEAR)])
+        self.assertEqual(count, 1)
+
+    def test_it_is_first(self):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        with self.bound(places, KernelNode(u64(OTHER)), KernelNode(u64(x))) as (model, _):
+            self.assertEqual(model.edges, [(0, 1), (2, 0)])
+
+    def test_input_that_no_kernel_reads(self):
+        "Nor the host's check that a CPU value is a parameter must see it."
+        places = place(64, 64)
+        x, y = (p.address for p in places.placeholders)
+        with self.bound(places, KernelNode(u64(y))) as (_, bound):
+            self.assertEqual([bool(nodes) for nodes in bound.nodes_of], [False, True])
+
+    def test_node_that_refuses(self):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        nodes = [KernelNode(u64(x)), KernelNode(u64(x + 8)), KernelNode(u64(x))]
+        self.assertEqual(self.check(places, nodes, [(NEAR,), (FAR,)], stubborn=[1]), 2)
+
+    def test_all_nodes_refuse(self):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        with self.assertRaisesRegex(PreludeUnavailable, "no kernel can be updated"):
+            self.check(places, [KernelNode(u64(x))], [(NEAR,)], stubborn=[0])
+
+    def test_copies_and_fills_are_set_by_the_host(self):
+        places = place(64, 64)
+        x, y = (p.address for p in places.placeholders)
+        nodes = [KernelNode(u64(x)), MemcpyNode(y, x, 64), MemsetNode(y + 8)]
+        self.assertEqual(self.check(places, nodes, [(NEAR, FAR), (FAR, NEAR)]), 3)
+
+    @parametrize("count", (1, 16, 17, 128, 129, 500, 501, 1201))
+    def test_many_inputs(self, count):
+        sizes = [16] * count
+        start = 0x5A3C_9600_0000
+        places = PlaceholderMap(
+            [Placeholder(start + 64 * k, start + 64 * (k + 1), start + 64 * k) for k in range(len(sizes))]
+        )
+        words = [p.address + 8 for p in places.placeholders]
+        nodes = [KernelNode(u64(*words)), KernelNode(*map(u64, words[::3]))]
+        pointers = [[NEAR + 512 * k for k in range(count)], [FAR + 64 * k for k in range(count)]]
+        self.assertEqual(self.check(places, nodes, pointers), -(-count // CAPACITIES[-1]))
+
+    def test_nothing_is_changed_if_there_is_none(self):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        with (
+            modelled(KernelNode(u64(x))) as model,
+            mock.patch.object(prelude, "_kernels", side_effect=PreludeUnavailable("no")),
+        ):
+            with self.assertRaisesRegex(PreludeUnavailable, "no"):
+                Prelude(GRAPH, places, 0)
+            self.assertEqual((model.updatable, len(model.nodes)), ([], 1))
+
+    @parametrize(
+        "call",
+        ("cuGraphGetRootNodes", "cuGraphAddKernelNode", "cuGraphAddDependencies"),
+    )
+    def test_node_that_cannot_be_added(self, call):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
+        with (
+            modelled(KernelNode(u64(x))) as model,
+            mock.patch.object(prelude, "_kernels", lambda *args: functions),
+            mock.patch.object(Prelude, "_device", torch.device("cpu")),
+        ):
+            model.failing = call
+            with self.assertRaisesRegex(BindingError, "no prelude could be added"):
+                Prelude(GRAPH, places, 0)
+
+    @parametrize("others", (False, True))
+    def test_table(self, others):
+        "Kernels that take slots read there what they would be passed; others are set."
+        places = place(64, 64)
+        x, y = (p.address for p in places.placeholders)
+        slots = (ctypes.c_uint64 * 3)()
+
+        class Table:
+            num_kernels = 0
+            addresses: dict[tuple[int, int], int] = {}
+
+            def takes(self, reader):
+                node = model.nodes[int(reader.node)]
+                if node.parameters[0] == b"vendor__":
+                    return False
+                for i, at, k, delta in reader.words:
+                    place = self.addresses.setdefault(
+                        (k, delta), ctypes.addressof(slots) + 8 * len(self.addresses)
+                    )
+                    node.parameters[i] = u64(place)
+                return True
+
+            def writes(self):
+                return [prelude.Write(k, d, a, prelude.SLOT) for (k, d), a in self.addresses.items()]
+
+        nodes = [
+            KernelNode(b"jit_____", u64(x), u64(y)),
+            KernelNode(b"jit_____", u64(y), u64(x + 32)),
+        ]
+        if others:
+            nodes.append(KernelNode(b"vendor__", u64(x)))
+        functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
+        kinds = []
+
+        def kernels(device_index, sets_nodes):
+            kinds.append(sets_nodes)
+            return functions
+
+        with (
+            modelled(*nodes) as model,
+            mock.patch.object(prelude, "_kernels", kernels),
+            mock.patch.object(Prelude, "_device", torch.device("cpu")),
+        ):
+            made = Prelude(GRAPH, places, 0, Table())
+            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places, made)
+            # The form that calls the device runtime is only for nodes.
+            self.assertEqual(kinds[-1], others)
+            for near, far in ((NEAR, FAR), (FAR, NEAR)):
+                model.sets.clear()
+                bound.update((near, far))
+                model.run_preludes()
+                self.assertEqual(list(slots), [near, far, near + 32])
+                self.assertEqual(model.sets, [len(nodes)])
+                if others:
+                    self.assertEqual(model.held[2], [b"vendor__", u64(near)])
+
+    @settings(deadline=None, max_examples=60)
+    @given(
+        st.lists(st.one_of(kernels, kernels, copies, fills), min_size=1, max_size=8),
+        st.lists(st.lists(pointers, min_size=4, max_size=4), min_size=1, max_size=4),
+        st.sets(st.integers(0, 7)),
+    )
+    def test_random_graphs(self, graph, moves, stubborn):
+        with modelled():
+            places = PlaceholderMap(
+                PlaceholderArena(0, 0xFF).place([(n, 16) for n in SIZES])
+            )
+
+        def word(spec: Any) -> int:
+            if isinstance(spec, tuple):
+                return places.placeholders[spec[0]].address + spec[1]
+            return {"low": 1, "high": 2, "between": 3}.get(spec, spec)
+
+        nodes: list[Node] = []
+        for kind, *rest in graph:
+            if kind == "kernel":
+                held = [u64(*map(word, words)) + tail for words, tail in rest[0]]
+                nodes.append(KernelNode(*held, packed=rest[1], kern=rest[2]))
+            elif kind == "memcpy":
+                nodes.append(MemcpyNode(*map(word, rest), 64))
+            else:
+                nodes.append(MemsetNode(word(rest[0])))
+        with contextlib.suppress(PreludeUnavailable):
+            self.check(places, nodes, moves, stubborn=stubborn)
+
+
+instantiate_parametrized_tests(PreludeTest)
 
 
 @needs_structs

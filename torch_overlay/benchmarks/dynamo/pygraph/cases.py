@@ -137,6 +137,24 @@ SUITES = {
         solo=(),
         must_equal=("pygraph", "forced_node_update"),
     ),
+    # Those of pi with each way to bind inputs.
+    "bindings": Suite(
+        (
+            "no_cg",
+            "stock_cg",
+            "pygraph",
+            "forced_copy",
+            "forced_node_update",
+            "forced_prelude",
+            "forced_table",
+        ),
+        optimizer=True,
+        dropout=True,
+        solo=(),
+        cold=(),
+        profile=False,
+        must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
+    ),
     "paper": WORKLOADS,
     "modern": WORKLOADS,
     # Graphs of all sizes, for the choice between all candidates.
@@ -168,6 +186,8 @@ def add(name: str, *args: Any, suite: str = "pi", **kwargs: Any) -> None:
 
 def select(suite: str, names: list[str] | None = None) -> list[Case]:
     cases = [case for case in CASES.values() if case.suite == suite]
+    if suite == "bindings":
+        cases = [replace(case, suite=suite) for case in CASES.values() if case.suite == "pi"]
     if suite == "quick":
         # Rows of their own, which do not replace those of a full run.
         cases = [replace(case, suite=suite) for case in CASES.values() if case.quick]

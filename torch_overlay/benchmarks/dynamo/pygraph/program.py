@@ -69,6 +69,9 @@ VARIANTS = {
     # With selection that is pygraph itself.
     "forced_copy": _forced("copy"),
     "forced_node_update": _forced("node_update"),
+    # Other ways to bind inputs.
+    "forced_prelude": _forced("prelude"),
+    "forced_table": _forced("table"),
     "hand_written": Variant({}, alone=True, hand_written=True),
     "jax": Variant(None, in_jax=True),
     # Of the same program with its CPU values on the GPU; see cgct_run.py.

@@ -333,7 +333,7 @@ class Prelude:
         self.graph = bindings().CUgraph(raw_graph)
         self.device_index = device_index
         self.table = table
-        self.nodes: set[int] = set()  # noqa: set_linter
+        self.nodes: set[int] = set()
         # What the added nodes read.
         self.arrays: list[tuple[torch.Tensor, ...]] = []
         readers = list(kernels_that_read(self.graph, placeholders))
@@ -393,7 +393,7 @@ class Prelude:
         _, count = check(cu.cuGraphGetRootNodes(self.graph))
         roots, _ = check(cu.cuGraphGetRootNodes(self.graph, count))
         roots = list(roots[:count])
-        inputs = sorted({w.input for w in writes})  # noqa: set_linter
+        inputs = sorted({w.input for w in writes})
         node = None
         for start in range(0, len(inputs), CAPACITIES[-1]):
             chunk = inputs[start : start + CAPACITIES[-1]]

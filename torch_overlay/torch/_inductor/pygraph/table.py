@@ -137,6 +137,8 @@ class Table:
         self.pages: list[torch.Tensor] = []
         # (input, delta) -> address
         self.slots: dict[tuple[int, int], int] = {}
+        # A kernel may be called many times.
+        self.compiled: dict[tuple[int, tuple[int, ...]], Any] = {}
         self.num_kernels = 0
 
     def writes(self) -> list[Write]:
@@ -192,9 +194,12 @@ class Table:
             raise NoIndirectForm("an input is part of a larger parameter")
         if len(autotuner.launchers) != 1:
             raise NoIndirectForm("it is not tuned")
-        positions = [i for i, *_ in reader.words]
-        config = autotuner.launchers[0].config
-        compiled = compile_indirect(autotuner, config, positions)
+        positions = tuple(i for i, *_ in reader.words)
+        key = (id(autotuner), positions)
+        if key not in self.compiled:
+            config = autotuner.launchers[0].config
+            self.compiled[key] = compile_indirect(autotuner, config, positions)
+        compiled = self.compiled[key]
         if compiled.metadata.num_warps * WARP_THREADS != params.blockDimX:
             raise NoIndirectForm("it was launched in another form")
         function = bindings().CUfunction(_load(compiled, self.device_index))

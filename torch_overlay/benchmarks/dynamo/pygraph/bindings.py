@@ -1,0 +1,499 @@
+"""
+What each way to give a graph new addresses costs, on a GPU.
+
+    python -m pygraph.bindings --output bindings.json --budget 400 [--parts figure8,kernels,cases]
+
+figure8   the paper's figure 8, redone: a graph of n small kernels, each with an input of its
+          own that moves in every call, for n from 1 to 256. The time of a call in a row of
+          them, its latency with an idle device, and the host's part of that
+kernels   each Triton kernel of three models, plain and with all pointers loaded from slots:
+          registers, bytes spilled, time in a graph
+cases     the suite "bindings": the small cases with each binding forced
+
+The ways of figure 8:
+
+replay         nothing moves
+copies         stock: the inputs are copied to fixed addresses
+node_update    the host sets each node
+prelude        the first node takes the addresses by value and sets the others
+table          the first node takes them by value and writes a table that kernels read
+table_copy     the table is copied from pinned memory ahead of the graph
+table_mapped   the graph's first node copies the table from a page of the host's. Nothing
+               keeps two calls apart: it is a bound, not a binding
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import functools
+import itertools
+import json
+import logging
+import statistics
+import sys
+import time
+import types
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._inductor.pygraph.binding import kernel_function, NodeUpdateBinding
+from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
+from torch._inductor.pygraph.prelude import kernels_that_read, Prelude
+from torch._inductor.pygraph.table import Table
+
+from . import cases
+from .program import build, seed
+from .suite import run_suite
+from .timing import time_interleaved
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from .report import Row
+
+
+log = logging.getLogger(__name__)
+
+POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+WAYS = ("replay", "copies", "node_update", "prelude", "table", "table_copy", "table_mapped")
+# Those that selection can pick, and that keep calls apart.
+BINDINGS = ("copies", "node_update", "prelude", "table")
+
+ELEMENTS = 1024
+# Sets of inputs that calls take in turn.
+RING = 4
+LATENCIES = 200
+# Pinned tables: more than calls are enqueued before the device is waited for.
+PINNED = 2048
+
+MODELS = ("bert_inference", "llama_inference", "resnet18_inference")
+# Of one kernel in a graph.
+LAUNCHES = 20
+
+PARTS = ("figure8", "kernels", "cases")
+
+
+# Figure 8
+
+
+@functools.cache
+def _kernel() -> Any:
+    "Inductor's kernel of x + 1, and a function of a module that has it."
+    calls: list[Any] = []
+    with _remembering(lambda kernel, args: calls.append(kernel)):
+        torch.compile(lambda x: x + 1)(torch.zeros(ELEMENTS, device="cuda"))
+    return calls[0], _module_of(calls[0])
+
+
+@contextlib.contextmanager
+def _remembering(on_call: Callable[[Any, tuple[Any, ...]], object]) -> Iterator[None]:
+    """Tells of the calls of Inductor's kernels: the kernel and its arguments."""
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+    run = CachingAutotuner.run
+
+    def remember(kernel: Any, *args: Any, **kwargs: Any) -> Any:
+        on_call(kernel, args)
+        return run(kernel, *args, **kwargs)
+
+    torch._dynamo.reset()
+    with mock.patch.object(CachingAutotuner, "run", remember):
+        yield
+
+
+def _module_of(kernel: Any) -> Callable[[], None]:
+    """A function as if of a generated module that has one kernel."""
+    return types.FunctionType((lambda: None).__code__, {"kernel": kernel})
+
+
+class Way:
+    """A graph of n kernels, and what a call does to give it the addresses of a set of inputs."""
+
+    def __init__(self, name: str, n: int) -> None:
+        self.kernel, self.function = _kernel()
+        self.sets = [[torch.rand(ELEMENTS, device="cuda") for _ in range(n)] for _ in range(RING)]
+        self.pointers = [[t.data_ptr() for t in inputs] for inputs in self.sets]
+        self.outputs = [torch.empty(ELEMENTS, device="cuda") for _ in range(n)]
+        self.graph = torch.cuda.CUDAGraph(keep_graph=True)
+        self.next = 0
+        self.give: Callable[[int], None] = getattr(self, f"_{name}")(n)
+
+    def call(self) -> None:
+        self.next = (self.next + 1) % RING
+        self.give(self.next)
+        self.graph.replay()
+
+    def loop(self, calls: int) -> None:
+        for _ in range(calls):
+            self.call()
+
+    def is_right(self) -> bool:
+        for _ in range(2 * RING):
+            # One way does not keep calls apart.
+            torch.cuda.synchronize()
+            self.call()
+            if not all(torch.equal(o, x + 1) for o, x in zip(self.outputs, self.sets[self.next])):
+                return False
+        return True
+
+    def _capture(self, inputs: list[torch.Tensor], first: Callable[[], object] = lambda: None) -> None:
+        with torch.cuda.graph(self.graph):
+            first()
+            stream = torch.cuda.current_stream().cuda_stream
+            for x, out in zip(inputs, self.outputs):
+                self.kernel.run(x, out, ELEMENTS, stream=stream)
+
+    def _capture_placed(self, first: Callable[[], object] = lambda: None) -> PlaceholderMap:
+        placed = arena(0, NAN).place([(4 * ELEMENTS, 16)] * len(self.outputs))
+        self._capture([tensor_at(p.address, x, 0) for p, x in zip(placed, self.sets[0])], first)
+        return PlaceholderMap(placed)
+
+    def _replay(self, n: int) -> Callable[[int], None]:
+        self._capture(self.sets[0])
+        self.graph.instantiate()
+        self.sets = self.sets[:1] * RING
+        return lambda i: None
+
+    def _copies(self, n: int) -> Callable[[int], None]:
+        static = [torch.empty_like(x) for x in self.sets[0]]
+        self._capture(static)
+        self.graph.instantiate()
+        return lambda i: torch._foreach_copy_(static, self.sets[i])
+
+    def _bound(self, prelude: Callable[[PlaceholderMap], Prelude | None]) -> Callable[[int], None]:
+        placeholders = self._capture_placed()
+        made = prelude(placeholders)
+        self.graph.instantiate()
+        if made is not None:
+            made.upload(self.graph.raw_cuda_graph_exec())
+        self.binding = NodeUpdateBinding(
+            self.graph.raw_cuda_graph(), self.graph.raw_cuda_graph_exec(), placeholders, made
+        )
+        update, pointers = self.binding.update, self.pointers
+        return lambda i: update(pointers[i])
+
+    def _node_update(self, n: int) -> Callable[[int], None]:
+        return self._bound(lambda placeholders: None)
+
+    def _prelude(self, n: int) -> Callable[[int], None]:
+        return self._bound(lambda placeholders: Prelude(self.graph.raw_cuda_graph(), placeholders, 0))
+
+    def _table(self, n: int) -> Callable[[int], None]:
+        def prelude(placeholders: PlaceholderMap) -> Prelude:
+            made = Prelude(self.graph.raw_cuda_graph(), placeholders, 0, Table(self.function, 0))
+            if made.nodes:
+                raise RuntimeError("kernels were not replaced by their indirect forms")
+            return made
+
+        return self._bound(prelude)
+
+    def _slots(self, placeholders: PlaceholderMap) -> torch.Tensor:
+        self.table = Table(self.function, 0)
+        graph = bindings().CUgraph(self.graph.raw_cuda_graph())
+        readers = list(kernels_that_read(graph, placeholders))
+        if not all(self.table.takes(reader) for reader in readers):
+            raise RuntimeError("kernels were not replaced by their indirect forms")
+        (page,) = self.table.pages
+        expected = [page.data_ptr() + 8 * k for k in range(len(self.outputs))]
+        if [self.table.slots[k, 0] for k in range(len(self.outputs))] != expected:
+            raise RuntimeError("slots are not in the order of the inputs")
+        return page
+
+    def _table_copy(self, n: int) -> Callable[[int], None]:
+        page = self._slots(self._capture_placed())
+        self.graph.instantiate()
+        pinned = torch.empty(PINNED, n, dtype=torch.int64, pin_memory=True)
+        rows = [(ctypes.c_uint64 * n).from_address(row.data_ptr()) for row in pinned]
+        addresses = itertools.cycle(list(zip(rows, [row.data_ptr() for row in pinned])))
+        copy, target, nbytes = bindings().cuMemcpyHtoDAsync, page.data_ptr(), 8 * n
+
+        def give(i: int) -> None:
+            row, address = next(addresses)
+            row[:] = self.pointers[i]
+            copy(target, address, nbytes, torch.cuda.current_stream().cuda_stream)
+
+        self.pinned = pinned
+        return give
+
+    def _table_mapped(self, n: int) -> Callable[[int], None]:
+        pinned = torch.zeros(n, dtype=torch.int64, pin_memory=True)
+        staged = torch.zeros(n, dtype=torch.int64, device="cuda")
+        placeholders = self._capture_placed(lambda: staged.copy_(pinned, non_blocking=True))
+        # The table's page does not exist while the copy is captured.
+        page = self._slots(placeholders)
+        _redirect_copy(self.graph, staged.data_ptr(), page.data_ptr())
+        self.graph.instantiate()
+        row = (ctypes.c_uint64 * n).from_address(pinned.data_ptr())
+        self.pinned = pinned
+
+        def give(i: int) -> None:
+            row[:] = self.pointers[i]
+
+        return give
+
+
+def _redirect_copy(graph: torch.cuda.CUDAGraph, old: int, new: int) -> None:
+    cu = bindings()
+    raw = cu.CUgraph(graph.raw_cuda_graph())
+    _, count = check(cu.cuGraphGetNodes(raw))
+    nodes, _ = check(cu.cuGraphGetNodes(raw, count))
+    for node in nodes[:count]:
+        if check(cu.cuGraphNodeGetType(node)) == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
+            params = check(cu.cuGraphMemcpyNodeGetParams(node))
+            if int(params.dstDevice) == old:
+                params.dstDevice = cu.CUdeviceptr(new)
+                check(cu.cuGraphMemcpyNodeSetParams(node, params))
+                return
+    raise RuntimeError("the graph has no such copy")
+
+
+def _latency(way: Way) -> float:
+    samples = []
+    for _ in range(LATENCIES):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        way.call()
+        torch.cuda.synchronize()
+        samples.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(samples)
+
+
+def measure_point(n: int, rounds: int) -> dict[str, Any]:
+    """One n: for each way microseconds, or why there are none."""
+    ways, point = {}, {"parameters": n, "ways": {}}
+    for name in WAYS:
+        try:
+            way = Way(name, n)
+            if way.is_right():
+                ways[name] = way
+            else:
+                point["ways"][name] = {"error": "wrong result"}
+        except Exception as e:
+            log.exception("%s, %d parameters", name, n)
+            point["ways"][name] = {"error": f"{type(e).__name__}: {e}".partition("\n")[0]}
+    timings = time_interleaved(
+        {name: way.loop for name, way in ways.items()}, torch.cuda.synchronize, rounds=rounds
+    )
+    for name, timing in timings.items():
+        point["ways"][name] = {
+            "us": round(timing.median_us, 2),
+            "iqr_us": round(timing.iqr_us, 2),
+            "host_us": round(timing.host_us, 2),
+            "latency_us": round(_latency(ways[name]), 2),
+        }
+    return point
+
+
+def crossovers(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """
+    For each pair of bindings and each time, from how many parameters on the first is the
+    faster of the two, if from some point on it always is.
+    """
+    found = []
+    for a, b in itertools.permutations(BINDINGS, 2):
+        for time_of in ("us", "host_us", "latency_us"):
+            faster = [
+                (point["parameters"], point["ways"][a][time_of] < point["ways"][b][time_of])
+                for point in points
+                if all(time_of in point["ways"].get(way, {}) for way in (a, b))
+            ]
+            tail = list(itertools.takewhile(lambda entry: entry[1], reversed(faster)))
+            if tail and len(tail) < len(faster):
+                found.append({"faster": a, "than": b, "by": time_of, "from": tail[-1][0]})
+    return found
+
+
+def format_figure8(points: list[dict[str, Any]]) -> str:
+    lines = []
+    for key, title in (("us", "in a row"), ("latency_us", "latency"), ("host_us", "host")):
+        lines += [f"microseconds a call, {title}", f"{'parameters':>10}  " + "  ".join(f"{w:>12}" for w in WAYS)]
+        for point in points:
+            cells = [point["ways"].get(way, {}).get(key) for way in WAYS]
+            shown = "  ".join(f"{c:>12.2f}" if c is not None else f"{'-':>12}" for c in cells)
+            lines.append(f"{point['parameters']:>10}  {shown}")
+    lines += [
+        f"{c['faster']} is faster than {c['than']} ({c['by']}) from {c['from']} parameters" for c in crossovers(points)
+    ]
+    return "\n".join(lines)
+
+
+# Kernels
+
+
+def _last_calls(name: str, small: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Each Triton kernel of a model with the arguments of its last call."""
+    (case,) = cases.select("pi", [name])
+    module = build(case, torch.device("cuda"), small)
+    calls: dict[int, tuple[Any, tuple[Any, ...]]] = {}
+
+    def on_call(kernel: Any, args: tuple[Any, ...]) -> None:
+        calls[id(kernel)] = kernel, args
+
+    with torch.no_grad(), torch.device("cuda"):
+        seed()
+        args, kwargs = case.inputs(small)
+    with torch.no_grad(), _remembering(on_call):
+        compiled = torch.compile(module)
+        for _ in range(2):
+            compiled(*args, **kwargs)
+    torch.cuda.synchronize()
+    yield from calls.values()
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    """Of one launch."""
+    samples = []
+    for _ in range(21):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / LAUNCHES)
+    return statistics.median(samples[1:])
+
+
+def _resources(function: Any) -> dict[str, int]:
+    cu = bindings()
+    attribute = cu.CUfunction_attribute
+    return {
+        "registers": check(cu.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)),
+        "spilled_bytes": check(cu.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)),
+    }
+
+
+def measure_kernel(kernel: Any, args: tuple[Any, ...]) -> dict[str, Any]:
+    """The kernel in a graph, plain and with all pointers loaded."""
+    pointers = sorted({t.data_ptr() for t in args if isinstance(t, torch.Tensor) and t.is_cuda})
+    places = PlaceholderMap([Placeholder(p, p + 1, p) for p in pointers])
+    row: dict[str, Any] = {"kernel": kernel.fn.__name__, "pointers": len(pointers)}
+    for form in ("plain", "indirect"):
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            for _ in range(LAUNCHES):
+                kernel.run(*args, stream=torch.cuda.current_stream().cuda_stream)
+        readers = list(kernels_that_read(bindings().CUgraph(graph.raw_cuda_graph()), places))
+        if form == "indirect":
+            table = Table(_module_of(kernel), 0)
+            if not all(table.takes(reader) for reader in readers):
+                return {**row, "error": "it has no indirect form"}
+            for (k, _), address in table.slots.items():
+                table.pages[0][(address - table.pages[0].data_ptr()) // 8] = pointers[k]
+        row[form] = _resources(kernel_function(readers[0].params))
+        graph.instantiate()
+        graph.replay()
+        row[form]["us"] = round(_replay_us(graph), 3)
+    return row
+
+
+def measure_kernels(small: bool) -> Iterator[dict[str, Any]]:
+    for name in MODELS:
+        (case,) = cases.select("pi", [name])
+        if case.missing:
+            yield {"model": name, "error": f"needs {case.missing}"}
+            continue
+        for kernel, args in _last_calls(name, small):
+            try:
+                yield {"model": name, **measure_kernel(kernel, args)}
+            except Exception as e:
+                log.exception("%s", kernel.fn.__name__)
+                yield {"model": name, "kernel": kernel.fn.__name__, "error": f"{type(e).__name__}: {e}"}
+
+
+def format_kernels(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == model]
+        done = [row for row in of_model if "indirect" in row and "us" in row["indirect"]]
+        lines.append(f"{model}: {len(done)} kernels measured, {len(of_model) - len(done)} not")
+        if not done:
+            continue
+        added = [row["indirect"]["registers"] - row["plain"]["registers"] for row in done]
+        spills = sum(row["indirect"]["spilled_bytes"] > row["plain"]["spilled_bytes"] for row in done)
+        ratios = [row["indirect"]["us"] / row["plain"]["us"] for row in done]
+        lines.append(
+            f"  registers {min(added):+d} to {max(added):+d}, median {statistics.median(added):+g}; more spills in "
+            f"{spills}; time x {min(ratios):.3f} to {max(ratios):.3f}, geomean {statistics.geometric_mean(ratios):.3f}"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.bindings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--budget", type=float, default=400.0, help="seconds")
+    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--logs", type=Path, default=Path("."))
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--small", action="store_true", help="shrunk models and cases")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    # Why a kernel has no indirect form, or a node no device-side update.
+    logging.getLogger("torch._inductor.pygraph").setLevel(logging.INFO)
+    deadline = time.monotonic() + args.budget
+    result: dict[str, Any] = {}
+
+    def save() -> None:
+        if args.output:
+            args.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+
+    def is_late(part: str) -> bool:
+        late = time.monotonic() > deadline
+        if late:
+            print(f"{part}: out of time", flush=True)
+        return late
+
+    parts = args.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no part {', '.join(sorted(unknown))}")
+    if "figure8" in parts:
+        points = result["figure8"] = []
+        for n in POINTS:
+            if is_late("figure8"):
+                break
+            points.append(measure_point(n, args.rounds))
+            result["crossovers"] = crossovers(points)
+            save()
+        print(format_figure8(points), flush=True)
+    if "kernels" in parts:
+        kernels = result["kernels"] = []
+        for row in measure_kernels(args.small):
+            kernels.append(row)
+            save()
+            if is_late("kernels"):
+                break
+        print(format_kernels(kernels), flush=True)
+    if "cases" in parts and not is_late("cases"):
+        rows: list[Row] = []
+        result["cases"] = rows
+
+        def on_row(row: Row) -> None:
+            rows.append(row)
+            save()
+            forced = {name: row.get(f"forced_{name}_us") for name in ("copy", *BINDINGS[1:])}
+            print(f"{row['name']}: {forced}, {row.get('forced')}, failed {row.get('failed')}", flush=True)
+
+        args.logs.mkdir(parents=True, exist_ok=True)
+        result["cases"], skipped = run_suite(
+            cases.select("bindings"),
+            options=["--small"] if args.small else [],
+            logs=args.logs,
+            budget_s=deadline - time.monotonic(),
+            solo=False,
+            on_row=on_row,
+        )
+        if skipped:
+            print(f"out of time, not run: {', '.join(skipped)}")
+    save()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
