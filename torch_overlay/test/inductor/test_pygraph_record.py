@@ -37,6 +37,7 @@ from torch._inductor.pygraph import (
     select,
     store,
 )
+from torch._inductor.pygraph.binding import BindingError
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
     Placeholder,
@@ -44,6 +45,7 @@ from torch._inductor.pygraph.placeholder import (
     storage_extent,
     tensor_at,
 )
+from torch._inductor.pygraph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.proof import Proof
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -756,6 +758,55 @@ class RecordTest(TestCase):
             (entry,) = report()
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
         self.assertEqual(values.packed().is_written_by_pack, force == "copy")
+
+    @parametrize("force", ("prelude", "table"))
+    @parametrize("end", ("works", "unavailable", "broken", "on the device"))
+    def test_prelude(self, force, end):
+        "Without one, or where it fails, the host sets the nodes, of this graph or the next."
+        made = []
+
+        class Prelude:
+            nodes: tuple[int, ...] = ()
+
+            def __init__(self, graph: Any, places: Any, index: int, table: Any) -> None:
+                made.append(self)
+                self.table = table
+                if end == "unavailable":
+                    raise PreludeUnavailable("no compiler")
+                if end == "broken":
+                    raise BindingError("no node")
+
+            def upload(self, executable: Any) -> None:
+                self.is_uploaded = True
+
+            def failure(self) -> str | None:
+                return "no update" if end == "on the device" else None
+
+        with mock.patch.object(record, "Prelude", Prelude):
+            self.check(self.ADD, force=force)
+        self.assertEqual(len(made), 1)
+        self.assertEqual(made[0].table is not None, force == "table")
+        (entry,) = report()
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+        self.assertEqual(counters["pygraph"]["bound_by_host"], end != "works")
+        if end == "works":
+            self.assertTrue(made[0].is_uploaded)
+            self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+            return
+        reason = {"unavailable": "compiler", "broken": "node", "on the device": "update"}
+        self.assertEqual(entry.choice, "node_update")
+        self.assertEqual(entry.reason, f"no {force}: no {reason[end]}")
+        self.assertGreater(entry.updated_nodes, 0)
+        self.assertEqual(entry.copied_bytes, 0)
+
+    def test_prelude_of_what_cannot_be_captured(self):
+        with (
+            mock.patch.object(record, "Prelude", side_effect=AssertionError),
+            mock.patch.object(record, "Rehearsal", side_effect=RuntimeError("out")),
+        ):
+            self.check(self.ADD, force="prelude")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
 
     def test_no_inputs(self):
         self.check(

@@ -1,0 +1,576 @@
+# Owner(s): ["module: inductor"]
+"""
+Addresses that reach kernels by way of a graph's first node: compiling it, the indirect forms
+of Inductor's kernels, and, on a device, that replays compute what they should. What the
+prelude does to a graph is tested on a modelled one in test_pygraph_binding.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import re
+import tempfile
+import types
+import unittest
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch._inductor import config
+from torch._inductor.pygraph import prelude, report, reset_report, table
+from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.utils import fresh_cache
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = None
+
+try:
+    from cuda.bindings import nvjitlink, nvrtc
+
+    HAS_COMPILER = int(nvrtc.nvrtcVersion()[0]) == 0 and bool(nvjitlink.version())
+except Exception:
+    HAS_COMPILER = False
+
+needs_compiler = unittest.skipUnless(HAS_COMPILER, "requires NVRTC and nvJitLink")
+
+if triton is not None:
+
+    @triton.jit
+    def scaled(in_ptr, out_ptr, by, n, BLOCK: tl.constexpr):
+        i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out_ptr + i, tl.load(in_ptr + i, i < n) * by, i < n)
+
+
+@torch.library.triton_op("test_pygraph_prelude::scale", mutates_args=())
+def scale(x: torch.Tensor, by: float) -> torch.Tensor:
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), 256),)
+    torch.library.wrap_triton(scaled)[grid](x, out, by, x.numel(), BLOCK=256)
+    return out
+
+
+class CompileTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        prelude._kernels.cache_clear()
+        self.addCleanup(prelude._kernels.cache_clear)
+
+    @needs_compiler
+    @parametrize("architecture", ("sm_80", "sm_90", "sm_100"))
+    @parametrize("sets_nodes", (False, True))
+    def test_cubin(self, architecture, sets_nodes):
+        cubin = prelude.compile_prelude(architecture, sets_nodes=sets_nodes)
+        self.assertEqual(cubin[:4], b"\x7fELF")
+        for capacity in CAPACITIES:
+            self.assertIn(f"pygraph_prelude_{capacity}\0".encode(), cubin)
+        self.assertEqual(b"cudaGraphKernelNodeSetParam" in cubin, sets_nodes)
+
+    @needs_compiler
+    def test_unknown_architecture(self):
+        with self.assertRaisesRegex(PreludeUnavailable, "gpu-architecture"):
+            prelude.compile_prelude("sm_1", sets_nodes=True)
+
+    def test_parameters_fit(self):
+        self.assertLessEqual(32 + 8 * CAPACITIES[-1], 4096)
+
+    @contextlib.contextmanager
+    def device(self, load, driver=13000):
+        properties = types.SimpleNamespace(major=9, minor=0)
+        with (
+            tempfile.TemporaryDirectory() as directory,
+            mock.patch.object(torch.cuda, "get_device_properties", lambda _: properties),
+            mock.patch.object(prelude, "cache_dir", lambda: directory),
+            mock.patch.object(prelude, "bindings") as bindings,
+            mock.patch.object(prelude, "_load", load),
+        ):
+            bindings().cuDriverGetVersion.return_value = (0, driver)
+            yield Path(directory)
+
+    @needs_compiler
+    def test_kept_on_disk(self):
+        with self.device(lambda cubin: {16: cubin}) as directory:
+            first = prelude._kernels(0, True)
+            (file,) = directory.rglob("*.cubin")
+            self.assertEqual(file.read_bytes(), first[16])
+            prelude._kernels.cache_clear()
+            with mock.patch.object(prelude, "compile_prelude", side_effect=AssertionError):
+                self.assertEqual(prelude._kernels(0, True), first)
+            # The other form is another file.
+            prelude._kernels(0, False)
+            self.assertEqual(len(list(directory.rglob("*.cubin"))), 2)
+
+    @needs_compiler
+    def test_damaged_file(self):
+        def load(cubin):
+            if not cubin.startswith(b"\x7fELF"):
+                raise DriverError("not an image")
+            return {16: cubin}
+
+        with self.device(load) as directory:
+            first = prelude._kernels(0, True)
+            (file,) = directory.rglob("*.cubin")
+            file.write_bytes(b"damaged")
+            prelude._kernels.cache_clear()
+            self.assertEqual(prelude._kernels(0, True), first)
+            self.assertEqual(file.read_bytes(), first[16])
+
+    def test_old_driver(self):
+        with self.device(lambda cubin: {}, driver=12030):
+            with self.assertRaisesRegex(PreludeUnavailable, "no device-side updates"):
+                prelude._kernels(0, True)
+
+    @parametrize("error", (ImportError("none"), RuntimeError("none"), OSError("none")))
+    def test_no_compiler(self, error):
+        with (
+            self.device(lambda cubin: {}),
+            mock.patch.object(prelude, "_cache_path", side_effect=error),
+            self.assertRaisesRegex(PreludeUnavailable, "none"),
+        ):
+            prelude._kernels(0, True)
+
+    @needs_compiler
+    def test_driver_that_does_not_load_it(self):
+        def load(cubin):
+            raise DriverError("CUDA driver: CUDA_ERROR_NO_BINARY_FOR_GPU")
+
+        with self.device(load), self.assertRaisesRegex(PreludeUnavailable, "NO_BINARY"):
+            prelude._kernels(0, True)
+
+
+instantiate_parametrized_tests(CompileTest)
+
+
+def pointers_of(autotuner, config):
+    "Positions of the pointers among the parameters of the compiled kernel."
+    signature = autotuner._create_compile_meta(config)["signature"]
+    kinds = [signature.get(n, "constexpr") for n in autotuner.fn.arg_names]
+    kinds = [kind for kind in kinds if kind != "constexpr"]
+    return [i for i, kind in enumerate(kinds) if kind.startswith("*")]
+
+
+@unittest.skipIf(triton is None, "requires Triton")
+class IndirectFormTest(TestCase):
+    def kernels(self, fn, *inputs, see):
+        "Calls see(kernel, configuration, plain kernel) for each that Inductor writes for fn."
+        original = CachingAutotuner._precompile_config
+
+        def precompile(autotuner, config):
+            result = original(autotuner, config)
+            see(autotuner, config, result.kernel)
+            return result
+
+        torch._dynamo.reset()
+        with (
+            fresh_cache(),
+            mock.patch.object(CachingAutotuner, "_precompile_config", precompile),
+            fake_cuda(compile_kernels=True),
+        ):
+            torch.compile(fn)(*(make() for make in inputs))
+
+    @staticmethod
+    def accesses(kernel):
+        found = re.findall(r"\b(?:ld|st|red|atom)\.global[\w.:]*", kernel.asm["ptx"])
+        return sorted(found)
+
+    def programs(self):
+        def randn(*size):
+            return lambda: torch.randn(*size, device="cuda")
+
+        yield lambda x, y: (x.sin() + y, x.sum(0)), randn(64, 33), randn(64, 33)
+        yield lambda x: F.layer_norm(x, (256,)).relu_(), randn(32, 256)
+        yield lambda x: scale(x, 3.0) + 1, randn(1000)
+        yield lambda x, i: x.index_add_(0, i, x[:4]), randn(8, 8), lambda: torch.arange(4, device="cuda")
+
+    def test_loads_what_it_is_asked_to(self):
+        names = []
+
+        def see(autotuner, config, plain):
+            pointers = pointers_of(autotuner, config)
+            names.append(autotuner.fn.__name__)
+            for positions in (pointers[:1], pointers[-1:], pointers):
+                compiled = table.compile_indirect(autotuner, config, positions)
+                loaded = [position for position, _ in compiled.metadata.indirect_params]
+                self.assertEqual(loaded, positions)
+                # And is the plain kernel otherwise.
+                self.assertEqual(
+                    self.accesses(compiled),
+                    sorted([*self.accesses(plain), *["ld.global.nc.b64"] * len(positions)]),
+                )
+                self.assertNotEqual(compiled.hash, plain.hash)
+                self.assertEqual(compiled.metadata.shared, plain.metadata.shared)
+
+        for fn, *inputs in self.programs():
+            self.kernels(fn, *inputs, see=see)
+        self.assertGreaterEqual(len(names), 5)
+        self.assertIn("scaled", names)
+
+    def test_alignment_is_that_of_the_plain_kernel(self):
+        "An input that is less aligned has no divisibility, in either form."
+        seen = []
+
+        def see(autotuner, config, plain):
+            compiled = table.compile_indirect(autotuner, config, [0])
+            seen.append(compiled.metadata.indirect_params)
+
+        def misaligned():
+            return torch.randn(1025, device="cuda")[1:]
+
+        self.kernels(lambda x: x + 1, misaligned, see=see)
+        self.kernels(lambda x: x + 1, lambda: torch.randn(1024, device="cuda"), see=see)
+        (of_any,), (of_aligned,) = seen
+        self.assertEqual(list(of_aligned), [0, 16])
+        self.assertIn(of_any[1], (1, 16))
+
+    def test_source_that_was_dropped(self):
+        "Kernels that a worker compiled, or a cache keeps, have no source."
+        seen = []
+
+        def see(autotuner, config, plain):
+            source = types.SimpleNamespace(fn=autotuner.fn)
+            stripped = types.SimpleNamespace(
+                fn=types.SimpleNamespace(fn=None),
+                _create_compile_meta=autotuner._create_compile_meta,
+                _create_compile_options=autotuner._create_compile_options,
+            )
+            with self.assertRaisesRegex(table.NoIndirectForm, "source"):
+                table.compile_indirect(stripped, config, [0])
+            stripped._reload_kernel = lambda: source
+            seen.append(table.compile_indirect(stripped, config, [0]))
+
+        self.kernels(lambda x: x + 1, lambda: torch.randn(64, device="cuda"), see=see)
+        self.assertEqual(len(seen), 1)
+
+    def test_triton_that_ignores_the_mark(self):
+        "As the one that this is not built with does."
+
+        def see(autotuner, config, plain):
+            with (
+                mock.patch.object(triton, "compile", lambda *args, **kwargs: plain),
+                self.assertRaisesRegex(table.NoIndirectForm, r"\[0\] it loads \[\]"),
+            ):
+                table.compile_indirect(autotuner, config, [0])
+
+        self.kernels(lambda x: x + 1, lambda: torch.randn(64, device="cuda"), see=see)
+
+    def test_number_is_no_pointer(self):
+        raised = []
+
+        def see(autotuner, config, plain):
+            try:
+                table.compile_indirect(autotuner, config, [2])
+            except Exception as e:
+                raised.append(e)
+
+        self.kernels(lambda x: x + 1, lambda: torch.randn(64, device="cuda"), see=see)
+        self.assertEqual(len(raised), 1)
+
+
+BINDINGS = ("prelude", "table")
+
+
+def randn(*size, **kwargs):
+    return torch.randn(*size, device="cuda", **kwargs)
+
+
+class MLP(torch.nn.Module):
+    def __init__(self, dim=64, layers=3):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(
+            torch.nn.Linear(dim, dim) for _ in range(layers)
+        )
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+@unittest.skipUnless(HAS_CUDA_AND_TRITON and HAS_COMPILER, "requires CUDA and Triton")
+class ReplayTest(TestCase):
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        counters.clear()
+        reset_report()
+
+    def tearDown(self):
+        super().tearDown()
+        torch._dynamo.reset()
+        gc.collect()
+
+    def compiled(self, fn, force, **options):
+        options = {"pygraph": True, "pygraph_force": force, **options}
+        return torch.compile(fn, options=options)
+
+    def check(self, fn, make_inputs, force, calls=6, exact=True, **options):
+        "On new inputs in each call, whose outputs are all kept."
+        expected_fn = torch.compile(lambda *args: fn(*args))
+        actual_fn = self.compiled(fn, force, **options)
+        tolerance = {"atol": 0, "rtol": 0} if exact else {}
+        kept = []
+        with torch.no_grad():
+            for _ in range(calls):
+                inputs = make_inputs()
+                copies = [i.clone() for i in inputs]
+                expected = expected_fn(*copies)
+                kept.append((actual_fn(*inputs), inputs, expected, copies))
+        for actual, inputs, expected, copies in kept:
+            self.assertEqual(actual, expected, **tolerance)
+            self.assertEqual(list(inputs), copies, **tolerance)
+
+    def assertBound(self, force, functions=1, host=1):
+        """
+        All functions replay, and the host sets ``host`` nodes of each.
+        """
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual([r.choice for r in report()], [force] * functions)
+        self.assertEqual([r.updated_nodes for r in report()], [host] * functions)
+        self.assertEqual(sum(r.copied_bytes for r in report()), 0)
+
+    def assertKernels(self, *, indirect=None, updated=None):
+        "How many nodes read slots, and how many are updated on the device."
+        if indirect is not None:
+            self.assertEqual(counters["pygraph"]["indirect_kernels"], indirect)
+        if updated is not None:
+            self.assertEqual(counters["pygraph"]["device_updated_nodes"], updated)
+
+    @parametrize("force", BINDINGS)
+    def test_pointwise(self, force):
+        self.check(
+            lambda a, b: (a.sin() + b, a * b), lambda: (randn(1000), randn(1000)), force
+        )
+        self.assertBound(force)
+        if force == "table":
+            self.assertKernels(indirect=1, updated=0)
+        else:
+            self.assertKernels(indirect=0, updated=1)
+
+    @parametrize("force", BINDINGS)
+    @parametrize("dtype", (torch.float32, torch.bfloat16))
+    @parametrize("size", (64, 4096))
+    def test_matmul(self, force, dtype, size):
+        "Triton and vendors' kernels; those of Hopper hold an operand several times."
+        weight = randn(size, size, dtype=dtype)
+        self.check(
+            lambda x: (x @ weight).relu() + x,
+            lambda: (randn(size, size, dtype=dtype),),
+            force,
+            calls=4,
+        )
+        self.assertBound(force)
+        self.assertGreater(counters["pygraph"]["device_updated_nodes"], 0)
+        self.assertEqual(counters["pygraph"]["indirect_kernels"] > 0, force == "table")
+
+    @parametrize("force", BINDINGS)
+    def test_attention(self, force):
+        self.check(
+            F.scaled_dot_product_attention,
+            lambda: tuple(randn(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3)),
+            force,
+        )
+        self.assertBound(force)
+
+    @parametrize("force", BINDINGS)
+    def test_convolution(self, force):
+        conv = torch.nn.Conv2d(16, 32, 3, padding=1).cuda().half()
+        self.check(
+            lambda x: conv(x).relu(),
+            lambda: (randn(4, 16, 32, 32, dtype=torch.float16),),
+            force,
+            exact=False,
+        )
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_reductions_and_mutation(self, force):
+        def fn(x, total):
+            total.add_(x.sum(0))
+            return F.layer_norm(x, (512,)), x.argmax(1)
+
+        self.check(fn, lambda: (randn(256, 512), randn(512)), force, exact=False)
+        self.assertBound(force)
+
+    @parametrize("force", BINDINGS)
+    @parametrize("count", (64, 600))
+    def test_many_inputs(self, force, count):
+        "More than one kernel's parameters hold take a second prelude."
+        self.check(
+            lambda *xs: [x.sum(0) for x in xs],
+            lambda: tuple(randn(16, 8) for _ in range(count // 2)),
+            force,
+            calls=4,
+        )
+        self.assertBound(force, host=1 if count <= CAPACITIES[-1] else 2)
+
+    @parametrize("force", BINDINGS)
+    def test_offsets_and_views(self, force):
+        def make():
+            base = randn(64, 64)
+            return base[3:], base.t(), randn(64, 1).expand(64, 64)
+
+        self.check(lambda a, b, c: (a * 2, b + c, a[8:]), make, force)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_misaligned(self, force):
+        self.check(lambda x: x.sin() + 1, lambda: (randn(1025)[1:],), force)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_copies_are_set_by_the_host(self, force):
+        with config.patch(fallback_random=True):
+            self.check(
+                lambda x: (torch.cat([x, x]), x.sin() @ x), lambda: (randn(256, 256),), force
+            )
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_values_on_the_cpu(self, force):
+        compiled = self.compiled(lambda x, s, i: x * s + x[i], force)
+        for k in range(8):
+            x, s = randn(64, 64), torch.tensor(float(k))
+            i = torch.tensor([k, 2 * k])[:1]
+            self.assertEqual(compiled(x, s, i), x * k + x[i.cuda()])
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_training(self, force):
+        expected, actual = MLP().cuda(), MLP().cuda()
+        actual.load_state_dict(expected.state_dict())
+        expected_fn, actual_fn = torch.compile(expected), self.compiled(actual, force)
+        for _ in range(6):
+            x = randn(8, 64)
+            losses = [f(x).square().mean() for f in (expected_fn, actual_fn)]
+            self.assertEqual(*losses)
+            for module, loss in zip((expected, actual), losses):
+                module.zero_grad(set_to_none=True)
+                loss.backward()
+            for p, q in zip(expected.parameters(), actual.parameters()):
+                self.assertEqual(p.grad, q.grad)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
+
+    @parametrize("force", BINDINGS)
+    def test_users_kernel(self, force):
+        "One kernel, called with an input here and an intermediate there."
+        self.check(lambda x: scale(scale(x, 2.0) + 1, 3.0), lambda: (randn(1000),), force)
+        self.assertBound(force)
+        if force == "table":
+            # The first call, the second with the output, and what lies between them not.
+            self.assertKernels(updated=0)
+            self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
+
+    @parametrize("force", BINDINGS)
+    def test_replays_that_wait(self, force):
+        "One that is enqueued keeps its addresses when the next call sets its own."
+        compiled = self.compiled(lambda x, y: (x @ y).relu() + x, force)
+        for _ in range(4):
+            x, y = randn(256, 256), randn(256, 256)
+            compiled(x, y)
+        inputs = [(randn(256, 256), randn(256, 256)) for _ in range(4)]
+        expected = [(x @ y).relu() + x for x, y in inputs]
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)
+        outputs = [compiled(x, y) for x, y in inputs]
+        enqueued = torch.cuda.Event()
+        enqueued.record()
+        self.assertFalse(enqueued.query(), "they ran before all were enqueued")
+        for actual, wanted in zip(outputs, expected):
+            self.assertEqual(actual, wanted)
+        self.assertBound(force)
+
+    def test_warm_caches(self):
+        "The kernels come without their sources."
+        with fresh_cache():
+            for again in (False, True):
+                torch._dynamo.reset()
+                counters.clear()
+                self.check(lambda x: (x.sin(), x.sum(0)), lambda: (randn(64, 64),), "table")
+                self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
+
+    def test_tuned_kernels(self):
+        options = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}
+        self.check(
+            lambda x: (x.sin(), x.sum(0)),
+            lambda: (randn(512, 512),),
+            "table",
+            exact=False,
+            **options,
+        )
+        self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
+
+    @parametrize("force", BINDINGS)
+    def test_node_that_refuses(self, force):
+        refused = []
+
+        def refuse(node):
+            refused.append(node)
+            raise DriverError("refused")
+
+        weight = randn(64, 64)
+        with mock.patch.object(prelude, "_device_node", refuse):
+            self.check(lambda x: (x @ weight).relu() + x, lambda: (randn(64, 64),), force)
+        self.assertGreater(len(refused), 0)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        self.assertEqual(
+            [r.choice for r in report()], ["table" if force == "table" else "node_update"]
+        )
+
+    @parametrize("force", BINDINGS)
+    def test_no_compiler(self, force):
+        with (
+            fresh_cache(),
+            mock.patch.object(prelude, "compile_prelude", side_effect=RuntimeError("none")),
+        ):
+            prelude._kernels.cache_clear()
+            self.check(lambda x: x.sin(), lambda: (randn(64),), force)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "node_update")
+        self.assertIn("none", entry.reason)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    @parametrize("force", BINDINGS)
+    def test_wrong_write_is_not_proven(self, force):
+        "The host sets the nodes of the next recording."
+        original = Prelude._add_node
+
+        def add_node(self, kernels, placeholders, inputs, writes, behind):
+            writes = [w._replace(delta=w.delta + 64) for w in writes]
+            return original(self, kernels, placeholders, inputs, writes, behind)
+
+        # Nothing lies within 64 bytes behind these tensors.
+        with mock.patch.object(Prelude, "_add_node", add_node):
+            self.check(lambda x: x.sin().sum(0), lambda: (randn(1000, 8),), force)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "node_update")
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 1)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+
+instantiate_parametrized_tests(ReplayTest)
+
+
+if __name__ == "__main__":
+    run_tests()
