@@ -13,6 +13,7 @@ import itertools
 import math
 import mmap
 import struct
+import types
 import unittest
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -27,6 +28,7 @@ from torch._inductor.pygraph import (
     prelude,
     proof,
     record,
+    table,
 )
 from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
 from torch._inductor.pygraph.driver import DriverError
@@ -58,7 +60,7 @@ except ImportError:
 needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
 
 GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
-DEVICE_NODE, PRELUDE_FUNCTION = 0xD0000, 0x40000
+DEVICE_NODE, PRELUDE_FUNCTION, INDIRECT_FUNCTION = 0xD0000, 0x40000, 0x60000
 LAUNCH_PARAM_BUFFER_SIZE = 2
 
 
@@ -217,6 +219,7 @@ class ModelledDriver:
         edges: (node, a node behind it); captured nodes are in a row
         updatable: nodes that can be set from the device, in the order of their handles
         stubborn: nodes that cannot become updatable
+        replaced: for nodes that were given another kernel shared memory and parameters
     """
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
@@ -237,6 +240,7 @@ class ModelledDriver:
         self.edges = [(i, i + 1) for i in range(len(self.nodes) - 1)]
         self.updatable: list[int] = []
         self.stubborn: set[int] = set()
+        self.replaced: dict[int, tuple[int, list[bytes]]] = {}
 
     def __getattribute__(self, name: str) -> Any:
         # Structs and enums are CU*, calls are cu*.
@@ -276,7 +280,9 @@ class ModelledDriver:
         return self.success, cu.CUfunction(int(kern) + 0x10000)
 
     def cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        if int(function) - PRELUDE_FUNCTION in CAPACITIES:
+        if int(function) >= INDIRECT_FUNCTION:
+            layout = self.nodes[int(function) - INDIRECT_FUNCTION].layout
+        elif int(function) - PRELUDE_FUNCTION in CAPACITIES:
             words = 8 * (int(function) - PRELUDE_FUNCTION)
             layout = [(0, 8), (8, 8), (16, 8), (24, 4), (32, words)]
         else:
@@ -310,6 +316,17 @@ class ModelledDriver:
         self.held.append(self._captured(new))
         self.edges += [(int(node), new) for node in behind]
         return self.success, cu.CUgraphNode(new)
+
+    def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
+        at = int(params.func) - INDIRECT_FUNCTION
+        if int(node) in self.refused or int(node) not in range(len(self.nodes)):
+            return (self.invalid,)
+        layout = self.nodes[at].layout
+        pointers = (ctypes.c_void_p * len(layout)).from_address(params.kernelParams)
+        self.replaced[int(node)] = params.sharedMemBytes, [
+            ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, layout)
+        ]
+        return (self.success,)
 
     def cuGraphAddDependencies(
         self, graph: Any, froms: list[Any], tos: list[Any], *edges_and_count: Any
@@ -458,7 +475,7 @@ class ModelledDriver:
 def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
     model = ModelledDriver(nodes)
     with contextlib.ExitStack() as stack:
-        for module in (driver, binding, placeholder, prelude):
+        for module in (driver, binding, placeholder, prelude, table):
             stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
         stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
         yield model
@@ -1151,6 +1168,149 @@ class PreludeTest(TestCase):
 
 
 instantiate_parametrized_tests(PreludeTest)
+
+
+@needs_structs
+class TableTest(TestCase):
+    "Kernels are named kernel_0 and so on by the model, after the nodes that launch them."
+
+    def takes(self, *nodes, places, autotuners, num_warps=4, load=None, refused=()):
+        "Of each node that reads an input: whether the table takes it."
+        asked = []
+
+        def compile_indirect(autotuner, config, positions):
+            asked.append((autotuner, config, positions))
+            metadata = types.SimpleNamespace(num_warps=num_warps, shared=512)
+            return types.SimpleNamespace(metadata=metadata, number=autotuner.number)
+
+        def zeros(count, *, dtype, device):
+            return torch.empty(count, dtype=dtype)
+
+        with (
+            modelled(*nodes) as model,
+            mock.patch.object(table, "compile_indirect", compile_indirect),
+            mock.patch.object(
+                table,
+                "_load",
+                load or (lambda compiled, _: INDIRECT_FUNCTION + compiled.number),
+            ),
+            mock.patch.object(table.torch, "zeros", zeros),
+        ):
+            model.refused = set(refused)
+            made = table.Table(None, 0)
+            for autotuner in autotuners:
+                made.autotuners.setdefault(autotuner.name, []).append(autotuner)
+            readers = list(prelude.kernels_that_read(cu.CUgraph(GRAPH), places))
+            taken = [made.takes(reader) for reader in readers]
+        return made, model, taken, asked
+
+    @staticmethod
+    def autotuner(number, **kwargs):
+        launcher = types.SimpleNamespace(config=f"config {number}")
+        found = {
+            "name": f"kernel_{number}",
+            "number": number,
+            "launchers": [launcher],
+            "compile_results": [],
+            **kwargs,
+        }
+        return types.SimpleNamespace(**found)
+
+    def test_slots(self):
+        places = place(64, 64)
+        x, y = (p.address for p in places.placeholders)
+        nodes = [
+            KernelNode(u64(x), b"\1\2\3\4", u64(y + 16), u64(OTHER)),
+            KernelNode(u64(OTHER), u64(x)),
+            KernelNode(u64(y)),
+        ]
+        autotuners = [self.autotuner(0), self.autotuner(1)]
+        made, model, taken, asked = self.takes(
+            *nodes, places=places, autotuners=autotuners
+        )
+        # The last is a vendor's.
+        self.assertEqual(taken, [True, True, False])
+        self.assertEqual(
+            [(a.number, config, positions) for a, config, positions in asked],
+            [(0, "config 0", (0, 2)), (1, "config 1", (1,))],
+        )
+        # One slot for each input and offset.
+        base = made.pages[0].data_ptr()
+        self.assertEqual(made.slots, {(0, 0): base, (1, 16): base + 8})
+        self.assertEqual(
+            model.replaced,
+            {
+                0: (512, [u64(base), b"\1\2\3\4", u64(base + 8), u64(OTHER)]),
+                1: (512, [u64(OTHER), u64(base)]),
+            },
+        )
+        self.assertEqual(
+            made.writes(),
+            [(0, 0, base, prelude.SLOT), (1, 16, base + 8, prelude.SLOT)],
+        )
+        self.assertEqual(made.num_kernels, 2)
+
+    def test_many_slots(self):
+        places = place(1 << 20)
+        (x,) = (p.address for p in places.placeholders)
+        count = 2 * table.PAGE_SLOTS + 1
+        nodes = [KernelNode(u64(x + 16 * i)) for i in range(count)]
+        made, _, taken, _ = self.takes(
+            *nodes, places=places, autotuners=[self.autotuner(i) for i in range(count)]
+        )
+        self.assertTrue(all(taken))
+        self.assertEqual(len(made.pages), 3)
+        self.assertEqual(len(set(made.slots.values())), count)
+
+    @parametrize(
+        "case", ("part of a parameter", "not tuned", "warps", "layout", "refused", "load")
+    )
+    def test_node_stays_as_it_was(self, case):
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        nodes = [
+            KernelNode(u64(x, 0)) if case == "part of a parameter" else KernelNode(u64(x)),
+            KernelNode(u64(OTHER), u64(OTHER)),
+        ]
+        autotuner = self.autotuner(0)
+        if case == "layout":
+            autotuner.number = 1
+        if case == "not tuned":
+            autotuner.launchers *= 2
+
+        def load(compiled, device_index):
+            raise RuntimeError("out of memory")
+
+        _, model, taken, _ = self.takes(
+            *nodes,
+            places=places,
+            autotuners=[autotuner],
+            num_warps=8 if case == "warps" else 4,
+            load=load if case == "load" else None,
+            refused=[0] if case == "refused" else (),
+        )
+        self.assertEqual((taken, model.replaced), ([False], {}))
+
+    def test_two_kernels_of_one_name(self):
+        "A user's, specialized in two ways: the one that was launched is known by its handle."
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+
+        def results(handle):
+            return [types.SimpleNamespace(kernel=types.SimpleNamespace(function=handle))]
+
+        autotuners = [
+            self.autotuner(0, compile_results=results(0x777)),
+            self.autotuner(0, compile_results=results(0x20000), launchers=[types.SimpleNamespace(config="this")]),
+        ]
+        *_, taken, asked = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
+        self.assertEqual((taken, asked[0][1]), ([True], "this"))
+        autotuners[1].compile_results = []
+        *_, taken, _ = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
+        self.assertEqual(taken, [False])
+
+
+instantiate_parametrized_tests(TableTest)
 
 
 @needs_structs

@@ -836,12 +836,14 @@ class DeployTest(DeployTestCase):
         with self.assertRaisesRegex(ValueError, "'graph': use one of no_graph, copy"):
             self.deploy(force="graph")
 
-    @parametrize("force", (COPY, NODE_UPDATE))
+    @parametrize("force", (COPY, *select.BINDINGS))
     def test_force_graph(self, force):
         self.deploy(force=force)
         self.assertEqual(self.call(6), ["uncaptured", "record"] + ["replay"] * 4)
         (recorded,) = self.recorded
-        self.assertEqual(recorded["pygraph"].binds_inputs, force == NODE_UPDATE)
+        self.assertEqual(recorded["pygraph"].binds_inputs, force != COPY)
+        if force != COPY:
+            self.assertEqual(recorded["pygraph"].binding, force)
         self.assertEqual(len(self.deployed), 1)
         (entry,) = report()
         self.assertEqual((entry.choice, entry.reason), (force, "forced"))

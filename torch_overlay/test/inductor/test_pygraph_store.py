@@ -493,7 +493,9 @@ class RememberTest(DeployTestCase):
         self.assertEqual(self.run_process(3, force=force), ran)
         self.assertEqual(self.choices()[-1], force)
         for function in self.recorded:
-            self.assertEqual(function.binds_inputs, force == NODE_UPDATE)
+            self.assertEqual(function.binds_inputs, force in select.BINDINGS)
+            bound = force if function.binds_inputs else NODE_UPDATE
+            self.assertEqual(function.binding, bound)
         self.run_process(3)
         self.assertEqual(self.choices()[-1], choice)
 

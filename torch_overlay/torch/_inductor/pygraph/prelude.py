@@ -308,7 +308,8 @@ def _add_dependencies(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
 
 class Prelude:
     """
-    Puts a prelude in front of a graph that was captured and not instantiated.
+    Puts a prelude in front of a graph that was captured and not instantiated, if it has
+    kernels that read an input.
 
     Args:
         table: Triton kernels that can load pointers are replaced by their indirect forms,
@@ -336,7 +337,10 @@ class Prelude:
         self.nodes: set[int] = set()
         # What the added nodes read.
         self.arrays: list[tuple[torch.Tensor, ...]] = []
+        self.error: torch.Tensor | None = None
         readers = list(kernels_that_read(self.graph, placeholders))
+        if not readers:
+            return
         # Before anything is changed: whether there can be a prelude.
         _kernels(device_index, table is None)
         try:
@@ -461,8 +465,7 @@ class Prelude:
 
     def failure(self) -> str | None:
         """What went wrong on the device since this was last asked, or None. Waits."""
-        status = int(self.error.item())
-        if status == 0:
+        if self.error is None or (status := int(self.error.item())) == 0:
             return None
         self.error.zero_()
         return f"cudaGraphKernelNodeSetParam failed on the device with {status}"
