@@ -424,6 +424,17 @@ def format_kernels(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def _show(result: dict[str, Any], plot: Path | None) -> None:
+    if "figure8" in result:
+        print(format_figure8(result["figure8"]), flush=True)
+        if plot:
+            from .plots import draw_figure8
+
+            draw_figure8(result["figure8"], WAYS, plot)
+    if "kernels" in result:
+        print(format_kernels(result["kernels"]), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="pygraph.bindings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -431,6 +442,8 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
+    parser.add_argument("--plot", type=Path, help="an SVG of figure 8, drawn with matplotlib")
+    parser.add_argument("--from", dest="measured", type=Path, metavar="FILE", help="draw and print what it has")
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--small", action="store_true", help="shrunk models and cases")
@@ -438,6 +451,9 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # Why a kernel has no indirect form, or a node no device-side update.
     logging.getLogger("torch._inductor.pygraph").setLevel(logging.INFO)
+    if args.measured:
+        _show(json.loads(args.measured.read_text()), args.plot)
+        return
     deadline = time.monotonic() + args.budget
     result: dict[str, Any] = {}
 
@@ -462,7 +478,7 @@ def main() -> None:
             points.append(measure_point(n, args.rounds))
             result["crossovers"] = crossovers(points)
             save()
-        print(format_figure8(points), flush=True)
+        _show({"figure8": points}, args.plot)
     if "kernels" in parts:
         kernels = result["kernels"] = []
         for row in measure_kernels(args.small):
@@ -470,7 +486,7 @@ def main() -> None:
             save()
             if is_late("kernels"):
                 break
-        print(format_kernels(kernels), flush=True)
+        _show({"kernels": kernels}, None)
     if "cases" in parts and not is_late("cases"):
         rows: list[Row] = []
         result["cases"] = rows

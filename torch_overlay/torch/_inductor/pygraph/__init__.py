@@ -19,6 +19,8 @@ record       a BoundGraphNode captures the function on the placeholders
 binding      every parameter word that points into a placeholder is found in the nodes of
              the captured graph; setting those words moves the input (section 3.3), and
              gives each call outputs of its own
+prelude      or the graph's first node sets them, one host action however many they are, and
+table        writes a table that Triton kernels load their pointers from
 deliver      small CPU values are parameters of a captured kernel, and bound as addresses
              are; larger ones are copied when they changed
 proof        the bound graph, run on the inputs of the call, must reproduce what the
