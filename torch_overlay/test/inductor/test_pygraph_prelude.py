@@ -530,7 +530,7 @@ class ReplayTest(TestCase):
             raise DriverError("refused")
 
         weight = randn(64, 64)
-        with mock.patch.object(prelude, "_device_node", refuse):
+        with mock.patch.object(prelude, "_make_updatable", refuse):
             self.check(lambda x: (x @ weight).relu() + x, lambda: (randn(64, 64),), force)
         self.assertGreater(len(refused), 0)
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))

@@ -759,8 +759,39 @@ class RecordTest(TestCase):
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
         self.assertEqual(values.packed().is_written_by_pack, force == "copy")
 
+    @contextlib.contextmanager
+    def failing_once(self, method: str) -> Iterator[None]:
+        "Of the graph, if it has such a method."
+        original = getattr(ModelledGraph, method, None)
+        if original is None:
+            yield
+            return
+        calls = []
+
+        def fail(graph: ModelledGraph) -> None:
+            calls.append(graph)
+            if len(calls) == 1:
+                raise RuntimeError("no memory\nand advice")
+            original(graph)
+
+        with mock.patch.object(ModelledGraph, method, fail):
+            yield
+        self.assertGreater(len(calls), 0)
+
+    @parametrize("method", ("instantiate", "replay"))
+    def test_graph_that_fails_once_bound(self, method):
+        with self.failing_once(method):
+            self.check(self.ADD)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+        self.assertIn("no memory", entry.reason)
+        self.assertNotIn("advice", entry.reason)
+
     @parametrize("force", ("prelude", "table"))
-    @parametrize("end", ("works", "unavailable", "broken", "on the device"))
+    @parametrize(
+        "end",
+        ("works", "unavailable", "broken", "instantiate", "replay", "on the device"),
+    )
     def test_prelude(self, force, end):
         "Without one, or where it fails, the host sets the nodes, of this graph or the next."
         made = []
@@ -782,7 +813,7 @@ class RecordTest(TestCase):
             def failure(self) -> str | None:
                 return "no update" if end == "on the device" else None
 
-        with mock.patch.object(record, "Prelude", Prelude):
+        with mock.patch.object(record, "Prelude", Prelude), self.failing_once(end):
             self.check(self.ADD, force=force)
         self.assertEqual(len(made), 1)
         self.assertEqual(made[0].table is not None, force == "table")
@@ -793,9 +824,15 @@ class RecordTest(TestCase):
             self.assertTrue(made[0].is_uploaded)
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
             return
-        reason = {"unavailable": "compiler", "broken": "node", "on the device": "update"}
+        reason = {
+            "unavailable": "no compiler",
+            "broken": "no node",
+            "instantiate": "it can not be instantiated: no memory",
+            "replay": "it can not be launched: no memory",
+            "on the device": "no update",
+        }
         self.assertEqual(entry.choice, "node_update")
-        self.assertEqual(entry.reason, f"no {force}: no {reason[end]}")
+        self.assertEqual(entry.reason, f"no {force}: {reason[end]}")
         self.assertGreater(entry.updated_nodes, 0)
         self.assertEqual(entry.copied_bytes, 0)
 

@@ -58,7 +58,7 @@ DRIVER_VERSION = 12040
 # fills the 4096 bytes of parameters. Further ones go to a second prelude behind the first.
 CAPACITIES = (16, 128, 500)
 
-# A device function gives each thread one target.
+# Of a block; each thread has one target.
 THREADS = 128
 
 SOURCE = (
@@ -278,7 +278,7 @@ def kernels_that_read(
             yield ReadParameters(node, params, parameters, words)
 
 
-def _device_node(node: Any) -> int:
+def _make_updatable(node: Any) -> None:
     """
     Makes a kernel node device-updatable, for good.
 
@@ -286,14 +286,20 @@ def _device_node(node: Any) -> int:
         DriverError: it refuses, and is as it was.
     """
     cu = bindings()
-    attribute = (
-        cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
-    )
     value = cu.CUkernelNodeAttrValue()
     value.deviceUpdatableKernelNode.deviceUpdatable = 1
-    check(cu.cuGraphKernelNodeSetAttribute(node, attribute, value))
-    value = check(cu.cuGraphKernelNodeGetAttribute(node, attribute))
+    check(cu.cuGraphKernelNodeSetAttribute(node, _updatable(), value))
+
+
+def _device_node(node: Any) -> int:
+    "What device code knows such a node by."
+    value = check(bindings().cuGraphKernelNodeGetAttribute(node, _updatable()))
     return int(value.deviceUpdatableKernelNode.devNode)
+
+
+def _updatable() -> Any:
+    attribute = bindings().CUkernelNodeAttrID
+    return attribute.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
 
 
 def _add_dependencies(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
@@ -376,12 +382,13 @@ class Prelude:
     def _updates(self, reader: ReadParameters) -> list[Write]:
         "Of a node's parameters; none if it refuses, and is left to the host."
         try:
-            target = _device_node(reader.node)
+            _make_updatable(reader.node)
         except DriverError as e:
             name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
             log.info("%s is updated by the host: %s", name.decode(), e)
             return []
         self.nodes.add(int(reader.node))
+        target = _device_node(reader.node)
         return [
             Write(k, delta, target, reader.parameters[i][0] + at)
             for i, at, k, delta in reader.words

@@ -577,7 +577,10 @@ class BoundGraphNode(CopyGraphNode):
             for output, alias in zip(self.recording_outputs, self.output_storage_alias):
                 if alias is UnaliasedStorage and isinstance(output, torch.Tensor):
                     mark_unwritten(output)
-        super()._first_replay()
+        try:
+            super()._first_replay()
+        except RuntimeError as e:
+            self._abandon(f"it can not be launched: {e}".partition("\n")[0])
         for i, alias in enumerate(self.output_storage_alias):
             if isinstance(alias, AliasesBoundMemory):
                 self.recording_outputs[i] = self._alias_of_bound_memory(
@@ -631,7 +634,11 @@ class BoundGraphNode(CopyGraphNode):
             except PreludeUnavailable as e:
                 self.begins_with_prelude = False
                 function.bind_by_host(str(e))
-        graph.instantiate()
+        try:
+            graph.instantiate()
+        except RuntimeError as e:
+            failure = f"it can not be instantiated: {e}".partition("\n")[0]
+            raise BindingError(failure) from e
         if prelude is not None:
             prelude.upload(graph.raw_cuda_graph_exec())
         return NodeUpdateBinding(
