@@ -1016,6 +1016,30 @@ class PreludeTest(TestCase):
         with self.bound(places, KernelNode(u64(OTHER)), KernelNode(u64(x))) as (model, _):
             self.assertEqual(model.edges, [(0, 1), (2, 0)])
 
+    def test_several_are_in_a_row(self):
+        "Two may set one node, and all of them come before it."
+        start, count = 0x5A3C_9600_0000, CAPACITIES[-1] + 1
+        places = PlaceholderMap(
+            [Placeholder(p, p + 64, p) for p in range(start, start + 64 * count, 64)]
+        )
+        words = [p.address for p in places.placeholders]
+        with self.bound(places, KernelNode(u64(*words))) as (model, _):
+            self.assertEqual(model.edges, [(1, 2), (2, 0)])
+
+    def test_values_on_the_cpu(self):
+        "Words of any value, captured as tokens."
+        token = 0x5AC3_96F0_0000_0000
+        places = PlaceholderMap(
+            [
+                *place(64).placeholders,
+                *[Placeholder(t, t + 1, t) for t in (token, token + 1)],
+            ]
+        )
+        (x, *_) = (p.address for p in places.placeholders)
+        nodes = [KernelNode(u64(OTHER), u64(token, token + 1)), KernelNode(u64(x))]
+        moves = [(NEAR, (1 << 64) - 1, 0), (FAR, 1 << 63, 5)]
+        self.assertEqual(self.check(places, nodes, moves), 1)
+
     def test_input_that_no_kernel_reads(self):
         "Nor the host's check that a CPU value is a parameter must see it."
         places = place(64, 64)
