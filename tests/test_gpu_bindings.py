@@ -1,0 +1,83 @@
+"""What python -m pygraph.bindings makes of its measurements. The measurements need a GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_overlay" / "benchmarks" / "dynamo"))
+
+pytest.importorskip("torch")
+
+from pygraph import bindings, cases, program  # noqa: E402
+
+
+def _points(**ways):
+    """Microseconds by number of parameters, for each way."""
+    return [
+        {
+            "parameters": n,
+            "ways": {
+                way: {"us": cost(n), "host_us": 1.0, "latency_us": cost(n)} if cost(n) else {"error": "failed"}
+                for way, cost in ways.items()
+            },
+        }
+        for n in bindings.POINTS
+    ]
+
+
+def _by_time(points):
+    found = bindings.crossovers(points)
+    return {(c["faster"], c["than"]): c["from"] for c in found if c["by"] == "us"}
+
+
+def test_crossover():
+    points = _points(node_update=lambda n: 5 + n, table=lambda n: 20 + n / 2)
+    assert _by_time(points) == {("table", "node_update"): 32}
+
+
+def test_no_crossover():
+    # One is always the faster, or they cross and cross back.
+    assert _by_time(_points(node_update=lambda n: n, table=lambda n: 2 * n)) == {}
+    points = _points(node_update=lambda n: 10, table=lambda n: 5 if n == 16 else 20)
+    assert _by_time(points) == {("node_update", "table"): 32}
+
+
+def test_ways_that_failed():
+    points = _points(node_update=lambda n: 5 + n, prelude=lambda n: None, copies=lambda n: 1 if n == 1 else 8 * n)
+    assert _by_time(points) == {("node_update", "copies"): 2}
+    assert "-" in bindings.format_figure8(points)
+
+
+def test_shown_again(tmp_path, monkeypatch, capsys):
+    kernels = [
+        {"model": "m", "kernel": "k", **{form: {"registers": r, "spilled_bytes": 0, "us": us} for form, r, us in of}}
+        for of in ([("plain", 32, 2.0), ("indirect", 40, 2.2)], [("plain", 16, 1.0), ("indirect", 16, 1.0)])
+    ]
+    kernels += [{"model": "m", "kernel": "j", "error": "it has no indirect form"}, {"model": "o", "error": "needs x"}]
+    points = _points(node_update=lambda n: 5 + n, table=lambda n: 20 + n / 2)
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"figure8": points, "kernels": kernels}))
+    monkeypatch.setattr(sys, "argv", ["bindings", "--from", str(file)])
+    bindings.main()
+    shown = capsys.readouterr().out
+    assert "table is faster than node_update (us) from 32 parameters" in shown
+    assert "m: 2 kernels measured, 1 not" in shown and "o: 0 kernels measured, 1 not" in shown
+    assert "registers +0 to +8, median +4; more spills in 0; time x 1.000 to 1.100" in shown
+
+
+def test_suite_forces_each_binding():
+    forced = {name for name in cases.SUITES["bindings"].variants if name.startswith("forced_")}
+    assert forced == {"forced_copy", "forced_node_update", "forced_prelude", "forced_table"}
+    for name in forced:
+        config = program.VARIANTS[name].config
+        assert config == {"pygraph": True, "pygraph_force": name.removeprefix("forced_")}
+    assert [case.name for case in cases.select("bindings")] == [case.name for case in cases.select("pi")]
+
+
+def test_models():
+    assert {case.name for case in cases.select("pi", list(bindings.MODELS))} == set(bindings.MODELS)
