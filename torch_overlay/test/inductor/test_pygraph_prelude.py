@@ -491,6 +491,10 @@ class ReplayTest(TestCase):
             compiled(x, y)
         inputs = [(randn(256, 256), randn(256, 256)) for _ in range(4)]
         expected = [(x @ y).relu() + x for x, y in inputs]
+        # Memory for all outputs: having more mapped could wait for the device.
+        del x, y
+        _ = [torch.empty_like(t) for t in expected * 4]
+        del _
         torch.cuda.synchronize()
         torch.cuda._sleep(1_000_000_000)
         outputs = [compiled(x, y) for x, y in inputs]
