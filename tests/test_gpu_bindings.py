@@ -70,6 +70,24 @@ def test_shown_again(tmp_path, monkeypatch, capsys):
     assert "registers +0 to +8, median +4; more spills in 0; time x 1.000 to 1.100" in shown
 
 
+def test_binding_that_fell_back_is_named():
+    row = {
+        "name": "mlp",
+        **{f"{name}_us": 10.04 for name in cases.SUITES["bindings"].variants if name != "forced_prelude"},
+        "forced": {"forced_copy": "copy", "forced_table": "2 node_update"},
+        "failed": {"forced_prelude": "wrong result"},
+    }
+    shown = bindings.format_cases([row, {"name": "conv", "error": "out of time"}])
+    header, first, *notes, last, error = (line.split() for line in shown.splitlines())
+    assert len(header) == len(first) == len(last) == 8
+    assert first[header.index("prelude")] == "failed" and first[header.index("table")] == "10.0"
+    assert [" ".join(note) for note in notes] == [
+        "forced_table ran as 2 node_update",
+        "forced_prelude: wrong result",
+    ]
+    assert " ".join(error) == "out of time"
+
+
 def test_suite_forces_each_binding():
     forced = {name for name in cases.SUITES["bindings"].variants if name.startswith("forced_")}
     assert forced == {"forced_copy", "forced_node_update", "forced_prelude", "forced_table"}

@@ -505,6 +505,22 @@ class ReplayTest(TestCase):
             self.assertEqual(actual, wanted)
         self.assertBound(force)
 
+    def test_words_in_memory_of_the_host_would_be_seen(self):
+        "What the test above is for: they are those of the last call when the graph runs."
+        page = torch.zeros(1, dtype=torch.int64, pin_memory=True)
+        words = torch.zeros(1, dtype=torch.int64, device="cuda")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            words.copy_(page, non_blocking=True)
+        seen = []
+        torch.cuda.synchronize()
+        torch.cuda._sleep(1_000_000_000)
+        for value in (1, 2):
+            page[0] = value
+            graph.replay()
+            seen.append(words.clone())
+        self.assertEqual([int(word) for word in seen], [2, 2])
+
     def test_warm_caches(self):
         "The kernels come without their sources."
         with fresh_cache():

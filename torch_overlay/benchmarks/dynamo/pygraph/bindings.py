@@ -47,6 +47,7 @@ from torch._inductor.pygraph.prelude import kernels_that_read, Prelude
 from torch._inductor.pygraph.table import Table
 
 from . import cases
+from .cases import SUITES
 from .program import build, seed
 from .suite import run_suite
 from .timing import time_interleaved
@@ -323,6 +324,28 @@ def format_figure8(points: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def draw_figure8(points: list[dict[str, Any]], file: Path) -> None:
+    """The time of a call over the number of parameters, for each way to set them."""
+    from .plots import matplotlib, plt, STYLE
+
+    titles = {"us": "Calls in a row", "latency_us": "Latency", "host_us": "Host"}
+    with matplotlib.rc_context(STYLE):
+        figure, axes = plt.subplots(1, len(titles), figsize=(12, 4), sharex=True, layout="constrained")
+        for axis, (key, title) in zip(axes, titles.items()):
+            for way in WAYS:
+                line = [(p["parameters"], p["ways"][way][key]) for p in points if key in p["ways"].get(way, {})]
+                if line:
+                    axis.plot(*zip(*line), marker="o", markersize=3, label=way.replace("_", " "))
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(title)
+            axis.set_xlabel("parameters that move")
+        axes[0].set_ylabel("microseconds a call")
+        axes[0].legend(fontsize=8)
+        figure.savefig(file, metadata={"Date": None})
+        plt.close(figure)
+
+
 # Kernels
 
 
@@ -424,15 +447,33 @@ def format_kernels(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+# Cases
+
+
+def format_cases(rows: list[Row]) -> str:
+    """Microseconds a call with each binding forced, and what was bound otherwise."""
+    variants = SUITES["bindings"].variants
+    lines = [f"{'case':<20}" + "".join(f"{name.removeprefix('forced_'):>13}" for name in variants)]
+    for row in rows:
+        failed = row.get("failed", {})
+        cells = ["failed" if name in failed else row.get(f"{name}_us") for name in variants]
+        shown = [cell if isinstance(cell, str) else "-" if cell is None else f"{cell:.1f}" for cell in cells]
+        other = {n: c for n, c in row.get("forced", {}).items() if c != n.removeprefix("forced_")}
+        notes = [*(f"{n} ran as {c}" for n, c in other.items()), *(f"{n}: {why}" for n, why in failed.items())]
+        lines.append(f"{row['name']:<20}" + "".join(f"{cell:>13}" for cell in shown))
+        lines += [f"    {note}" for note in [*notes, *([row["error"]] if "error" in row else [])]]
+    return "\n".join(lines)
+
+
 def _show(result: dict[str, Any], plot: Path | None) -> None:
     if "figure8" in result:
         print(format_figure8(result["figure8"]), flush=True)
         if plot:
-            from .plots import draw_figure8
-
-            draw_figure8(result["figure8"], WAYS, plot)
+            draw_figure8(result["figure8"], plot)
     if "kernels" in result:
         print(format_kernels(result["kernels"]), flush=True)
+    if "cases" in result:
+        print(format_cases(result["cases"]), flush=True)
 
 
 def main() -> None:
@@ -494,8 +535,7 @@ def main() -> None:
         def on_row(row: Row) -> None:
             rows.append(row)
             save()
-            forced = {name: row.get(f"forced_{name}_us") for name in ("copy", *BINDINGS[1:])}
-            print(f"{row['name']}: {forced}, {row.get('forced')}, failed {row.get('failed')}", flush=True)
+            _show({"cases": [row]}, None)
 
         args.logs.mkdir(parents=True, exist_ok=True)
         result["cases"], skipped = run_suite(
