@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -53,17 +52,14 @@ def test_ways_that_failed():
     assert "-" in bindings.format_figure8(points)
 
 
-def test_shown_again(tmp_path, monkeypatch, capsys):
+def test_shown(capsys):
     kernels = [
         {"model": "m", "kernel": "k", **{form: {"registers": r, "spilled_bytes": 0, "us": us} for form, r, us in of}}
         for of in ([("plain", 32, 2.0), ("indirect", 40, 2.2)], [("plain", 16, 1.0), ("indirect", 16, 1.0)])
     ]
     kernels += [{"model": "m", "kernel": "j", "error": "it has no indirect form"}, {"model": "o", "error": "needs x"}]
     points = _points(node_update=lambda n: 5 + n, table=lambda n: 20 + n / 2)
-    file = tmp_path / "measured.json"
-    file.write_text(json.dumps({"figure8": points, "kernels": kernels}))
-    monkeypatch.setattr(sys, "argv", ["bindings", "--from", str(file)])
-    bindings.main()
+    bindings._show({"figure8": points, "kernels": kernels})
     shown = capsys.readouterr().out
     assert "table is faster than node_update (us) from 32 parameters" in shown
     assert "m: 2 kernels measured, 1 not" in shown and "o: 0 kernels measured, 1 not" in shown
@@ -74,7 +70,7 @@ def test_binding_that_fell_back_is_named():
     row = {
         "name": "mlp",
         **{f"{name}_us": 10.04 for name in cases.SUITES["bindings"].variants if name != "forced_prelude"},
-        "forced": {"forced_copy": "copy", "forced_table": "2 node_update"},
+        "forced": {"copy": "copy", "table": "2 node_update"},
         "failed": {"forced_prelude": "wrong result"},
     }
     shown = bindings.format_cases([row, {"name": "conv", "error": "out of time"}])
@@ -82,7 +78,7 @@ def test_binding_that_fell_back_is_named():
     assert len(header) == len(first) == len(last) == 8
     assert first[header.index("prelude")] == "failed" and first[header.index("table")] == "10.0"
     assert [" ".join(note) for note in notes] == [
-        "forced_table ran as 2 node_update",
+        "table ran as 2 node_update",
         "forced_prelude: wrong result",
     ]
     assert " ".join(error) == "out of time"

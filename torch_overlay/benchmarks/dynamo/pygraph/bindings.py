@@ -29,7 +29,6 @@ import contextlib
 import ctypes
 import functools
 import itertools
-import json
 import logging
 import statistics
 import sys
@@ -49,6 +48,7 @@ from torch._inductor.pygraph.table import Table
 from . import cases
 from .cases import SUITES
 from .program import build, seed
+from .report import write_rows
 from .suite import run_suite
 from .timing import time_interleaved
 
@@ -324,28 +324,6 @@ def format_figure8(points: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def draw_figure8(points: list[dict[str, Any]], file: Path) -> None:
-    """The time of a call over the number of parameters, for each way to set them."""
-    from .plots import matplotlib, plt, STYLE
-
-    titles = {"us": "Calls in a row", "latency_us": "Latency", "host_us": "Host"}
-    with matplotlib.rc_context(STYLE):
-        figure, axes = plt.subplots(1, len(titles), figsize=(12, 4), sharex=True, layout="constrained")
-        for axis, (key, title) in zip(axes, titles.items()):
-            for way in WAYS:
-                line = [(p["parameters"], p["ways"][way][key]) for p in points if key in p["ways"].get(way, {})]
-                if line:
-                    axis.plot(*zip(*line), marker="o", markersize=3, label=way.replace("_", " "))
-            axis.set_xscale("log", base=2)
-            axis.set_yscale("log")
-            axis.set_title(title)
-            axis.set_xlabel("parameters that move")
-        axes[0].set_ylabel("microseconds a call")
-        axes[0].legend(fontsize=8)
-        figure.savefig(file, metadata={"Date": None})
-        plt.close(figure)
-
-
 # Kernels
 
 
@@ -458,18 +436,16 @@ def format_cases(rows: list[Row]) -> str:
         failed = row.get("failed", {})
         cells = ["failed" if name in failed else row.get(f"{name}_us") for name in variants]
         shown = [cell if isinstance(cell, str) else "-" if cell is None else f"{cell:.1f}" for cell in cells]
-        other = {n: c for n, c in row.get("forced", {}).items() if c != n.removeprefix("forced_")}
-        notes = [*(f"{n} ran as {c}" for n, c in other.items()), *(f"{n}: {why}" for n, why in failed.items())]
+        other = {name: choice for name, choice in row.get("forced", {}).items() if choice != name}
+        notes = [*(f"{name} ran as {choice}" for name, choice in other.items()), *(f"{name}: {why}" for name, why in failed.items())]
         lines.append(f"{row['name']:<20}" + "".join(f"{cell:>13}" for cell in shown))
         lines += [f"    {note}" for note in [*notes, *([row["error"]] if "error" in row else [])]]
     return "\n".join(lines)
 
 
-def _show(result: dict[str, Any], plot: Path | None) -> None:
+def _show(result: dict[str, Any]) -> None:
     if "figure8" in result:
         print(format_figure8(result["figure8"]), flush=True)
-        if plot:
-            draw_figure8(result["figure8"], plot)
     if "kernels" in result:
         print(format_kernels(result["kernels"]), flush=True)
     if "cases" in result:
@@ -483,8 +459,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="a JSON file")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds")
     parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--plot", type=Path, help="an SVG of figure 8, drawn with matplotlib")
-    parser.add_argument("--from", dest="measured", type=Path, metavar="FILE", help="draw and print what it has")
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--small", action="store_true", help="shrunk models and cases")
@@ -492,15 +466,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # Why a kernel has no indirect form, or a node no device-side update.
     logging.getLogger("torch._inductor.pygraph").setLevel(logging.INFO)
-    if args.measured:
-        _show(json.loads(args.measured.read_text()), args.plot)
-        return
     deadline = time.monotonic() + args.budget
     result: dict[str, Any] = {}
 
     def save() -> None:
         if args.output:
-            args.output.write_text(json.dumps(result, indent=1, default=str) + "\n")
+            write_rows(args.output, result)
 
     def is_late(part: str) -> bool:
         late = time.monotonic() > deadline
@@ -519,7 +490,7 @@ def main() -> None:
             points.append(measure_point(n, args.rounds))
             result["crossovers"] = crossovers(points)
             save()
-        _show({"figure8": points}, args.plot)
+        _show({"figure8": points})
     if "kernels" in parts:
         kernels = result["kernels"] = []
         for row in measure_kernels(args.small):
@@ -527,7 +498,7 @@ def main() -> None:
             save()
             if is_late("kernels"):
                 break
-        _show({"kernels": kernels}, None)
+        _show({"kernels": kernels})
     if "cases" in parts and not is_late("cases"):
         rows: list[Row] = []
         result["cases"] = rows
@@ -535,7 +506,7 @@ def main() -> None:
         def on_row(row: Row) -> None:
             rows.append(row)
             save()
-            _show({"cases": [row]}, None)
+            _show({"cases": [row]})
 
         args.logs.mkdir(parents=True, exist_ok=True)
         result["cases"], skipped = run_suite(

@@ -146,7 +146,7 @@ def in_order(rows: list[Row]) -> list[Row]:
     return sorted(rows, key=lambda row: order.index(label(row)) if label(row) in order else len(order))
 
 
-def write_rows(file: Path, rows: list[Row]) -> None:
+def write_rows(file: Path, rows: list[Row] | Row) -> None:
     """All at once: it may be read at any time."""
     draft = file.with_suffix(".draft")
     draft.write_text(json.dumps(rows, indent=1, default=str) + "\n")
