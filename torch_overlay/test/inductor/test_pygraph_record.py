@@ -302,6 +302,12 @@ class ModelledPool:
     def __contains__(self, address: int) -> bool:
         return self.device.is_in_pool(address)
 
+    @property
+    def bounds(self) -> list[int]:
+        blocks = [b for b in self.device.blocks if b.in_pool]
+        blocks.sort(key=lambda b: b.address)
+        return [bound for b in blocks for bound in (b.address, b.address + b.nbytes)]
+
 
 class ModelledEvent(mock.Mock):
     def elapsed_time(self, other: Any) -> float:
@@ -405,7 +411,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
                 "_cuda_clearCublasWorkspaces": lambda: None,
                 "_has_Standard_Deleter": lambda storage: True,
-                "_cuda_isCurrentStreamCapturing": lambda: False,
+                "_cuda_isCurrentStreamCapturing": lambda: device.captured is not None,
                 "_cuda_endAllocateToPool": lambda *args: None,
             },
         ),
@@ -434,7 +440,13 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "clone_preserve_strides": device.clone,
             },
         ),
-        (allocation, {"empty_strided_cuda": device.empty_strided}),
+        (
+            allocation,
+            {
+                "empty_strided_cuda": device.empty_strided,
+                "native": types.SimpleNamespace(compiled=None),
+            },
+        ),
         (torch, {"_foreach_copy_": foreach_copy}),
         (
             torch.Tensor,

@@ -6,28 +6,46 @@ function of what is bound, and trees' part is looked at from outside.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import sys
+import threading
 import types
+import unittest
+import weakref
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import config
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     AliasesNewOutput,
     CompilationMode,
     CUDAGraphNode,
+    CUDAGraphTreeManager,
     ExecutionState,
+    MarkStepBox,
     UnaliasedStorage,
 )
-from torch._inductor.pygraph import record
+from torch._inductor.pygraph import native, record
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
-from torch._inductor.pygraph.replay import is_steady, steady_replay
+from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.replay import compiled_replay, is_steady, steady_replay
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+
+
+class Graph:
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def replay(self) -> None:
+        self.node.launch()
 
 
 class Node(record.BoundGraphNode):
@@ -63,10 +81,11 @@ class Node(record.BoundGraphNode):
         self.outputs_weakrefs = []
         self.allocators = [lambda: self.output]
         self.staged = []
-        self.pool_ranges = range(0)
+        self.pool_ranges = record.PoolRanges.__new__(record.PoolRanges)
+        self.pool_ranges.bounds = []
         self.mutated_bound = ()
-        self.graph = types.SimpleNamespace(replay=self.launch)
-        self.binding = mock.Mock(pointers=[-1, -1])
+        self.graph = Graph(self)
+        self.binding = mock.Mock(spec=["pointers", "update"], pointers=[-1, -1])
         self.binding.update.side_effect = lambda pointers: setattr(
             self.binding, "pointers", list(pointers)
         )
@@ -97,12 +116,15 @@ class Node(record.BoundGraphNode):
 
 
 class ReplayTest(TestCase):
+    "By Python; CompiledReplayTest runs the same by compiled code."
+
     def setUp(self):
         super().setUp()
         self.weight = torch.randn(8)
         self.node = Node(self.weight)
         self.node.cache()
-        self.manager = mock.Mock(path_state=ExecutionState.NONE, _current_node=None)
+        self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
+        self.manager.current_node = None
         self.manager.running_forwards_with_pending_backwards = False
         self.general = mock.Mock(return_value=["general"])
         self.replay = self.steady(CompilationMode.INFERENCE)
@@ -135,8 +157,7 @@ class ReplayTest(TestCase):
         self.assertIs(outputs[2], self.node.saved)
         self.assertIs(self.manager.current_node, self.node)
         self.assertIs(self.manager.path_state, ExecutionState.EXECUTION)
-        self.manager.update_generation.assert_called_once_with()
-        self.manager.update_generation.reset_mock()
+        self.assertFalse(self.manager.in_new_torch_compile_invocation())
         return True
 
     def last(self, state: ExecutionState, live: bool) -> None:
@@ -215,7 +236,7 @@ class ReplayTest(TestCase):
     def test_staged_input(self):
         "It lies where the graph writes; what is written to the copy is written back."
         x = torch.ones(8)
-        self.node.pool_ranges = (x.data_ptr(),)
+        self.node.pool_ranges.bounds = [x.data_ptr(), x.data_ptr() + x.nbytes]
         self.node.mutated_bound = (0,)
 
         def update(pointers):
@@ -231,14 +252,29 @@ class ReplayTest(TestCase):
         self.assertEqual(x, torch.full((8,), 2.0))
         self.assertEqual(self.node.staged, [])
 
-    def test_forward_is_pending(self):
-        self.replay = self.steady(CompilationMode.FORWARD)
-        self.assertTrue(self.call())
-        self.assertTrue(self.manager.running_forwards_with_pending_backwards)
+    def test_pending_backwards(self):
+        for mode, before, after in (
+            (CompilationMode.INFERENCE, False, False),
+            (CompilationMode.FORWARD, False, True),
+            (CompilationMode.INFERENCE, True, True),
+            (CompilationMode.BACKWARD, True, False),
+        ):
+            self.manager.running_forwards_with_pending_backwards = before
+            self.replay = self.steady(mode)
+            self.assertTrue(self.call())
+            pending = self.manager.running_forwards_with_pending_backwards
+            self.assertEqual(pending, after, (mode, before))
 
-    def test_inference_is_not(self):
+    def test_generation(self):
+        "Of the call, whether Dynamo counts it or the program marks its steps."
         self.assertTrue(self.call())
-        self.assertFalse(self.manager.running_forwards_with_pending_backwards)
+        GenerationTracker.generation += 1
+        self.assertTrue(self.manager.in_new_torch_compile_invocation())
+        self.assertTrue(self.call())
+        with mock.patch.object(MarkStepBox, "mark_step_counter", -7):
+            self.assertTrue(self.manager.in_new_torch_compile_invocation())
+            self.assertTrue(self.call())
+            self.assertEqual(self.manager.current_gen, -7)
 
     def test_what_is_not_steady(self):
         self.assertTrue(is_steady(self.node))
@@ -267,6 +303,173 @@ class ReplayTest(TestCase):
 
 
 instantiate_parametrized_tests(ReplayTest)
+
+
+@unittest.skipIf(native.compiled is None, "requires _replay")
+class CompiledReplayTest(ReplayTest):
+    "With the binding in Python, and in ``compiled_nodes`` compiled as well."
+
+    def setUp(self):
+        self.capturing = False
+        self.owner = trees.thread_containers()
+        patch = mock.patch.object(
+            torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing
+        )
+        patch.start()
+        self.addCleanup(patch.stop)
+        super().setUp()
+
+    def steady(self, mode: CompilationMode) -> Any:
+        general, owner = self.general, self.owner
+        return compiled_replay(self.node, self.manager, mode, general, owner)
+
+    def compiled_nodes(self) -> None:
+        """
+        One node of x and one of the output. ``refuses`` says what setting one does,
+        ``sets`` which were set.
+        """
+        self.words = [ctypes.c_uint64(1), ctypes.c_uint64(2)]
+        self.sets: list[int] = []
+        self.refuses = False
+
+        def set_node(executable: int, node: int, params: int) -> int:
+            self.sets.append(node)
+            return self.refuses
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        nodes = [
+            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), k, 16 * k)])
+            for k, w in enumerate(self.words)
+        ]
+        compiled = native.compiled.Nodes([1, 2], nodes, function)
+        self.node.binding = types.SimpleNamespace(nodes=compiled)
+        self.replay = self.steady(CompilationMode.INFERENCE)
+
+    def launch(self, x: torch.Tensor) -> bool:
+        self.node.launch = lambda: setattr(self.node, "launches", 1)
+        self.node.launches = 0
+        self.replay([self.weight, x, 5])
+        return self.node.launches == 1
+
+    def test_nodes_that_are_set(self):
+        self.compiled_nodes()
+        x, y, self.node.output = (torch.empty(8) for _ in range(3))
+        for given, sets in ((x, [10, 11]), (x, []), (y, [10]), (y, []), (x, [10])):
+            self.sets.clear()
+            self.assertTrue(self.launch(given))
+            self.assertEqual(self.sets, sets)
+            held = [w.value for w in self.words]
+            to = [given.data_ptr(), self.node.output.data_ptr()]
+            self.assertEqual(self.node.binding.nodes.pointers, to)
+            self.assertEqual(held, [to[0], to[1] + 16])
+        self.general.assert_not_called()
+
+    def test_node_that_refuses(self):
+        "Nothing is launched, and what the graph holds counts as unknown."
+        self.compiled_nodes()
+        x, self.node.output = torch.empty(8), torch.empty(8)
+        self.refuses = True
+        self.assertFalse(self.launch(x))
+        self.general.assert_called_once()
+        self.assertIsNone(self.manager.current_node)
+        self.assertEqual(self.node.binding.nodes.pointers, [-1, -1])
+        self.refuses = False
+        self.sets.clear()
+        self.assertTrue(self.launch(x))
+        self.assertEqual(self.sets, [10, 11])
+
+    def test_binding_that_fails(self):
+        self.node.binding.update.side_effect = DriverError("refused")
+        self.assertFalse(self.call())
+        self.assertIsNone(self.manager.current_node)
+
+    def test_input_in_the_pool(self):
+        x = torch.ones(8)
+        start = x.data_ptr()
+        for bounds, steady in (
+            ([start, start + 32], False),
+            ([start - 32, start + 4], False),
+            ([start - 32, start], True),
+            ([start + 4, start + 32], True),
+            ([16, 32, start, start + 32, start + 64, start + 96], False),
+            ([16, 32, start + 64, start + 96], True),
+        ):
+            self.node.pool_ranges.bounds = bounds
+            self.replay = self.steady(CompilationMode.INFERENCE)
+            self.assertEqual(self.call(x), steady, bounds)
+
+    # It is staged by the general path.
+    test_staged_input = None
+
+    def test_capture_of_the_program(self):
+        self.capturing = True
+        self.assertFalse(self.call())
+        self.capturing = False
+        self.assertTrue(self.call())
+
+    def test_thread(self):
+        "Of autograd, which has the containers of the one that recorded; any other."
+        steady = []
+
+        def call(knows_containers: bool) -> None:
+            if knows_containers:
+                name = "tree_manager_containers"
+                torch._C._stash_obj_in_tls(name, self.owner)
+            steady.append(self.call())
+
+        for knows_containers in (True, False):
+            thread = threading.Thread(target=call, args=(knows_containers,))
+            thread.start()
+            thread.join()
+        self.assertEqual(steady, [True, False])
+        self.owner = {}
+        self.replay = self.steady(CompilationMode.INFERENCE)
+        self.assertFalse(self.call())
+
+    def test_inputs_that_are_none(self):
+        for inputs in ([], [self.weight], [self.weight, None, 5], (self.weight, None, 5)):
+            self.assertEqual(self.replay(inputs), ["general"])
+        self.assertEqual(self.general.call_count, 4)
+
+    def test_errors_of_the_launch(self):
+        "They are the program's, as any other of the device."
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        self.node.launch = fail
+        with self.assertRaisesRegex(RuntimeError, "the device is gone"):
+            self.call()
+
+    def test_nothing_is_leaked(self):
+        self.compiled_nodes()
+        self.node.launch = lambda: None
+        constant = self.weight
+        x, self.node.output = torch.empty(8), torch.empty(8)
+        objects = (constant, x, self.node.output, self.node.saved, self.node)
+
+        def counts() -> list[int]:
+            return [sys.getrefcount(o) for o in objects]
+
+        self.replay([self.weight, x, 5])
+        before = counts()
+        for _ in range(10):
+            self.replay([self.weight, x, 5])
+        self.assertEqual(counts(), before)
+        self.capturing = True
+        for _ in range(10):
+            self.replay([self.weight, x, 5])
+        self.general.reset_mock()
+        self.assertEqual(counts(), before)
+        replay_ref = weakref.ref(self.node)
+        cycle = [self.replay]
+        cycle.append(cycle)
+        self.general.cycle = cycle
+        del objects, cycle
+        self.replay = self.node = self.manager = self.general = None
+        gc.collect()
+        self.assertIsNone(replay_ref())
 
 
 if __name__ == "__main__":

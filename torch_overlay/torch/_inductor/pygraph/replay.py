@@ -20,12 +20,16 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor import config
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     CompilationMode,
     ExecutionState,
+    MarkStepBox,
+    thread_containers,
 )
+from torch._inductor.pygraph import native
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
@@ -72,6 +76,25 @@ def is_steady(node: BoundGraphNode) -> bool:
     )
 
 
+def constant_outputs(node: BoundGraphNode) -> list[tuple[int, Any]]:
+    "(place, value) of the outputs that are the same in each call: integers, static inputs."
+    return [
+        (i, metadata if isinstance(metadata, int) else static)
+        for i, (metadata, static) in enumerate(
+            zip(node.outputs_metadata, node.static_output_tensors)
+        )
+        if isinstance(metadata, int) or static is not None
+    ]
+
+
+# What running a function of a mode sets running_forwards_with_pending_backwards to.
+PENDING_BACKWARDS = {
+    CompilationMode.FORWARD: True,
+    CompilationMode.BACKWARD: False,
+    CompilationMode.INFERENCE: None,
+}
+
+
 def steady_replay(
     node: BoundGraphNode,
     manager: CUDAGraphTreeManager,
@@ -95,13 +118,8 @@ def steady_replay(
         for i, alias in enumerate(node.output_storage_alias)
         if isinstance(alias, AliasesBoundMemory)
     ]
-    constants: list[tuple[int, Any]] = [
-        (i, metadata if isinstance(metadata, int) else static)
-        for i, (metadata, static) in enumerate(
-            zip(node.outputs_metadata, node.static_output_tensors)
-        )
-        if isinstance(metadata, int) or static is not None
-    ]
+    constants = constant_outputs(node)
+    pending = PENDING_BACKWARDS[mode]
     values = node.values
     delivers_values = values.num_words > 0
     pointers_equal = torch._C._tensors_data_ptrs_at_indices_equal
@@ -138,8 +156,8 @@ def steady_replay(
             manager.path_state = ExecutionState.EXECUTION
         manager.update_generation()
         node.run_graph()
-        if mode == CompilationMode.FORWARD:
-            manager.running_forwards_with_pending_backwards = True
+        if pending is not None:
+            manager.running_forwards_with_pending_backwards = pending
         outputs: OutputType = node.cached_tensor_outputs.copy()
         for i, k in from_bound:
             outputs[i] = tensors[k]
@@ -149,3 +167,57 @@ def steady_replay(
         return outputs
 
     return replay
+
+
+def compiled_replay(
+    node: BoundGraphNode,
+    manager: CUDAGraphTreeManager,
+    mode: CompilationMode,
+    general: ModelType,
+    owner: object,
+) -> ModelType | None:
+    """
+    The same as one call of native.compiled, or None where there is none. Unlike
+    steady_replay it sees to the thread itself, whose containers have to be ``owner``,
+    and to captures of the program. Calls ``general`` too where an input lies in the
+    graphs' pool, and where a node refused, to find out what to do about it.
+    """
+    if native.compiled is None:
+        return None
+    static_pointers = node.static_input_data_ptrs
+    # By output, None for one that the node caches.
+    bound: list[int | None] = [
+        alias.index if isinstance(alias, AliasesBoundMemory) else None
+        for alias in node.output_storage_alias
+    ]
+    constants = {i: (value,) for i, value in constant_outputs(node)}
+    # What torch.cuda.CUDAGraph's methods forward to.
+    graph_type = torch._C._CUDAGraph
+    if not isinstance(node.graph, graph_type):
+        graph_type = type(node.graph)  # type: ignore[assignment]
+    binding = node.binding
+    return native.compiled.Replay(
+        general=general,
+        node=node,
+        manager=manager,
+        executing=ExecutionState.EXECUTION,
+        mark_step=MarkStepBox,
+        tracker=GenerationTracker,
+        pending=PENDING_BACKWARDS[mode],
+        local=cudagraph_trees.local,
+        owner=owner,
+        containers=thread_containers,
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+        launch=graph_type.replay,
+        binding=getattr(binding, "nodes", binding),
+        values=node.values.words if node.values.num_words else None,
+        static=[(i, static_pointers[i]) for i in node.non_managed_static_input_idxs],
+        bound=node.bound_input_idxs,
+        alignment=max(node.alignment, GPU_ALIGN_BYTES),
+        pool=node.pool_ranges.bounds,
+        allocators=node.allocators,
+        outputs=[
+            (k if i not in constants else None, constants.get(i))
+            for i, k in enumerate(bound)
+        ],
+    )

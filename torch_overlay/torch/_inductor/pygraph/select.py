@@ -44,7 +44,11 @@ from torch._inductor.cudagraph_trees import (
 from torch._inductor.pygraph import store
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.replay import InputHeld, steady_replay
+from torch._inductor.pygraph.replay import (
+    compiled_replay,
+    InputHeld,
+    steady_replay,
+)
 from torch._inductor.pygraph.report import (
     COPY,
     FunctionReport,
@@ -676,9 +680,6 @@ def deploy(
         fn = realigned(fn)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
-        if roots and function.binds_inputs:
-            fn = steady_replay(roots[0], manager, mode, fn)
-
         def replay(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
@@ -697,6 +698,12 @@ def deploy(
                     replace(uncaptured)
             return uncaptured(inputs)
 
+        if not roots or not function.binds_inputs:
+            return replay, outputs
+        compiled = compiled_replay(roots[0], manager, mode, replay, owner)
+        if compiled is not None:
+            return compiled, outputs
+        fn = steady_replay(roots[0], manager, mode, fn)
         return replay, outputs
 
     if force is not None:
