@@ -747,6 +747,21 @@ struct Replay {
     set_attribute(manager.get(), names.current_gen, generation.get());
   }
 
+  template <Ref Replay::*member>
+  static PyObject* get(PyObject* self, void* /*closure*/) {
+    return Ref::share((Boxed<Replay>::of(self).*member).get()).release();
+  }
+
+  template <Ref Replay::*member>
+  static int set(PyObject* self, PyObject* value, void* /*closure*/) {
+    if (value == nullptr) {
+      PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
+      return -1;
+    }
+    Boxed<Replay>::of(self).*member = Ref::share(value);
+    return 0;
+  }
+
   template <typename F>
   void visit(F&& f) {
     for (Ref* ref :
@@ -807,6 +822,20 @@ PyGetSetDef nodes_getset[] = {
     {"pointers", Nodes::py_pointers, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+// What a benchmark replaces, to leave it out of a time.
+PyGetSetDef replay_getset[] = {
+    {"binding",
+     Replay::get<&Replay::binding>,
+     Replay::set<&Replay::binding>,
+     nullptr,
+     nullptr},
+    {"launch",
+     Replay::get<&Replay::launch>,
+     Replay::set<&Replay::launch>,
+     nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
 PyModuleDef module_definition = {
     PyModuleDef_HEAD_INIT,
     "torch._inductor.pygraph._replay",
@@ -844,6 +873,7 @@ PyMODINIT_FUNC PyInit__replay() {
   NodesType.tp_getset = nodes_getset;
   AllocatorType.tp_name = "torch._inductor.pygraph._replay.Allocator";
   ReplayType.tp_name = "torch._inductor.pygraph._replay.Replay";
+  ReplayType.tp_getset = replay_getset;
   Ref module(PyModule_Create(&module_definition));
   if (!module || !layout_matches() || !intern_names() ||
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
