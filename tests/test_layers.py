@@ -45,7 +45,7 @@ def test_each_layer_runs_what_is_above_it(variant: layers.Layers) -> None:
         assert ran.count("kernels") == 2 * len(variant.graphs) * kernels_run, layer
 
 
-@pytest.mark.parametrize("case", ["pointwise_2x4KiB", "mlp_training"])
+@pytest.mark.parametrize("case", ["pointwise_2x4KiB", "training"])
 def test_measure(case: str) -> None:
     rows = layers.measure(layers.CASES[case], "cpu", rounds=2)
     assert list(rows) == list(layers.VARIANTS)
@@ -54,6 +54,6 @@ def test_measure(case: str) -> None:
         assert sum(times[layer] for layer in CPU_LAYERS) == pytest.approx(times["host"])
         assert times["host"] <= times["total"]
     table = layers.format_layers({"case": rows}).splitlines()
-    assert table[0] == "| case | variant | dynamo | aot | inductor | trees | inputs | launch | kernels | host | total | replay |"
+    assert table[0] == "| case | variant | dynamo | aot | inductor | trees | inputs | launch | kernels | host | total | compiled |"
     assert len(table) == 2 + len(layers.VARIANTS)
     assert all(line.count("|") == table[0].count("|") for line in table)

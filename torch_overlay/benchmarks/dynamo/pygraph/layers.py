@@ -5,7 +5,7 @@ Where the host's time of a call goes, layer by layer, for stock CUDA graphs and 
 
 Each layer is timed with all that lies below it replaced by what it returned before; the
 difference between neighbours is what the layer itself takes. In a case that trains, the
-layers of forward and backward are timed together, and "aot" holds autograd too. "replay"
+layers of forward and backward are timed together, and "aot" holds autograd too. "compiled"
 says how many of PyGraph's graphs compiled code replays; Python replays the others.
 """
 
@@ -97,7 +97,7 @@ CASES = {
     "pointwise_2x4KiB": Case(_sum, _randn(*[(1 << 10,)] * 2)),
     "mlp_20": Case(_mlp(20), _randn((8, 64))),
     "three_graphs": Case(_three_graphs, _randn((8, 64))),
-    "mlp_training": Case(_mlp(3), _randn((8, 64)), trains=True),
+    "training": Case(_mlp(3), _randn((8, 64)), trains=True),
 }
 
 
@@ -245,18 +245,18 @@ def _time_layers(
     return samples
 
 
-def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, Any]]:
+def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]:
     """
     For each variant the microseconds of each layer, ``host``, their sum, and ``total``,
-    with the device; for graphs of PyGraph, what replays them. Medians over rounds in
-    which all variants take turns.
+    with the device; for PyGraph, how many graphs are replayed by ``compiled`` code.
+    Medians over rounds in which all variants take turns.
     """
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     torch._dynamo.reset()
     with torch.set_grad_enabled(case.trains):
         variants = {name: Layers(case, device, options) for name, options in VARIANTS.items()}
         samples = _time_layers(variants, synchronize, rounds)
-    rows: dict[str, dict[str, Any]] = {}
+    rows = {}
     for name, of_layers in samples.items():
         medians = {key: statistics.median(values) for key, values in of_layers.items()}
         layers = variants[name].layers
@@ -267,21 +267,20 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, Any]]:
             "total": medians["total"],
         }
         if variants[name].is_graph and "pygraph" in VARIANTS[name]:
-            compiled = len(variants[name].compiled_replays)
-            rows[name]["replay"] = f"compiled {compiled} of {len(variants[name].graphs)}"
+            rows[name]["compiled"] = len(variants[name].compiled_replays)
     return rows
 
 
-def format_layers(rows: dict[str, dict[str, dict[str, Any]]]) -> str:
+def format_layers(rows: dict[str, dict[str, dict[str, float]]]) -> str:
     columns = [*LAYERS, "kernels", "host", "total"]
     lines = [
-        f"| case | variant | {' | '.join(columns)} | replay |",
+        f"| case | variant | {' | '.join(columns)} | compiled |",
         f"| --- | --- |{' --- |' * len(columns)} --- |",
     ]
     for case, variants in rows.items():
         for variant, times in variants.items():
             cells = [f"{times[c]:.1f}" if c in times else "" for c in columns]
-            lines.append(f"| {case} | {variant} | {' | '.join(cells)} | {times.get('replay', '')} |")
+            lines.append(f"| {case} | {variant} | {' | '.join(cells)} | {times.get('compiled', '')} |")
     return "\n".join(lines)
 
 
