@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import tempfile
 import types
+import unittest
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -30,6 +31,7 @@ from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import (
     allocation,
     deliver,
+    native,
     placeholder,
     record,
     report,
@@ -1076,6 +1078,56 @@ class RecordTest(TestCase):
         self.assertEqual(
             counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
         )
+
+    @unittest.skipIf(native.compiled is None, "requires _replay")
+    def test_training_goes_around_trees(self):
+        "A backward too, after the graph that it follows, unless an activation is held."
+        weight = self.randn()
+        forward = backward = None
+        by_trees = []
+        run = trees.CUDAGraphTreeManager.run
+
+        def counted(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            by_trees.append(manager)
+            return run(manager, *args, **kwargs)
+
+        with mock.patch.object(trees.CUDAGraphTreeManager, "run", counted):
+            for i in range(16):
+                if i == 6:
+                    by_trees.clear()
+                new_generation()
+                x, t = self.randn(), self.randn()
+                forward = forward or self.deploy_forward(x, weight)
+                out, a, w = forward.call([x, weight])
+                expected_a = on_host(x) * on_host(weight)
+                inputs = [a, t]
+                backward = backward or self.deploy(
+                    """
+                    a, t = args; args.clear()
+                    b = new(); launch(sin, b, a); del a
+                    c = new(); launch(mul, c, b, t)
+                    return (c,)
+                    """,
+                    inputs,
+                    mode="backward",
+                    static=[0],
+                    names=["mul", "tangents_1"],
+                )
+                held = HeldByAutograd(a) if i in (9, 11) else None
+                retained = a if i == 13 else None
+                del a
+                (grad,) = backward.call(inputs)
+                self.assertEqual(inputs, [])
+                self.assertEqual(on_host(out), expected_a.sin())
+                self.assertEqual(on_host(grad), expected_a.sin() * on_host(t))
+                for kept in (held.activation() if held else None, retained):
+                    if kept is not None:
+                        self.assertEqual(on_host(kept), expected_a)
+                if i == 8:
+                    self.assertEqual(by_trees, [])
+                del held, retained, kept
+        self.assertGreater(len(by_trees), 0)
+        self.assertGreater(counters["pygraph"]["held_activations"], 0)
 
     @parametrize("force", ("node_update", "copy"))
     def test_activation_that_only_autograd_holds(self, force):

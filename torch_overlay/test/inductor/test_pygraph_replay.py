@@ -280,7 +280,6 @@ class ReplayTest(TestCase):
         self.assertTrue(is_steady(self.node))
         aliases = self.node.output_storage_alias
         for changes in (
-            {"_parent": lambda: self.node},
             {"non_static_input_idx": [2]},
             {"returned_from_pool": [[2]]},
             {"rerecord_if_static_inputs_change": False},

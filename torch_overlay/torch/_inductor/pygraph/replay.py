@@ -1,5 +1,5 @@
 """
-The steady state of a recording that is the root of its path.
+The steady state of a recording.
 
 Trees look for the recording that fits each call: they compare generations, try the
 children of the last graph and then the roots, and rebuild every output from its metadata.
@@ -13,6 +13,12 @@ is left is what can change from call to call, and any change goes to trees:
 
 Not asked again: whether a mutated input is bound and whether the function was warmed up,
 which a recording implies; liveness and managed inputs, which a root does not have.
+
+Compiled code (compiled_replay) also replays what follows another graph on its path, such as
+a backward, if the last graph is the one that it was recorded after: managed inputs have to
+lie where they lay, and what was dead has to be dead, before and after the inputs are let go.
+A new generation does not end the path here: trees try the children first too. Where several
+recordings would do, any of them is right.
 """
 
 from __future__ import annotations
@@ -34,9 +40,10 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
 if TYPE_CHECKING:
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, PathOutputIndex
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.record import BoundGraphNode
+    from torch._inductor.pygraph.select import Function
     from torch._inductor.utils import InputType
 
 
@@ -50,13 +57,11 @@ class InputHeld(Exception):
 
 def is_steady(node: BoundGraphNode) -> bool:
     """
-    Whether all that a replay needs is known: the node is a root, copies nothing, and
-    each of its outputs is bound memory, a tensor that the node caches, a static input, or
+    Whether all that a replay needs is known: the node copies nothing, and each of its outputs is bound memory, a tensor that the node caches, a static input, or
     no tensor.
     """
     return (
-        node.parent is None
-        and not node.non_static_input_idx
+        not node.non_static_input_idx
         and not node.returned_from_pool
         and node.rerecord_if_static_inputs_change
         and not config.triton.fast_path_cudagraph_asserts
@@ -181,10 +186,23 @@ def compiled_replay(
     steady_replay it sees to the thread itself, whose containers have to be ``owner``,
     and to captures of the program. Calls ``general`` too where an input lies in the
     graphs' pool, and where a node refused, to find out what to do about it.
+
+    Of the nodes of a function on one path it has to be the first; see Function.may_run.
     """
     if native.compiled is None:
         return None
     static_pointers = node.static_input_data_ptrs
+    static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
+    path = list(node._path_from_root)
+
+    def path_outputs(
+        indices: list[PathOutputIndex],
+    ) -> list[tuple[list[Any], list[Any], int]]:
+        return [
+            (path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
+            for depth, i in indices
+        ]
+
     # By output, None for one that the node caches.
     bound: list[int | None] = [
         alias.index if isinstance(alias, AliasesBoundMemory) else None
@@ -196,6 +214,7 @@ def compiled_replay(
     if not isinstance(node.graph, graph_type):
         graph_type = type(node.graph)  # type: ignore[assignment]
     binding = node.binding
+    nodes = getattr(binding, "nodes", None)
     return native.compiled.Replay(
         general=general,
         node=node,
@@ -209,11 +228,20 @@ def compiled_replay(
         containers=thread_containers,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         launch=graph_type.replay,
-        binding=getattr(binding, "nodes", binding),
+        binding=nodes if isinstance(nodes, native.compiled.Nodes) else binding,
         values=node.values.words if node.values.num_words else None,
-        static=[(i, static_pointers[i]) for i in node.non_managed_static_input_idxs],
+        static=[(i, static_pointers[i]) for i in static_idxs],
         bound=node.bound_input_idxs,
         alignment=max(node.alignment, GPU_ALIGN_BYTES),
+        parent=node.parent,
+        restore=node.restore_managed,
+        dropped=[
+            i
+            for i in node.cudagraph_managed_idxs
+            if not node.preserved_aliased_inputs[i]
+        ],
+        dead_before=path_outputs(node.expected_dead_indices_before_graph),
+        dead_after=path_outputs(node.expected_dead_indices_after_graph),
         pool=node.pool_ranges.bounds,
         allocators=node.allocators,
         outputs=[
@@ -221,3 +249,55 @@ def compiled_replay(
             for i, k in enumerate(bound)
         ],
     )
+
+
+# Recordings of one function that compiled code replays: as many are tried at most before
+# trees are.
+MAX_COMPILED = 8
+
+
+class CompiledReplays:
+    """
+    The recordings of one function that compiled code replays, a chain: each leaves to the
+    next one what it was not recorded for, and the last one leaves it to ``general``.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        manager: CUDAGraphTreeManager,
+        mode: CompilationMode,
+        owner: object,
+    ) -> None:
+        self.function = function
+        self.manager = manager
+        self.mode = mode
+        self.owner = owner
+        self.nodes: list[BoundGraphNode] = []
+        self.last: Any = None
+
+    def add(self, general: ModelType) -> ModelType | None:
+        """
+        Adds the recording that trees ran last, unless it is known. Returns what replays it,
+        None if it is not added.
+        """
+        node: Any = self.manager._current_node
+        if (
+            len(self.nodes) == MAX_COMPILED
+            or any(node is known for known in self.nodes)
+            or not self.function.binds_inputs
+            or not isinstance(node, self.function.node_type())
+            or [n.wrapped_function.pygraph for n in node._path_to_root].count(
+                self.function
+            )
+            != 1
+            or node.wrapped_function.pygraph is not self.function
+        ):
+            return None
+        added = compiled_replay(node, self.manager, self.mode, general, self.owner)
+        if added is not None:
+            self.nodes.append(node)
+            if self.last is not None:
+                self.last.general = added
+            self.last = added
+        return added

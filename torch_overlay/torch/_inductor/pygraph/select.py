@@ -45,7 +45,7 @@ from torch._inductor.pygraph import store
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import (
-    compiled_replay,
+    CompiledReplays,
     InputHeld,
     steady_replay,
 )
@@ -680,6 +680,7 @@ def deploy(
         fn = realigned(fn)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
+        replays = CompiledReplays(function, manager, mode, owner)
         def replay(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
@@ -689,7 +690,10 @@ def deploy(
                 and not torch.cuda.is_current_stream_capturing()
             ):
                 try:
-                    return fn(inputs)
+                    outputs = fn(inputs)
+                    if replays.last is not None:
+                        replays.add(replay)
+                    return outputs
                 except InputHeld:
                     counters["pygraph"]["held_activations"] += 1
                 except DriverError as e:
@@ -698,12 +702,10 @@ def deploy(
                     replace(uncaptured)
             return uncaptured(inputs)
 
-        if not roots or not function.binds_inputs:
-            return replay, outputs
-        compiled = compiled_replay(roots[0], manager, mode, replay, owner)
-        if compiled is not None:
+        if (compiled := replays.add(replay)) is not None:
             return compiled, outputs
-        fn = steady_replay(roots[0], manager, mode, fn)
+        if roots and function.binds_inputs:
+            fn = steady_replay(roots[0], manager, mode, fn)
         return replay, outputs
 
     if force is not None:

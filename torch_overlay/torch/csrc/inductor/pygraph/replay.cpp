@@ -407,6 +407,7 @@ struct Names {
   PyObject* current_node;
   PyObject* current_node_attribute;
   PyObject* path_state;
+  PyObject* extra_ref_check;
   PyObject* live_indices_after_graph;
   PyObject* is_steady;
   PyObject* graph;
@@ -425,6 +426,7 @@ bool intern_names() {
       {&names.current_node, "current_node"},
       {&names.current_node_attribute, "_current_node"},
       {&names.path_state, "path_state"},
+      {&names.extra_ref_check, "extra_ref_check"},
       {&names.live_indices_after_graph, "live_indices_after_graph"},
       {&names.is_steady, "is_steady"},
       {&names.graph, "graph"},
@@ -457,22 +459,31 @@ struct Replay {
     Ref constant;
   };
 
+  // An output of a graph of the path: its place in what its node keeps.
+  struct PathOutput {
+    Ref weakrefs;
+    Ref cached;
+    Py_ssize_t index;
+  };
+
   Replay(PyObject* args, PyObject* kwargs) {
     static const char* keywords[] = {
         "general",      "node",     "manager",    "executing",
         "mark_step",    "tracker",  "pending",    "local",
         "owner",        "containers", "is_capturing", "launch",
         "binding",      "values",   "static",     "bound",
-        "alignment",    "pool",     "allocators", "outputs",
-        nullptr};
-    PyObject *objects[14], *static_inputs = nullptr, *bound_inputs = nullptr,
+        "parent",       "restore",  "alignment",  "pool",
+        "allocators",   "outputs",  "dropped",    "dead_before",
+        "dead_after",   nullptr};
+    PyObject *objects[16], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
-                           *output_list = nullptr;
+                           *output_list = nullptr, *dropped_inputs = nullptr,
+                           *before = nullptr, *after = nullptr;
     unsigned long long needed_alignment = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOKOOO",
+            "$OOOOOOOOOOOOOOOOOOKOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -490,10 +501,15 @@ struct Replay {
             &objects[13],
             &static_inputs,
             &bound_inputs,
+            &objects[14],
+            &objects[15],
             &needed_alignment,
             &pool_bounds,
             &allocator_list,
-            &output_list)) {
+            &output_list,
+            &dropped_inputs,
+            &before,
+            &after)) {
       throw Error();
     }
     Ref* owned[] = {
@@ -510,7 +526,9 @@ struct Replay {
         &is_capturing,
         &launch,
         &binding,
-        &values};
+        &values,
+        &parent,
+        &restore};
     for (size_t i = 0; i < std::size(owned); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
@@ -525,6 +543,12 @@ struct Replay {
       bound.push_back(i);
       num_inputs = std::max<size_t>(num_inputs, i + 1);
     }
+    for (uint64_t i : as_words(dropped_inputs)) {
+      dropped.push_back(static_cast<Py_ssize_t>(i));
+      num_inputs = std::max<size_t>(num_inputs, i + 1);
+    }
+    dead_before = path_outputs(before);
+    dead_after = path_outputs(after);
     auto bounds = as_words(pool_bounds);
     pool.assign(bounds.begin(), bounds.end());
     items = sequence(allocator_list);
@@ -556,6 +580,19 @@ struct Replay {
     }
   }
 
+  static std::vector<PathOutput> path_outputs(PyObject* descriptions) {
+    std::vector<PathOutput> result;
+    Ref items = sequence(descriptions);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+      result.push_back(
+          {Ref::share(field(output, 0)),
+           Ref::share(field(output, 1)),
+           static_cast<Py_ssize_t>(as_word(field(output, 2)))});
+    }
+    return result;
+  }
+
   static PyObject* call(
       PyObject* object,
       PyObject* const* args,
@@ -564,8 +601,9 @@ struct Replay {
     Replay& self = Boxed<Replay>::of(object);
     if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr &&
         PyList_CheckExact(args[0])) {
+      bool has_dropped = false;
       try {
-        return self.run(args[0]);
+        return self.run(args[0], has_dropped);
       } catch (const Error&) {
         return nullptr;
       } catch (const Unusual&) {
@@ -573,11 +611,16 @@ struct Replay {
         // No memory, or a tensor without storage: nothing was launched, and the
         // general path raises what Python is to see.
       }
+      if (has_dropped &&
+          !Ref(PyObject_CallOneArg(self.restore.get(), args[0]))) {
+        return nullptr;
+      }
     }
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  PyObject* run(PyObject* inputs) {
+  // Sets has_dropped once inputs are gone that the general path needs.
+  PyObject* run(PyObject* inputs, bool& has_dropped) {
     if (static_cast<size_t>(PyList_GET_SIZE(inputs)) < num_inputs) {
       throw Unusual();
     }
@@ -623,6 +666,14 @@ struct Replay {
         pointers.push_back(word);
       }
     }
+    check_dead(dead_before);
+    for (Py_ssize_t i : dropped) {
+      has_dropped = true;
+      if (PyList_SetItem(inputs, i, Ref::share(Py_None).release()) != 0) {
+        throw Error();
+      }
+    }
+    check_dead(dead_after);
     bind(pointers);
 
     if (last.get() != node.get()) {
@@ -676,7 +727,13 @@ struct Replay {
   }
 
   void check_path(PyObject* last) const {
-    if (last != Py_None) {
+    if (parent.get() != Py_None) {
+      if (last != parent.get() ||
+          attribute(manager.get(), names.path_state).get() !=
+              executing.get()) {
+        throw Unusual();
+      }
+    } else if (last != Py_None) {
       if (attribute(manager.get(), names.path_state).get() !=
           executing.get()) {
         throw Unusual();
@@ -692,6 +749,34 @@ struct Replay {
     }
     if (attribute(node.get(), names.is_steady).get() != Py_True) {
       throw Unusual();
+    }
+  }
+
+  // Of outputs in the pool that the node was recorded without. One that its
+  // node caches is dead where nobody else has the tensor or its storage, as
+  // StorageWeakRefWrapper.expired and CopyGraphNode._is_only_cached have it.
+  void check_dead(const std::vector<PathOutput>& path_outputs) const {
+    for (const auto& output : path_outputs) {
+      PyObject* weakref = PyList_GetItem(output.weakrefs.get(), output.index);
+      if (weakref == nullptr) {
+        throw Error();
+      }
+      if (attribute(weakref, names.extra_ref_check).get() == Py_None) {
+        if (checked(PyObject_CallNoArgs(weakref)).get() != Py_None) {
+          throw Unusual();
+        }
+        continue;
+      }
+      if (output.index >= PyList_GET_SIZE(output.cached.get())) {
+        throw Unusual();
+      }
+      PyObject* cached = PyList_GET_ITEM(output.cached.get(), output.index);
+      const at::TensorBase& tensor = unpack(cached);
+      // The storage is the tensor's and its Python object's.
+      if (Py_REFCNT(cached) != 1 || tensor.use_count() != 1 ||
+          tensor.storage().use_count() != 2) {
+        throw Unusual();
+      }
     }
   }
 
@@ -778,8 +863,16 @@ struct Replay {
           &is_capturing,
           &launch,
           &binding,
-          &values}) {
+          &values,
+          &parent,
+          &restore}) {
       f(*ref);
+    }
+    for (auto* path_outputs : {&dead_before, &dead_after}) {
+      for (PathOutput& output : *path_outputs) {
+        f(output.weakrefs);
+        f(output.cached);
+      }
     }
     for (Ref& allocate : allocators) {
       f(allocate);
@@ -805,6 +898,11 @@ struct Replay {
   Ref launch;
   Ref binding;
   Ref values;
+  Ref parent;
+  Ref restore;
+  std::vector<PathOutput> dead_before;
+  std::vector<PathOutput> dead_after;
+  std::vector<Py_ssize_t> dropped;
   std::vector<std::pair<size_t, uint64_t>> statics;
   std::vector<size_t> bound;
   uint64_t alignment = 1;
@@ -822,8 +920,13 @@ PyGetSetDef nodes_getset[] = {
     {"pointers", Nodes::py_pointers, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
-// What a benchmark replaces, to leave it out of a time.
 PyGetSetDef replay_getset[] = {
+    {"general",
+     Replay::get<&Replay::general>,
+     Replay::set<&Replay::general>,
+     nullptr,
+     nullptr},
+    // These two a benchmark replaces, to leave them out of a time.
     {"binding",
      Replay::get<&Replay::binding>,
      Replay::set<&Replay::binding>,
