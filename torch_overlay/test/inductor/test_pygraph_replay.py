@@ -62,6 +62,9 @@ class Node(record.BoundGraphNode):
         self.non_managed_static_input_idxs = [0]
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
+        self.cudagraph_managed_idxs = []
+        self.expected_dead_indices_before_graph = []
+        self.expected_dead_indices_after_graph = []
         self.returned_from_pool = []
         self.values = CapturedValues(is_bound=True)
         self.bound_input_idxs = [1]
