@@ -18,6 +18,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.mutation_guard import GenerationTracker
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
@@ -472,6 +473,101 @@ class CompiledReplayTest(ReplayTest):
         self.replay = self.node = self.manager = self.general = None
         gc.collect()
         self.assertIsNone(replay_ref())
+
+
+class IdleWrappersTest(TestCase):
+    """
+    AOTAutograd's runtime wrappers: with pygraph they are not made where they would have
+    nothing to do.
+    """
+
+    def check(self, fn: Any, idle: bool, *args: Any) -> None:
+        "``idle`` says whether a later call goes around them."
+        for pygraph in (False, True):
+            torch._dynamo.reset()
+            with config.patch(pygraph=pygraph):
+                compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+                for _ in range(2):
+                    self.check_call(compiled, fn, *args)
+            wrapper = "call_func_at_runtime_with_args"
+            general = getattr(runtime_wrappers, wrapper)
+            with mock.patch.object(runtime_wrappers, wrapper, wraps=general) as called:
+                self.check_call(compiled, fn, *args)
+                self.assertEqual(called.called, not (pygraph and idle))
+                with torch.autograd.profiler.profile():
+                    self.check_call(compiled, fn, *args)
+                self.assertTrue(called.called)
+
+    def check_call(self, compiled: Any, fn: Any, *args: Any) -> None:
+        copies = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
+        for is_grad_enabled in (True, False):
+            with torch.set_grad_enabled(is_grad_enabled):
+                outputs = compiled(*copies)
+                expected = fn(*args)
+                self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+            self.assertEqual(outputs, expected)
+            self.assertEqual(copies, list(args))
+            for output, other in zip(outputs, expected):
+                self.assertEqual(output.requires_grad, other.requires_grad)
+                self.assertEqual(
+                    any(output is c for c in copies), any(other is a for a in args)
+                )
+                self.assertEqual(output._is_view(), other._is_view())
+
+    def test_plain(self):
+        self.check(lambda x, y: (x.sin(), x + y), True, torch.randn(4), torch.randn(4))
+
+    def test_no_outputs_of_the_graph(self):
+        self.check(lambda x: (x.sin().sum(),), True, torch.randn(4))
+
+    def test_mutated_input(self):
+        self.check(lambda x: (x.add_(1).sin(),), False, torch.randn(4))
+
+    def test_input_returned(self):
+        "By Dynamo's bytecode, not by the graph."
+        self.check(lambda x: (x, x.sin()), True, torch.randn(4))
+
+    def test_view_of_an_input(self):
+        self.check(lambda x: (x[1:], x.sin()), False, torch.randn(4))
+
+    def test_views_of_one_output(self):
+        def fn(x):
+            y = x.sin()
+            return y[1:], y[:2]
+
+        self.check(fn, False, torch.randn(4, requires_grad=True))
+
+    def test_grad_mode_that_the_function_sets(self):
+        def fn(x):
+            y = x.sin()
+            torch._C._set_grad_enabled(False)
+            return (y,)
+
+        x = torch.randn(4)
+        with config.patch(pygraph=True):
+            compiled = torch.compile(fn, backend="aot_eager")
+            for _ in range(3):
+                with torch.enable_grad():
+                    compiled(x)
+                    self.assertFalse(torch.is_grad_enabled())
+
+    def test_error_in_the_graph(self):
+        x, index = torch.randn(4), torch.tensor([1])
+        with config.patch(pygraph=True):
+            compiled = torch.compile(lambda x, i: x[i], backend="aot_eager")
+            self.assertEqual(compiled(x, index), x[index])
+            for is_grad_enabled in (True, False):
+                with torch.set_grad_enabled(is_grad_enabled):
+                    with self.assertRaisesRegex(IndexError, "out of bounds"):
+                        compiled(x, index + 7)
+                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+
+    def test_autocast(self):
+        x = torch.randn(4, 4)
+        with config.patch(pygraph=True), torch.autocast("cpu", torch.bfloat16):
+            compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
+            for _ in range(3):
+                self.assertEqual(compiled(x), x @ x)
 
 
 if __name__ == "__main__":
