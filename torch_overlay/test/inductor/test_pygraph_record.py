@@ -1092,7 +1092,7 @@ class RecordTest(TestCase):
             return run(manager, *args, **kwargs)
 
         with mock.patch.object(trees.CUDAGraphTreeManager, "run", counted):
-            for i in range(16):
+            for i in range(18):
                 if i == 6:
                     by_trees.clear()
                 new_generation()
@@ -1114,7 +1114,7 @@ class RecordTest(TestCase):
                     names=["mul", "tangents_1"],
                 )
                 held = HeldByAutograd(a) if i in (9, 11) else None
-                retained = a if i == 13 else None
+                retained = {13: a, 14: a.detach()}.get(i)
                 del a
                 (grad,) = backward.call(inputs)
                 self.assertEqual(inputs, [])

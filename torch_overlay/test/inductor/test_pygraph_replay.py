@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import sys
 import threading
 import types
@@ -39,6 +40,19 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+
+
+class Saves(torch.autograd.Function):
+    "Holds tensors as a forward does its activations: by C++ alone."
+
+    @staticmethod
+    def forward(ctx, leaf, activations):
+        ctx.save_for_backward(*activations)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
 
 
 class Graph:
@@ -434,6 +448,122 @@ class CompiledReplayTest(ReplayTest):
         for inputs in ([], [self.weight], [self.weight, None, 5], (self.weight, None, 5)):
             self.assertEqual(self.replay(inputs), ["general"])
         self.assertEqual(self.general.call_count, 4)
+
+    def follow(self) -> list[Any]:
+        """
+        Makes the weight an activation, which the graph before this one left in the pool
+        and which dies in this one. Returns what that graph caches.
+        """
+        cached = [self.weight]
+        parent = types.SimpleNamespace(
+            parent=None,
+            cached_tensor_outputs=cached,
+            outputs_weakrefs=[trees.StorageWeakRefWrapper(self.weight, lambda: True)],
+            live_indices_after_graph=[(0, 0)],
+        )
+        node = self.node
+        node._parent = lambda: parent
+        node.non_managed_static_input_idxs = []
+        node.cudagraph_managed_idxs = [0]
+        node.preserved_aliased_inputs = [False] * 3
+        node.expected_dead_indices_after_graph = [(0, 0)]
+        node.weight, node.static_output_tensors = None, [None] * 5
+        node.restore_managed = lambda inputs: inputs.__setitem__(0, "restored")
+        node.launch = lambda: setattr(node, "launches", node.launches + 1)
+        node.output, self.weight = torch.empty(8), None
+        self.parent = parent
+        self.path(parent)
+        self.replay = self.steady(CompilationMode.BACKWARD)
+        return cached
+
+    def path(self, last: Any, state: Any = ExecutionState.EXECUTION) -> None:
+        self.manager.current_node = last
+        self.manager.path_state = state
+
+    def call_after(self, cached: list[Any]) -> bool:
+        "Whether the call went the short way. Otherwise no input is missing."
+        launches = self.node.launches
+        inputs = [cached[0], torch.randn(8), 5]
+        outputs = self.replay(inputs)
+        if self.node.launches == launches:
+            self.assertEqual(outputs, ["general"])
+            self.assertIsNotNone(inputs[0])
+            # It has them too.
+            self.general.reset_mock()
+            return False
+        self.assertEqual(inputs, [])
+        self.assertIs(self.manager.current_node, self.node)
+        self.path(self.parent)
+        return True
+
+    def test_after_another_graph(self):
+        cached = self.follow()
+        for _ in range(3):
+            self.assertTrue(self.call_after(cached))
+        for last, state in (
+            (None, ExecutionState.NONE),
+            (self.node, ExecutionState.EXECUTION),
+            (types.SimpleNamespace(live_indices_after_graph=[]), ExecutionState.EXECUTION),
+            (self.parent, ExecutionState.RECORDING),
+        ):
+            self.path(last, state)
+            self.assertFalse(self.call_after(cached), (last, state))
+        self.path(self.parent)
+        self.assertTrue(self.call_after(cached))
+
+    def test_activation_that_is_held(self):
+        "It is overwritten, or was expected to be dead, unless nobody else has it."
+        holders = ("name", "view", "autograd", "uncached")
+        for before, holder in itertools.product((False, True), holders):
+            with self.subTest(holder=holder, before=before):
+                self.weight = torch.randn(8)
+                self.node = Node(self.weight)
+                self.node.cache()
+                self.check_held(holder, before)
+
+    def check_held(self, holder: str, before: bool) -> None:
+        cached = self.follow()
+        if before:
+            # It is no input here.
+            other = torch.randn(8)
+            self.parent.cached_tensor_outputs = [other]
+            ref = trees.StorageWeakRefWrapper(other, lambda: True)
+            self.parent.outputs_weakrefs = [ref]
+            self.node.expected_dead_indices_before_graph = [(0, 0)]
+            self.node.expected_dead_indices_after_graph = []
+            del other, ref
+            self.replay = self.steady(CompilationMode.BACKWARD)
+        outputs = self.parent.cached_tensor_outputs
+        self.assertTrue(self.call_after(cached))
+        if holder == "name":
+            held = outputs[0]
+        elif holder == "view":
+            held = outputs[0].detach()
+        elif holder == "autograd":
+            held = Saves.apply(torch.zeros(1, requires_grad=True), outputs)
+        else:
+            # A later graph returned it too: trees no longer cache it.
+            self.parent.outputs_weakrefs[0].remove_extra_reference()
+            held = None
+        self.assertFalse(self.call_after(cached))
+        del held
+        if holder != "uncached":
+            self.assertTrue(self.call_after(cached))
+
+    def test_activation_that_moved(self):
+        cached = self.follow()
+        self.assertFalse(self.call_after([torch.randn(8)]))
+        self.assertTrue(self.call_after(cached))
+
+    def test_activations_that_are_no_longer_cached(self):
+        cached = self.follow()
+        activation = cached.pop()
+        self.assertFalse(self.call_after([activation]))
+
+    def test_node_that_refuses_after_inputs_are_gone(self):
+        cached = self.follow()
+        self.node.binding.update.side_effect = DriverError("refused")
+        self.assertFalse(self.call_after(cached))
 
     def test_errors_of_the_launch(self):
         "They are the program's, as any other of the device."
