@@ -18,7 +18,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from .upstream import Upstream, cache_directory
+from .upstream import cache_directory, Upstream
 
 
 log = logging.getLogger(__name__)

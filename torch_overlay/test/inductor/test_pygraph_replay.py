@@ -77,6 +77,10 @@ class Node(record.BoundGraphNode):
         self.non_managed_static_input_idxs = [0]
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
+        self.live_indices_after_graph = []
+        self.wrapped_function = types.SimpleNamespace(
+            pygraph=types.SimpleNamespace(is_outdated=False)
+        )
         self.cudagraph_managed_idxs = []
         self.expected_dead_indices_before_graph = []
         self.expected_dead_indices_after_graph = []
@@ -179,9 +183,17 @@ class ReplayTest(TestCase):
         return True
 
     def last(self, state: ExecutionState, live: bool) -> None:
-        self.manager._current_node = types.SimpleNamespace(
-            all_outputs_are_dead=lambda: not live
+        # One output, which the node caches.
+        cached = [torch.randn(8)]
+        self.held = cached[0] if live else None
+        last = types.SimpleNamespace(
+            all_outputs_are_dead=lambda: not live,
+            live_indices_after_graph=[(0, 0)],
+            cached_tensor_outputs=cached,
+            outputs_weakrefs=[trees.StorageWeakRefWrapper(cached[0], lambda: True)],
         )
+        last._path_from_root = [last]
+        self.manager._current_node = last
         self.manager.path_state = state
 
     def test_steady(self):
@@ -222,6 +234,13 @@ class ReplayTest(TestCase):
         ):
             self.last(state, live)
             self.assertEqual(self.call(), steady, (state, live))
+
+    def test_outdated_function(self):
+        function = self.node.wrapped_function.pygraph
+        function.is_outdated = True
+        self.assertFalse(self.call())
+        function.is_outdated = False
+        self.assertTrue(self.call())
 
     def test_dropped_tensors(self):
         self.node.drop()
@@ -550,6 +569,24 @@ class CompiledReplayTest(ReplayTest):
         if holder != "uncached":
             self.assertTrue(self.call_after(cached))
 
+    def test_what_the_last_graph_left_dies(self):
+        self.last(ExecutionState.EXECUTION, live=True)
+        last = self.manager.current_node
+        self.assertFalse(self.call())
+        self.held = None
+        self.assertTrue(self.call())
+        self.manager.current_node = last
+        self.held = last.cached_tensor_outputs[0].detach()
+        self.assertFalse(self.call())
+
+    def test_hooks_of_a_cached_tensor(self):
+        "They are the last call's."
+        self.assertTrue(self.call())
+        self.node.saved.requires_grad_().register_hook(lambda grad: None)
+        self.node.saved.requires_grad_(False)
+        self.assertTrue(self.call())
+        self.assertIsNone(self.node.saved._backward_hooks)
+
     def test_activation_that_moved(self):
         cached = self.follow()
         self.assertFalse(self.call_after([torch.randn(8)]))
@@ -580,12 +617,13 @@ class CompiledReplayTest(ReplayTest):
         self.node.launch = lambda: None
         constant = self.weight
         x, self.node.output = torch.empty(8), torch.empty(8)
-        objects = (constant, x, self.node.output, self.node.saved, self.node)
+        objects = [constant, x, self.node.output, self.node.saved, self.node]
 
         def counts() -> list[int]:
             return [sys.getrefcount(o) for o in objects]
 
-        self.replay([self.weight, x, 5])
+        for _ in range(2):
+            self.replay([self.weight, x, 5])
         before = counts()
         for _ in range(10):
             self.replay([self.weight, x, 5])
@@ -599,7 +637,8 @@ class CompiledReplayTest(ReplayTest):
         cycle = [self.replay]
         cycle.append(cycle)
         self.general.cycle = cycle
-        del objects, cycle
+        objects.clear()
+        del cycle
         self.replay = self.node = self.manager = self.general = None
         gc.collect()
         self.assertIsNone(replay_ref())

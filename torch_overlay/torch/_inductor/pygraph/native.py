@@ -7,6 +7,7 @@ done in Python, slower.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from typing import Any
 
@@ -17,6 +18,6 @@ log = logging.getLogger(__name__)
 compiled: Any = None
 
 try:
-    from torch._inductor.pygraph import _replay as compiled  # type: ignore[attr-defined, no-redef]
+    compiled = importlib.import_module("torch._inductor.pygraph._replay")
 except ImportError as e:
     log.info("graphs are replayed by Python: %s", e)

@@ -8,6 +8,7 @@ is left is what can change from call to call, and any change goes to trees:
 
 - the last path left something in the pool, or is not executed but recorded
 - this node's cached tensors were dropped, as they are while something is recorded
+- the function is to be recorded anew, since its gradients were held
 - a static input moved
 - a bound input is less aligned than the recording
 
@@ -40,7 +41,11 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
 if TYPE_CHECKING:
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, PathOutputIndex
+    from torch._inductor.cudagraph_trees import (
+        CUDAGraphNode,
+        CUDAGraphTreeManager,
+        PathOutputIndex,
+    )
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.record import BoundGraphNode
     from torch._inductor.pygraph.select import Function
@@ -136,6 +141,8 @@ def steady_replay(
             or not last.all_outputs_are_dead()
         ):
             return general(inputs)
+        if node.wrapped_function.pygraph.is_outdated:
+            return general(inputs)
         if not node.is_steady or not pointers_equal(
             inputs,  # type: ignore[arg-type]
             static_pointers,
@@ -174,6 +181,22 @@ def steady_replay(
     return replay
 
 
+def path_outputs(
+    node: CUDAGraphNode, indices: list[PathOutputIndex]
+) -> list[tuple[list[Any], list[Any], int]]:
+    "For each (depth, index), what the node there keeps of its outputs, and the index."
+    path = list(node._path_from_root)
+    return [
+        (path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
+        for depth, i in indices
+    ]
+
+
+def live_outputs(node: CUDAGraphNode) -> list[tuple[list[Any], list[Any], int]]:
+    "path_outputs of those that all_outputs_are_dead looks at."
+    return path_outputs(node, node.live_indices_after_graph)
+
+
 def compiled_replay(
     node: BoundGraphNode,
     manager: CUDAGraphTreeManager,
@@ -193,16 +216,6 @@ def compiled_replay(
         return None
     static_pointers = node.static_input_data_ptrs
     static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
-    path = list(node._path_from_root)
-
-    def path_outputs(
-        indices: list[PathOutputIndex],
-    ) -> list[tuple[list[Any], list[Any], int]]:
-        return [
-            (path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
-            for depth, i in indices
-        ]
-
     # By output, None for one that the node caches.
     bound: list[int | None] = [
         alias.index if isinstance(alias, AliasesBoundMemory) else None
@@ -240,8 +253,10 @@ def compiled_replay(
             for i in node.cudagraph_managed_idxs
             if not node.preserved_aliased_inputs[i]
         ],
-        dead_before=path_outputs(node.expected_dead_indices_before_graph),
-        dead_after=path_outputs(node.expected_dead_indices_after_graph),
+        function=node.wrapped_function.pygraph,
+        live_outputs=live_outputs,
+        dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
+        dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
         pool=node.pool_ranges.bounds,
         allocators=node.allocators,
         outputs=[

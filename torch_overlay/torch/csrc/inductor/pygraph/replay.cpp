@@ -27,6 +27,7 @@
 struct THPVariable {
   PyObject_HEAD
   at::TensorBase cdata;
+  PyObject* backward_hooks;
 };
 extern PyObject* THPVariableClass;
 PyObject* THPVariable_Wrap(at::TensorBase&& var);
@@ -408,7 +409,8 @@ struct Names {
   PyObject* current_node_attribute;
   PyObject* path_state;
   PyObject* extra_ref_check;
-  PyObject* live_indices_after_graph;
+  PyObject* is_outdated;
+  PyObject* backward_hooks;
   PyObject* is_steady;
   PyObject* graph;
   PyObject* cached_tensor_outputs;
@@ -427,7 +429,8 @@ bool intern_names() {
       {&names.current_node_attribute, "_current_node"},
       {&names.path_state, "path_state"},
       {&names.extra_ref_check, "extra_ref_check"},
-      {&names.live_indices_after_graph, "live_indices_after_graph"},
+      {&names.is_outdated, "is_outdated"},
+      {&names.backward_hooks, "_backward_hooks"},
       {&names.is_steady, "is_steady"},
       {&names.graph, "graph"},
       {&names.cached_tensor_outputs, "cached_tensor_outputs"},
@@ -472,10 +475,11 @@ struct Replay {
         "mark_step",    "tracker",  "pending",    "local",
         "owner",        "containers", "is_capturing", "launch",
         "binding",      "values",   "static",     "bound",
-        "parent",       "restore",  "alignment",  "pool",
+        "parent",       "restore",  "function",   "live_outputs",
+        "alignment",    "pool",
         "allocators",   "outputs",  "dropped",    "dead_before",
         "dead_after",   nullptr};
-    PyObject *objects[16], *static_inputs = nullptr, *bound_inputs = nullptr,
+    PyObject *objects[18], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
                            *output_list = nullptr, *dropped_inputs = nullptr,
                            *before = nullptr, *after = nullptr;
@@ -483,7 +487,7 @@ struct Replay {
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOOOKOOOOOO",
+            "$OOOOOOOOOOOOOOOOOOOOKOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -503,6 +507,8 @@ struct Replay {
             &bound_inputs,
             &objects[14],
             &objects[15],
+            &objects[16],
+            &objects[17],
             &needed_alignment,
             &pool_bounds,
             &allocator_list,
@@ -528,7 +534,9 @@ struct Replay {
         &binding,
         &values,
         &parent,
-        &restore};
+        &restore,
+        &function,
+        &live_outputs};
     for (size_t i = 0; i < std::size(owned); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
@@ -700,6 +708,11 @@ struct Replay {
         if (value == nullptr) {
           throw Error();
         }
+        if (value != Py_None &&
+            reinterpret_cast<THPVariable*>(value)->backward_hooks != nullptr) {
+          // Of the tensor that the last call returned.
+          set_attribute(value, names.backward_hooks, Py_None);
+        }
       }
       PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
     }
@@ -726,7 +739,7 @@ struct Replay {
     }
   }
 
-  void check_path(PyObject* last) const {
+  void check_path(PyObject* last) {
     if (parent.get() != Py_None) {
       if (last != parent.get() ||
           attribute(manager.get(), names.path_state).get() !=
@@ -738,25 +751,25 @@ struct Replay {
           executing.get()) {
         throw Unusual();
       }
-      int live = PyObject_IsTrue(
-          attribute(last, names.live_indices_after_graph).get());
-      if (live < 0) {
-        throw Error();
+      if (last != last_seen.get()) {
+        Ref outputs_of_last =
+            checked(PyObject_CallOneArg(live_outputs.get(), last));
+        live_of_last = path_outputs(outputs_of_last.get());
+        last_seen = Ref::share(last);
       }
-      if (live != 0) {
-        throw Unusual();
-      }
+      check_dead(live_of_last);
     }
-    if (attribute(node.get(), names.is_steady).get() != Py_True) {
+    if (attribute(node.get(), names.is_steady).get() != Py_True ||
+        attribute(function.get(), names.is_outdated).get() != Py_False) {
       throw Unusual();
     }
   }
 
-  // Of outputs in the pool that the node was recorded without. One that its
+  // Of outputs in the pool that the graph may overwrite. One that its
   // node caches is dead where nobody else has the tensor or its storage, as
   // StorageWeakRefWrapper.expired and CopyGraphNode._is_only_cached have it.
-  void check_dead(const std::vector<PathOutput>& path_outputs) const {
-    for (const auto& output : path_outputs) {
+  static void check_dead(const std::vector<PathOutput>& outputs_of_path) {
+    for (const auto& output : outputs_of_path) {
       PyObject* weakref = PyList_GetItem(output.weakrefs.get(), output.index);
       if (weakref == nullptr) {
         throw Error();
@@ -865,11 +878,14 @@ struct Replay {
           &binding,
           &values,
           &parent,
-          &restore}) {
+          &restore,
+          &function,
+          &live_outputs,
+          &last_seen}) {
       f(*ref);
     }
-    for (auto* path_outputs : {&dead_before, &dead_after}) {
-      for (PathOutput& output : *path_outputs) {
+    for (auto* of_path : {&dead_before, &dead_after, &live_of_last}) {
+      for (PathOutput& output : *of_path) {
         f(output.weakrefs);
         f(output.cached);
       }
@@ -900,6 +916,11 @@ struct Replay {
   Ref values;
   Ref parent;
   Ref restore;
+  Ref function;
+  Ref live_outputs;
+  // The graph that was last when this was last called, and what it left alive.
+  Ref last_seen;
+  std::vector<PathOutput> live_of_last;
   std::vector<PathOutput> dead_before;
   std::vector<PathOutput> dead_after;
   std::vector<Py_ssize_t> dropped;
