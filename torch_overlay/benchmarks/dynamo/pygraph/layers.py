@@ -101,6 +101,17 @@ CASES = {
 }
 
 
+@contextlib.contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute that cannot be deleted, as mock does."""
+    original = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, original)
+
+
 class Layers:
     """One compiled function, called with as many of its layers as wanted."""
 
@@ -137,16 +148,20 @@ class Layers:
     def layers(self) -> tuple[str, ...]:
         return LAYERS if self.is_graph else (*LAYERS[:3], "kernels")
 
-    @property
-    def compiled_replays(self) -> list[Any]:
-        """Of PyGraph's graphs, those that compiled code replays."""
+    def compiled_replays(self) -> list[list[Any]]:
+        """What replays PyGraph's functions by compiled code, for each function one or several recordings."""
         from torch._inductor.pygraph import native
 
-        if native.compiled is None:
-            return []
-        runners = (graph.compiled_fn_runner for graph in self.graphs)
-        functions = (fn for runner in runners if runner is not None for fn in runner.partitions)
-        return [fn for fn in functions if isinstance(fn, native.compiled.Replay)]
+        found = []
+        for runner in (graph.compiled_fn_runner for graph in self.graphs):
+            for fn in () if runner is None else runner.partitions:
+                recordings = []
+                while native.compiled is not None and isinstance(fn, native.compiled.Replay):
+                    recordings.append(fn)
+                    fn = fn.general
+                if recordings:
+                    found.append(recordings)
+        return found
 
     def call(self, times: int) -> None:
         for _ in range(times):
@@ -200,17 +215,17 @@ class Layers:
                 mock.patch.object(CUDAGraphNode, "_copy_inputs_and_remove_from_src", lambda *args: None)
             )
             stack.enter_context(mock.patch.object(NodeUpdateBinding, "update", lambda *args: None))
-            for replay in self.compiled_replays:
+            for replay in itertools.chain(*self.compiled_replays()):
                 no_nodes = native.compiled.Nodes(replay.binding.pointers, [], None)
-                stack.enter_context(mock.patch.object(replay, "binding", no_nodes))
+                stack.enter_context(replaced(replay, "binding", no_nodes))
             yield stack.enter_context(self._inputs())
 
     @contextlib.contextmanager
     def _inputs(self) -> Iterator[Callable[[int], None]]:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: None))
-            for replay in self.compiled_replays:
-                stack.enter_context(mock.patch.object(replay, "launch", lambda graph: None))
+            for replay in itertools.chain(*self.compiled_replays()):
+                stack.enter_context(replaced(replay, "launch", lambda graph: None))
             yield self.call
 
     @contextlib.contextmanager
@@ -267,7 +282,7 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]
             "total": medians["total"],
         }
         if variants[name].is_graph and "pygraph" in VARIANTS[name]:
-            rows[name]["compiled"] = len(variants[name].compiled_replays)
+            rows[name]["compiled"] = len(variants[name].compiled_replays())
     return rows
 
 
