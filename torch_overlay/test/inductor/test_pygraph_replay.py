@@ -19,6 +19,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.mutation_guard import GenerationTracker
+from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.cudagraph_trees import (
@@ -730,6 +731,21 @@ class IdleWrappersTest(TestCase):
                     with self.assertRaisesRegex(IndexError, "out of bounds"):
                         compiled(x, index + 7)
                     self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+
+    def test_record_of_the_bytecode_before_a_graph(self):
+        "For the profiler only, and Dynamo does not look at the functions that make it."
+        counters.clear()
+        compiled = torch.compile(lambda x: x.sin(), backend="eager")
+        x = torch.randn(4)
+        for _ in range(3):
+            compiled(x)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+        names = [event.name for event in profile.events()]
+        self.assertEqual(names.count("Pregraph bytecode"), 1)
+        self.assertEqual(counters["frames"]["total"], 1)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            self.assertEqual(compiled(x), x.sin())
 
     def test_autocast(self):
         x = torch.randn(4, 4)
