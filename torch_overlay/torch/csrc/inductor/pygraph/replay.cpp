@@ -7,7 +7,6 @@
 // headers, and no CUDA toolkit, since driver functions come as addresses.
 
 #include <Python.h>
-#include <structmember.h>
 
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
