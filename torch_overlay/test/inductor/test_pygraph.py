@@ -739,7 +739,7 @@ class CompiledReplayTest(PyGraphTestCase):
     @staticmethod
     def around_trees():
         return mock.patch.object(
-            trees.CUDAGraphTreeManager, "run", side_effect=AssertionError("trees")
+            trees.CUDAGraphTreeManager, "_run", side_effect=AssertionError("trees")
         )
 
     def test_inference_goes_around_trees(self):
