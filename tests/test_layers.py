@@ -45,15 +45,15 @@ def test_each_layer_runs_what_is_above_it(variant: layers.Layers) -> None:
         assert ran.count("kernels") == 2 * len(variant.graphs) * kernels_run, layer
 
 
-def test_measure() -> None:
-    with torch.no_grad():
-        rows = layers.measure(layers.CASES["pointwise_2x4KiB"], "cpu", rounds=2)
+@pytest.mark.parametrize("case", ["pointwise_2x4KiB", "training"])
+def test_measure(case: str) -> None:
+    rows = layers.measure(layers.CASES[case], "cpu", rounds=2)
     assert list(rows) == list(layers.VARIANTS)
     for times in rows.values():
         assert tuple(times) == (*CPU_LAYERS, "host", "total")
         assert sum(times[layer] for layer in CPU_LAYERS) == pytest.approx(times["host"])
         assert times["host"] <= times["total"]
     table = layers.format_layers({"case": rows}).splitlines()
-    assert table[0] == "| case | variant | dynamo | aot | inductor | trees | inputs | launch | kernels | host | total |"
+    assert table[0] == "| case | variant | dynamo | aot | inductor | trees | inputs | launch | kernels | host | total | compiled |"
     assert len(table) == 2 + len(layers.VARIANTS)
     assert all(line.count("|") == table[0].count("|") for line in table)

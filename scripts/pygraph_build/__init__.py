@@ -2,6 +2,7 @@
 
     upstream   what is built on: pinned versions and hashes, where a source file lives in the wheel
     series     the patch series, and the files it and the overlay change
+    native     C++ of the overlay -> extension modules
     wheel      upstream wheel -> patched wheel
     overlay    installed package -> patched package, in a directory or in place
     worktree   patch series <-> git work tree, for working on the patches

@@ -14,8 +14,10 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
 
+from .native import extensions
 from .series import changed_files, overlay_files, patch_names
 from .upstream import BuildError, Upstream
 
@@ -86,7 +88,9 @@ def _changes_by_site(upstreams: Iterable[Upstream]) -> dict[Path, Changes]:
     changes: dict[Path, Changes] = {}
     for upstream in filter(_has_sources, upstreams):
         site = _site(upstream)
-        changes.setdefault(site, {}).update(changed_files(upstream, lambda member: _read(site / member)))
+        changed = changes.setdefault(site, {})
+        changed |= changed_files(upstream, lambda member: _read(site / member))
+        changed |= extensions(upstream, lambda: nullcontext(site / "torch" / "include"))
     return changes
 
 

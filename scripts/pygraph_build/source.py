@@ -10,10 +10,12 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from .series import overlay_files
 from .upstream import BuildError, Upstream
+from .wheel import add_extensions
 from .worktree import apply_series, git, require_git
 
 
@@ -30,9 +32,13 @@ def build(upstream: Upstream, checkout: Path, directory: Path) -> None:
     prepare(upstream, checkout)
     directory.mkdir(parents=True, exist_ok=True)
     pip = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-deps", "--wheel-dir"]
-    command = [*pip, str(directory.resolve()), str(checkout.resolve())]
-    if subprocess.run(command, env=os.environ | build_variables(upstream)).returncode != 0:
-        raise BuildError(f"upstream's build of {checkout} failed; what it says is above")
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        command = [*pip, scratch, str(checkout.resolve())]
+        if subprocess.run(command, env=os.environ | build_variables(upstream)).returncode != 0:
+            raise BuildError(f"upstream's build of {checkout} failed; what it says is above")
+        (wheel,) = Path(scratch).iterdir()
+        add_extensions(upstream, wheel)
+        os.replace(wheel, directory / wheel.name)
 
 
 def clone(upstream: Upstream, checkout: Path) -> None:

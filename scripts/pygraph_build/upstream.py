@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,6 +73,11 @@ def _move(path: str, dirs) -> str | None:
         return None
     old, new = max(inside, key=lambda pair: len(pair[0]))
     return None if new is None else new + path[len(old) :]
+
+
+def cache_directory() -> Path:
+    """Of what was fetched or compiled."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pygraph"
 
 
 def load(root: Path = ROOT) -> dict[str, Upstream]:

@@ -19,12 +19,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from .native import extensions
 from .series import changed_files
-from .upstream import BuildError, Upstream
+from .upstream import BuildError, cache_directory, Upstream
 
 
 log = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ log = logging.getLogger(__name__)
 def fetch(upstream: Upstream) -> Path:
     """Upstream's wheel for the running Python, from the cache or the package index."""
     name = _pinned_name(upstream)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pygraph"
+    cache = cache_directory()
     wheel = cache / name
     if not wheel.exists():
         log.info("Fetching %s", name)
@@ -82,17 +83,46 @@ def build(upstream: Upstream, wheel: Path, directory: Path) -> Path:
     check(upstream, wheel)
     old_stem, new_stem = (f"{upstream.name}-{v}" for v in (upstream.version, upstream.release))
     result = directory / wheel.name.replace(old_stem, new_stem, 1)
+    with zipfile.ZipFile(wheel) as old:
+        names = set(old.namelist())
+        changed = changed_files(upstream, lambda name: old.read(name) if name in names else None)
+        metadata = f"{old_stem}.dist-info/METADATA"
+        changed[metadata] = _pin_release(upstream, old.read(metadata))
+        changed |= extensions(upstream, lambda: _headers(old))
+    _rewrite(wheel, result, changed, f"{old_stem}.dist-info", f"{new_stem}.dist-info")
+    return result
+
+
+def add_extensions(upstream: Upstream, wheel: Path) -> None:
+    """Adds to a wheel that was compiled from source what is compiled against its headers."""
+    with zipfile.ZipFile(wheel) as old:
+        added = extensions(upstream, lambda: _headers(old))
+    dist_info = f"{upstream.name}-{upstream.release}.dist-info"
+    if added:
+        _rewrite(wheel, wheel, added, dist_info, dist_info)
+
+
+@contextmanager
+def _headers(wheel: zipfile.ZipFile) -> Iterator[Path]:
+    """The directory of the wheel's headers."""
+    with tempfile.TemporaryDirectory() as scratch:
+        root = "torch/include/"
+        wheel.extractall(scratch, [name for name in wheel.namelist() if name.startswith(root)])
+        yield Path(scratch, root)
+
+
+def _rewrite(
+    wheel: Path, result: Path, changed: Mapping[str, bytes | None], dist_info: str, new_dist_info: str
+) -> None:
+    """Writes the wheel with changed members, None for what is gone, and with another name of .dist-info."""
     log.info("Writing %s", result.name)
     with zipfile.ZipFile(wheel) as old, _replacing(result) as file, zipfile.ZipFile(file, "w") as new:
         members = {info.filename: info for info in old.infolist()}
-        dist_info = f"{old_stem}.dist-info"
         metadata, record = f"{dist_info}/METADATA", f"{dist_info}/RECORD"
-        changed = changed_files(upstream, lambda name: old.read(name) if name in members else None)
-        changed[metadata] = _pin_release(upstream, old.read(metadata))
         rows = {row[0]: row for row in csv.reader(io.StringIO(old.read(record).decode()))}
 
         def renamed(name: str) -> str:
-            return name.replace(dist_info, f"{new_stem}.dist-info", 1)
+            return name.replace(dist_info, new_dist_info, 1)
 
         for name, info in members.items():
             if name not in changed and name != record:
@@ -110,7 +140,6 @@ def build(upstream: Upstream, wheel: Path, directory: Path) -> Path:
         writer = csv.writer(text, lineterminator="\n")
         writer.writerows([renamed(name), *rest] for name, *rest in rows.values())
         _write_member(new, members[record], renamed(record), text.getvalue().encode())
-    return result
 
 
 def _pin_release(upstream: Upstream, metadata: bytes) -> bytes:

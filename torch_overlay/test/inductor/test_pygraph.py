@@ -19,7 +19,7 @@ import torch._inductor.cudagraph_trees as trees
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -207,7 +207,9 @@ class BindingTest(PyGraphTestCase):
             x = randn(32)
             self.assertEqual(compiled(x, randn(7)), x * 7)
 
+    @mock.patch.object(native, "compiled", None)
     def test_same_pointers_need_no_update(self):
+        "By compiled code too; test_pygraph_replay.py has it."
         compiled = self.compiled(lambda x: x + 1)
         x = randn(32)
         for _ in range(3):
@@ -730,6 +732,88 @@ class ProofTest(PyGraphTestCase):
 
 
 instantiate_parametrized_tests(ProofTest)
+
+
+@unittest.skipIf(native.compiled is None, "requires torch._inductor.pygraph._replay")
+class CompiledReplayTest(PyGraphTestCase):
+    @staticmethod
+    def around_trees():
+        return mock.patch.object(
+            trees.CUDAGraphTreeManager, "_run", side_effect=AssertionError("trees")
+        )
+
+    def test_inference_goes_around_trees(self):
+        def fn(x, y):
+            return (x @ y).relu(), x.sin()
+
+        compiled = self.compiled(fn)
+        with torch.no_grad():
+            for _ in range(4):
+                compiled(randn(64, 64), randn(64, 64))
+            kept = []
+            with self.around_trees():
+                for _ in range(4):
+                    x, y = randn(64, 64), randn(64, 64)
+                    kept.append((x, y, compiled(x, y)))
+            for x, y, outputs in kept:
+                self.assertEqual(outputs, fn(x, y))
+
+    def test_training_goes_around_trees(self):
+        module = MLP().to(DEVICE)
+        compiled, plain = self.compiled(module), torch.compile(lambda x: module(x))
+
+        def step(fn, x):
+            loss = fn(x).square().mean()
+            loss.backward()
+            grads = [p.grad.clone() for p in module.parameters()]
+            module.zero_grad()
+            return loss.detach().clone(), grads
+
+        for _ in range(8):
+            step(compiled, randn(8, 64))
+        xs = [randn(8, 64) for _ in range(4)]
+        with self.around_trees():
+            actual = [step(compiled, x) for x in xs]
+        self.assertEqual(actual, [step(plain, x) for x in xs])
+        # Gradients that are held, and are not to be overwritten.
+        compiled(xs[0]).square().mean().backward()
+        held = [p.grad for p in module.parameters()]
+        expected = [grad.clone() for grad in held]
+        module.zero_grad()
+        for x, (loss, grads) in zip(xs, actual):
+            self.assertEqual(step(compiled, x), (loss, grads))
+            self.assertEqual(held, expected)
+
+    def test_same_as_python(self):
+        module = MLP(norm=True).to(DEVICE).eval()
+        results = []
+        for compiled in (native.compiled, None):
+            torch._dynamo.reset()
+            with mock.patch.object(native, "compiled", compiled), torch.no_grad():
+                torch.manual_seed(0)
+                fn = self.compiled(lambda x, y: (module(x) + y, y * 2))
+                wide = randn(8, 256)
+                results.append(
+                    [
+                        fn(x, y)
+                        for i in range(8)
+                        for x, y in ((randn(8, 64), wide[:, 64 : 128 + i][:, :64]),)
+                    ]
+                )
+        self.assertEqual(results[0], results[1], atol=0, rtol=0)
+
+    def test_another_stream(self):
+        compiled = self.compiled(lambda x: x.sin() * 2)
+        stream = torch.cuda.Stream()
+        with torch.no_grad():
+            for _ in range(4):
+                compiled(randn(1 << 16))
+            stream.wait_stream(torch.cuda.current_stream())
+            with self.around_trees(), torch.cuda.stream(stream):
+                x = randn(1 << 16)
+                out = compiled(x)
+            stream.synchronize()
+            self.assertEqual(out, x.sin() * 2)
 
 
 class TrainingTest(PyGraphTestCase):

@@ -24,6 +24,7 @@ import torch
 from torch._inductor.pygraph import (
     binding,
     driver,
+    native,
     placeholder,
     prelude,
     proof,
@@ -58,6 +59,7 @@ except ImportError:
     cu = None
 
 needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
+needs_compiled = unittest.skipIf(native.compiled is None, "requires _replay")
 
 GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
 DEVICE_NODE, PRELUDE_FUNCTION, INDIRECT_FUNCTION = 0xD0000, 0x40000, 0x60000
@@ -227,6 +229,7 @@ class ModelledDriver:
         self.sets: list[int] = []
         self.refused: set[int] = set()
         self.failing: str | None = None
+        self.functions: list[Any] = []
         self.pages: list[tuple[Any, bytearray]] = []
         self.reserved: list[tuple[int, int]] = []
         self.hints: list[int] = []
@@ -413,15 +416,43 @@ class ModelledDriver:
             return int(params.dstDevice), int(params.srcHost)
         return int(params.dstDevice), int(params.srcDevice)
 
-    def _set_addresses(
+    def cuGraphExecMemcpyNodeSetParams(
         self, executable: Any, node: Any, params: Any, context: Any
     ) -> Any:
         if int(context) != CONTEXT:
             return (self.invalid,)
         return self._set(executable, node, lambda _: self._addresses(params))
 
-    cuGraphExecMemcpyNodeSetParams = _set_addresses
-    cuGraphExecMemsetNodeSetParams = _set_addresses
+    def cuGraphExecMemsetNodeSetParams(
+        self, executable: Any, node: Any, params: Any, context: Any
+    ) -> Any:
+        return self.cuGraphExecMemcpyNodeSetParams(executable, node, params, context)
+
+    # The same, as compiled code calls it.
+
+    def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> Any:
+        struct, *contexts = {
+            b"cuGraphExecKernelNodeSetParams": (cu.CUDA_KERNEL_NODE_PARAMS,),
+            b"cuGraphExecMemcpyNodeSetParams": (cu.CUDA_MEMCPY3D, cu.CUcontext),
+            b"cuGraphExecMemsetNodeSetParams": (
+                cu.CUDA_MEMSET_NODE_PARAMS,
+                cu.CUcontext,
+            ),
+        }[name]
+        set_params = getattr(self, name.decode())
+
+        def called(executable: int, node: int | None, params: int, *rest: int) -> int:
+            # Of a null pointer, ctypes makes None.
+            context = [t(c) for t, c in zip(contexts, rest)]
+            (status,) = set_params(executable, node or 0, struct(params), *context)
+            return int(status)
+
+        arguments = [ctypes.c_void_p] * (3 + len(contexts))
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(called)
+        self.functions.append(function)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        found = cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
+        return self.success, address, found
 
     # Memory
 
@@ -527,6 +558,16 @@ NEAR, FAR, OTHER = 0x7F2A_4000_0000, 0x7F2A_5000_0200, 0x3_1280_0000
 
 @needs_structs
 class BindingTest(TestCase):
+    "By Python; CompiledBindingTest runs the same by compiled nodes."
+
+    compiled: Any = None
+
+    def setUp(self):
+        super().setUp()
+        patch = mock.patch.object(native, "compiled", self.compiled)
+        patch.start()
+        self.addCleanup(patch.stop)
+
     @contextlib.contextmanager
     def bound(self, places: PlaceholderMap, *nodes: Node) -> Iterator[Any]:
         with modelled(*nodes) as model:
@@ -831,6 +872,50 @@ class BindingTest(TestCase):
 
 
 instantiate_parametrized_tests(BindingTest)
+
+
+@needs_structs
+@needs_compiled
+class CompiledBindingTest(BindingTest):
+    compiled = native.compiled
+
+    def test_same_calls(self):
+        "The driver is called alike, in the same order, by compiled nodes and by Python."
+        places = place(64, 64, 64)
+        x, y, z = (p.address for p in places.placeholders)
+        nodes = (
+            KernelNode(u64(x), u64(y + 8)),
+            MemcpyNode(y, z, 64),
+            MemsetNode(z),
+            KernelNode(u64(z)),
+            KernelNode(u64(x + 32)),
+        )
+        calls = []
+        for compiled in (native.compiled, None):
+            with (
+                mock.patch.object(native, "compiled", compiled),
+                self.bound(places, *nodes) as (model, bound),
+            ):
+                kind = type(bound.nodes)
+                self.assertIs(kind is binding.Nodes, compiled is None)
+                for pointers in itertools.product((NEAR, FAR), (NEAR, OTHER), (FAR,)):
+                    for _ in range(2):
+                        bound.update(list(pointers))
+                        model.sets.append(-1)
+                    self.assertEqual(bound.pointers, list(pointers))
+                calls.append((model.sets, model.held))
+        self.assertEqual(calls[0], calls[1])
+
+    def test_driver_without_the_functions(self):
+        places = place(64)
+        address = places.placeholders[0].address
+        with modelled(KernelNode(u64(address))) as model:
+            model.failing = "cuGetProcAddress"
+            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places)
+            self.assertIsInstance(bound.nodes, binding.Nodes)
+            bound.update([NEAR])
+            self.assertEqual(model.held, [[u64(NEAR)]])
+
 
 
 # Sizes of the inputs of random graphs, apart and next to each other.

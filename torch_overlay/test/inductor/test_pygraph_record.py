@@ -17,6 +17,7 @@ import dataclasses
 import itertools
 import tempfile
 import types
+import unittest
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -30,6 +31,7 @@ from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import (
     allocation,
     deliver,
+    native,
     placeholder,
     record,
     report,
@@ -306,6 +308,12 @@ class ModelledPool:
     def __contains__(self, address: int) -> bool:
         return self.device.is_in_pool(address)
 
+    @property
+    def bounds(self) -> list[int]:
+        blocks = [b for b in self.device.blocks if b.in_pool]
+        blocks.sort(key=lambda b: b.address)
+        return [bound for b in blocks for bound in (b.address, b.address + b.nbytes)]
+
 
 class ModelledEvent(mock.Mock):
     def elapsed_time(self, other: Any) -> float:
@@ -409,7 +417,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
                 "_cuda_clearCublasWorkspaces": lambda: None,
                 "_has_Standard_Deleter": lambda storage: True,
-                "_cuda_isCurrentStreamCapturing": lambda: False,
+                "_cuda_isCurrentStreamCapturing": lambda: device.captured is not None,
                 "_cuda_endAllocateToPool": lambda *args: None,
             },
         ),
@@ -438,7 +446,13 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "clone_preserve_strides": device.clone,
             },
         ),
-        (allocation, {"empty_strided_cuda": device.empty_strided}),
+        (
+            allocation,
+            {
+                "empty_strided_cuda": device.empty_strided,
+                "native": types.SimpleNamespace(compiled=None),
+            },
+        ),
         (torch, {"_foreach_copy_": foreach_copy}),
         (
             torch.Tensor,
@@ -501,8 +515,13 @@ class HeldByName:
 
 
 class RecordTest(TestCase):
+    compiled = native.compiled
+
     def setUp(self):
         super().setUp()
+        patch = mock.patch.object(native, "compiled", self.compiled)
+        patch.start()
+        self.addCleanup(patch.stop)
         counters.clear()
         reset_report()
         trees.reset_cudagraph_trees()
@@ -1155,6 +1174,56 @@ class RecordTest(TestCase):
             counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
         )
 
+    @unittest.skipIf(native.compiled is None, "requires _replay")
+    def test_training_goes_around_trees(self):
+        "A backward too, after the graph that it follows, unless an activation is held."
+        weight = self.randn()
+        forward = backward = None
+        by_trees = []
+        run = trees.CUDAGraphTreeManager.run
+
+        def counted(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            by_trees.append(manager)
+            return run(manager, *args, **kwargs)
+
+        with mock.patch.object(trees.CUDAGraphTreeManager, "run", counted):
+            for i in range(18):
+                if i == 6:
+                    by_trees.clear()
+                new_generation()
+                x, t = self.randn(), self.randn()
+                forward = forward or self.deploy_forward(x, weight)
+                out, a, w = forward.call([x, weight])
+                expected_a = on_host(x) * on_host(weight)
+                inputs = [a, t]
+                backward = backward or self.deploy(
+                    """
+                    a, t = args; args.clear()
+                    b = new(); launch(sin, b, a); del a
+                    c = new(); launch(mul, c, b, t)
+                    return (c,)
+                    """,
+                    inputs,
+                    mode="backward",
+                    static=[0],
+                    names=["mul", "tangents_1"],
+                )
+                held = HeldByAutograd(a) if i in (9, 11) else None
+                retained = {13: a, 14: a.detach()}.get(i)
+                del a
+                (grad,) = backward.call(inputs)
+                self.assertEqual(inputs, [])
+                self.assertEqual(on_host(out), expected_a.sin())
+                self.assertEqual(on_host(grad), expected_a.sin() * on_host(t))
+                for kept in (held.activation() if held else None, retained):
+                    if kept is not None:
+                        self.assertEqual(on_host(kept), expected_a)
+                if i == 8:
+                    self.assertEqual(by_trees, [])
+                del held, retained, kept
+        self.assertGreater(len(by_trees), 0)
+        self.assertGreater(counters["pygraph"]["held_activations"], 0)
+
     @parametrize("force", ("node_update", "copy"))
     def test_activation_that_only_autograd_holds(self, force):
         "Two forwards before a backward, after steps of one each."
@@ -1197,6 +1266,13 @@ class RecordTest(TestCase):
 
 
 instantiate_parametrized_tests(RecordTest)
+
+
+class PythonRecordTest(RecordTest):
+    "Without compiled code."
+
+    compiled = None
+    test_training_goes_around_trees = None
 
 
 class Program:

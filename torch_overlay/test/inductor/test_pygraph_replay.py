@@ -6,28 +6,62 @@ function of what is bound, and trees' part is looked at from outside.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import itertools
+import sys
+import threading
 import types
+import unittest
+import weakref
 from typing import Any
 from unittest import mock
 
 import torch
-from torch._inductor import config
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd import runtime_wrappers
+from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     AliasesNewOutput,
     CompilationMode,
     CUDAGraphNode,
+    CUDAGraphTreeManager,
     ExecutionState,
+    MarkStepBox,
     UnaliasedStorage,
 )
-from torch._inductor.pygraph import record
+from torch._inductor.pygraph import native, record
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
-from torch._inductor.pygraph.replay import is_steady, steady_replay
+from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.replay import compiled_replay, is_steady, steady_replay
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+
+
+class Saves(torch.autograd.Function):
+    "Holds tensors as a forward does its activations: by C++ alone."
+
+    @staticmethod
+    def forward(ctx, leaf, activations):
+        ctx.save_for_backward(*activations)
+        return leaf.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError
+
+
+class Graph:
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    def replay(self) -> None:
+        self.node.launch()
 
 
 class Node(record.BoundGraphNode):
@@ -44,6 +78,13 @@ class Node(record.BoundGraphNode):
         self.non_managed_static_input_idxs = [0]
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
+        self.live_indices_after_graph = []
+        self.wrapped_function = types.SimpleNamespace(
+            pygraph=types.SimpleNamespace(is_outdated=False)
+        )
+        self.cudagraph_managed_idxs = []
+        self.expected_dead_indices_before_graph = []
+        self.expected_dead_indices_after_graph = []
         self.returned_from_pool = []
         self.values = CapturedValues(is_bound=True)
         self.bound_input_idxs = [1]
@@ -63,10 +104,11 @@ class Node(record.BoundGraphNode):
         self.outputs_weakrefs = []
         self.allocators = [lambda: self.output]
         self.staged = []
-        self.pool_ranges = range(0)
+        self.pool_ranges = record.PoolRanges.__new__(record.PoolRanges)
+        self.pool_ranges.bounds = []
         self.mutated_bound = ()
-        self.graph = types.SimpleNamespace(replay=self.launch)
-        self.binding = mock.Mock(pointers=[-1, -1])
+        self.graph = Graph(self)
+        self.binding = mock.Mock(spec=["pointers", "update"], pointers=[-1, -1])
         self.binding.update.side_effect = lambda pointers: setattr(
             self.binding, "pointers", list(pointers)
         )
@@ -97,12 +139,15 @@ class Node(record.BoundGraphNode):
 
 
 class ReplayTest(TestCase):
+    "By Python; CompiledReplayTest runs the same by compiled code."
+
     def setUp(self):
         super().setUp()
         self.weight = torch.randn(8)
         self.node = Node(self.weight)
         self.node.cache()
-        self.manager = mock.Mock(path_state=ExecutionState.NONE, _current_node=None)
+        self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
+        self.manager.current_node = None
         self.manager.running_forwards_with_pending_backwards = False
         self.general = mock.Mock(return_value=["general"])
         self.replay = self.steady(CompilationMode.INFERENCE)
@@ -135,14 +180,21 @@ class ReplayTest(TestCase):
         self.assertIs(outputs[2], self.node.saved)
         self.assertIs(self.manager.current_node, self.node)
         self.assertIs(self.manager.path_state, ExecutionState.EXECUTION)
-        self.manager.update_generation.assert_called_once_with()
-        self.manager.update_generation.reset_mock()
+        self.assertFalse(self.manager.in_new_torch_compile_invocation())
         return True
 
     def last(self, state: ExecutionState, live: bool) -> None:
-        self.manager._current_node = types.SimpleNamespace(
-            all_outputs_are_dead=lambda: not live
+        # One output, which the node caches.
+        cached = [torch.randn(8)]
+        self.held = cached[0] if live else None
+        last = types.SimpleNamespace(
+            all_outputs_are_dead=lambda: not live,
+            live_indices_after_graph=[(0, 0)],
+            cached_tensor_outputs=cached,
+            outputs_weakrefs=[trees.StorageWeakRefWrapper(cached[0], lambda: True)],
         )
+        last._path_from_root = [last]
+        self.manager._current_node = last
         self.manager.path_state = state
 
     def test_steady(self):
@@ -184,6 +236,13 @@ class ReplayTest(TestCase):
             self.last(state, live)
             self.assertEqual(self.call(), steady, (state, live))
 
+    def test_outdated_function(self):
+        function = self.node.wrapped_function.pygraph
+        function.is_outdated = True
+        self.assertFalse(self.call())
+        function.is_outdated = False
+        self.assertTrue(self.call())
+
     def test_dropped_tensors(self):
         self.node.drop()
         self.assertFalse(self.call())
@@ -215,7 +274,7 @@ class ReplayTest(TestCase):
     def test_staged_input(self):
         "It lies where the graph writes; what is written to the copy is written back."
         x = torch.ones(8)
-        self.node.pool_ranges = (x.data_ptr(),)
+        self.node.pool_ranges.bounds = [x.data_ptr(), x.data_ptr() + x.nbytes]
         self.node.mutated_bound = (0,)
 
         def update(pointers):
@@ -231,20 +290,34 @@ class ReplayTest(TestCase):
         self.assertEqual(x, torch.full((8,), 2.0))
         self.assertEqual(self.node.staged, [])
 
-    def test_forward_is_pending(self):
-        self.replay = self.steady(CompilationMode.FORWARD)
-        self.assertTrue(self.call())
-        self.assertTrue(self.manager.running_forwards_with_pending_backwards)
+    def test_pending_backwards(self):
+        for mode, before, after in (
+            (CompilationMode.INFERENCE, False, False),
+            (CompilationMode.FORWARD, False, True),
+            (CompilationMode.INFERENCE, True, True),
+            (CompilationMode.BACKWARD, True, False),
+        ):
+            self.manager.running_forwards_with_pending_backwards = before
+            self.replay = self.steady(mode)
+            self.assertTrue(self.call())
+            pending = self.manager.running_forwards_with_pending_backwards
+            self.assertEqual(pending, after, (mode, before))
 
-    def test_inference_is_not(self):
+    def test_generation(self):
+        "Of the call, whether Dynamo counts it or the program marks its steps."
         self.assertTrue(self.call())
-        self.assertFalse(self.manager.running_forwards_with_pending_backwards)
+        GenerationTracker.generation += 1
+        self.assertTrue(self.manager.in_new_torch_compile_invocation())
+        self.assertTrue(self.call())
+        with mock.patch.object(MarkStepBox, "mark_step_counter", -7):
+            self.assertTrue(self.manager.in_new_torch_compile_invocation())
+            self.assertTrue(self.call())
+            self.assertEqual(self.manager.current_gen, -7)
 
     def test_what_is_not_steady(self):
         self.assertTrue(is_steady(self.node))
         aliases = self.node.output_storage_alias
         for changes in (
-            {"_parent": lambda: self.node},
             {"non_static_input_idx": [2]},
             {"returned_from_pool": [[2]]},
             {"rerecord_if_static_inputs_change": False},
@@ -267,6 +340,419 @@ class ReplayTest(TestCase):
 
 
 instantiate_parametrized_tests(ReplayTest)
+
+
+@unittest.skipIf(native.compiled is None, "requires _replay")
+class CompiledReplayTest(ReplayTest):
+    "With the binding in Python, and in ``compiled_nodes`` compiled as well."
+
+    def setUp(self):
+        self.capturing = False
+        self.owner = trees.thread_containers()
+        patch = mock.patch.object(
+            torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing
+        )
+        patch.start()
+        self.addCleanup(patch.stop)
+        super().setUp()
+
+    def steady(self, mode: CompilationMode) -> Any:
+        general, owner = self.general, self.owner
+        return compiled_replay(self.node, self.manager, mode, general, owner)
+
+    def compiled_nodes(self) -> None:
+        """
+        One node of x and one of the output. ``refuses`` says what setting one does,
+        ``sets`` which were set.
+        """
+        self.words = [ctypes.c_uint64(1), ctypes.c_uint64(2)]
+        self.sets: list[int] = []
+        self.refuses = False
+
+        def set_node(executable: int, node: int, params: int) -> int:
+            self.sets.append(node)
+            return self.refuses
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        nodes = [
+            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), k, 16 * k)])
+            for k, w in enumerate(self.words)
+        ]
+        compiled = native.compiled.Nodes([1, 2], nodes, function)
+        self.node.binding = types.SimpleNamespace(nodes=compiled)
+        self.replay = self.steady(CompilationMode.INFERENCE)
+
+    def launch(self, x: torch.Tensor) -> bool:
+        self.node.launch = lambda: setattr(self.node, "launches", 1)
+        self.node.launches = 0
+        self.replay([self.weight, x, 5])
+        return self.node.launches == 1
+
+    def test_nodes_that_are_set(self):
+        self.compiled_nodes()
+        x, y, self.node.output = (torch.empty(8) for _ in range(3))
+        for given, sets in ((x, [10, 11]), (x, []), (y, [10]), (y, []), (x, [10])):
+            self.sets.clear()
+            self.assertTrue(self.launch(given))
+            self.assertEqual(self.sets, sets)
+            held = [w.value for w in self.words]
+            to = [given.data_ptr(), self.node.output.data_ptr()]
+            self.assertEqual(self.node.binding.nodes.pointers, to)
+            self.assertEqual(held, [to[0], to[1] + 16])
+        self.general.assert_not_called()
+
+    def test_node_that_refuses(self):
+        "Nothing is launched, and what the graph holds counts as unknown."
+        self.compiled_nodes()
+        x, self.node.output = torch.empty(8), torch.empty(8)
+        self.refuses = True
+        self.assertFalse(self.launch(x))
+        self.general.assert_called_once()
+        self.assertIsNone(self.manager.current_node)
+        self.assertEqual(self.node.binding.nodes.pointers, [-1, -1])
+        self.refuses = False
+        self.sets.clear()
+        self.assertTrue(self.launch(x))
+        self.assertEqual(self.sets, [10, 11])
+
+    def test_binding_that_fails(self):
+        self.node.binding.update.side_effect = DriverError("refused")
+        self.assertFalse(self.call())
+        self.assertIsNone(self.manager.current_node)
+
+    def test_input_in_the_pool(self):
+        x = torch.ones(8)
+        start = x.data_ptr()
+        for bounds, steady in (
+            ([start, start + 32], False),
+            ([start - 32, start + 4], False),
+            ([start - 32, start], True),
+            ([start + 4, start + 32], True),
+            ([16, 32, start, start + 32, start + 64, start + 96], False),
+            ([16, 32, start + 64, start + 96], True),
+        ):
+            self.node.pool_ranges.bounds = bounds
+            self.replay = self.steady(CompilationMode.INFERENCE)
+            self.assertEqual(self.call(x), steady, bounds)
+
+    # It is staged by the general path.
+    test_staged_input = None
+
+    def test_capture_of_the_program(self):
+        self.capturing = True
+        self.assertFalse(self.call())
+        self.capturing = False
+        self.assertTrue(self.call())
+
+    def test_thread(self):
+        "Of autograd, which has the containers of the one that recorded; any other."
+        steady = []
+
+        def call(knows_containers: bool) -> None:
+            if knows_containers:
+                name = "tree_manager_containers"
+                torch._C._stash_obj_in_tls(name, self.owner)
+            steady.append(self.call())
+
+        for knows_containers in (True, False):
+            thread = threading.Thread(target=call, args=(knows_containers,))
+            thread.start()
+            thread.join()
+        self.assertEqual(steady, [True, False])
+        self.owner = {}
+        self.replay = self.steady(CompilationMode.INFERENCE)
+        self.assertFalse(self.call())
+
+    def test_inputs_that_are_none(self):
+        for inputs in ([], [self.weight], [self.weight, None, 5], (self.weight, None, 5)):
+            self.assertEqual(self.replay(inputs), ["general"])
+        self.assertEqual(self.general.call_count, 4)
+
+    def follow(self) -> list[Any]:
+        """
+        Makes the weight an activation, which the graph before this one left in the pool
+        and which dies in this one. Returns what that graph caches.
+        """
+        cached = [self.weight]
+        parent = types.SimpleNamespace(
+            parent=None,
+            cached_tensor_outputs=cached,
+            outputs_weakrefs=[trees.StorageWeakRefWrapper(self.weight, lambda: True)],
+            live_indices_after_graph=[(0, 0)],
+        )
+        node = self.node
+        node._parent = lambda: parent
+        node.non_managed_static_input_idxs = []
+        node.cudagraph_managed_idxs = [0]
+        node.preserved_aliased_inputs = [False] * 3
+        node.expected_dead_indices_after_graph = [(0, 0)]
+        node.weight, node.static_output_tensors = None, [None] * 5
+        node.restore_managed = lambda inputs: inputs.__setitem__(0, "restored")
+        node.launch = lambda: setattr(node, "launches", node.launches + 1)
+        node.output, self.weight = torch.empty(8), None
+        self.parent = parent
+        self.path(parent)
+        self.replay = self.steady(CompilationMode.BACKWARD)
+        return cached
+
+    def path(self, last: Any, state: Any = ExecutionState.EXECUTION) -> None:
+        self.manager.current_node = last
+        self.manager.path_state = state
+
+    def call_after(self, cached: list[Any]) -> bool:
+        "Whether the call went the short way. Otherwise no input is missing."
+        launches = self.node.launches
+        inputs = [cached[0], torch.randn(8), 5]
+        outputs = self.replay(inputs)
+        if self.node.launches == launches:
+            self.assertEqual(outputs, ["general"])
+            self.assertIsNotNone(inputs[0])
+            # It has them too.
+            self.general.reset_mock()
+            return False
+        self.assertEqual(inputs, [])
+        self.assertIs(self.manager.current_node, self.node)
+        self.path(self.parent)
+        return True
+
+    def test_after_another_graph(self):
+        cached = self.follow()
+        for _ in range(3):
+            self.assertTrue(self.call_after(cached))
+        for last, state in (
+            (None, ExecutionState.NONE),
+            (self.node, ExecutionState.EXECUTION),
+            (types.SimpleNamespace(live_indices_after_graph=[]), ExecutionState.EXECUTION),
+            (self.parent, ExecutionState.RECORDING),
+        ):
+            self.path(last, state)
+            self.assertFalse(self.call_after(cached), (last, state))
+        self.path(self.parent)
+        self.assertTrue(self.call_after(cached))
+
+    def test_activation_that_is_held(self):
+        "It is overwritten, or was expected to be dead, unless nobody else has it."
+        holders = ("name", "view", "autograd", "uncached")
+        for before, holder in itertools.product((False, True), holders):
+            with self.subTest(holder=holder, before=before):
+                self.weight = torch.randn(8)
+                self.node = Node(self.weight)
+                self.node.cache()
+                self.check_held(holder, before)
+
+    def check_held(self, holder: str, before: bool) -> None:
+        cached = self.follow()
+        if before:
+            # It is no input here.
+            other = torch.randn(8)
+            self.parent.cached_tensor_outputs = [other]
+            ref = trees.StorageWeakRefWrapper(other, lambda: True)
+            self.parent.outputs_weakrefs = [ref]
+            self.node.expected_dead_indices_before_graph = [(0, 0)]
+            self.node.expected_dead_indices_after_graph = []
+            del other, ref
+            self.replay = self.steady(CompilationMode.BACKWARD)
+        outputs = self.parent.cached_tensor_outputs
+        self.assertTrue(self.call_after(cached))
+        if holder == "name":
+            held = outputs[0]
+        elif holder == "view":
+            held = outputs[0].detach()
+        elif holder == "autograd":
+            held = Saves.apply(torch.zeros(1, requires_grad=True), outputs)
+        else:
+            # A later graph returned it too: trees no longer cache it.
+            self.parent.outputs_weakrefs[0].remove_extra_reference()
+            held = None
+        self.assertFalse(self.call_after(cached))
+        del held
+        if holder != "uncached":
+            self.assertTrue(self.call_after(cached))
+
+    def test_what_the_last_graph_left_dies(self):
+        self.last(ExecutionState.EXECUTION, live=True)
+        last = self.manager.current_node
+        self.assertFalse(self.call())
+        self.held = None
+        self.assertTrue(self.call())
+        self.manager.current_node = last
+        self.held = last.cached_tensor_outputs[0].detach()
+        self.assertFalse(self.call())
+
+    def test_hooks_of_a_cached_tensor(self):
+        "They are the last call's."
+        self.assertTrue(self.call())
+        self.node.saved.requires_grad_().register_hook(lambda grad: None)
+        self.node.saved.requires_grad_(False)
+        self.assertTrue(self.call())
+        self.assertIsNone(self.node.saved._backward_hooks)
+
+    def test_activation_that_moved(self):
+        cached = self.follow()
+        self.assertFalse(self.call_after([torch.randn(8)]))
+        self.assertTrue(self.call_after(cached))
+
+    def test_activations_that_are_no_longer_cached(self):
+        cached = self.follow()
+        activation = cached.pop()
+        self.assertFalse(self.call_after([activation]))
+
+    def test_node_that_refuses_after_inputs_are_gone(self):
+        cached = self.follow()
+        self.node.binding.update.side_effect = DriverError("refused")
+        self.assertFalse(self.call_after(cached))
+
+    def test_errors_of_the_launch(self):
+        "They are the program's, as any other of the device."
+
+        def fail() -> None:
+            raise RuntimeError("the device is gone")
+
+        self.node.launch = fail
+        with self.assertRaisesRegex(RuntimeError, "the device is gone"):
+            self.call()
+
+    def test_nothing_is_leaked(self):
+        self.compiled_nodes()
+        self.node.launch = lambda: None
+        constant = self.weight
+        x, self.node.output = torch.empty(8), torch.empty(8)
+        objects = [constant, x, self.node.output, self.node.saved, self.node]
+
+        def counts() -> list[int]:
+            return [sys.getrefcount(o) for o in objects]
+
+        for _ in range(2):
+            self.replay([self.weight, x, 5])
+        before = counts()
+        for _ in range(10):
+            self.replay([self.weight, x, 5])
+        self.assertEqual(counts(), before)
+        self.capturing = True
+        for _ in range(10):
+            self.replay([self.weight, x, 5])
+        self.general.reset_mock()
+        self.assertEqual(counts(), before)
+        replay_ref = weakref.ref(self.node)
+        cycle = [self.replay]
+        cycle.append(cycle)
+        self.general.cycle = cycle
+        objects.clear()
+        del cycle
+        self.replay = self.node = self.manager = self.general = None
+        gc.collect()
+        self.assertIsNone(replay_ref())
+
+
+class IdleWrappersTest(TestCase):
+    """
+    AOTAutograd's runtime wrappers: with pygraph they are not made where they would have
+    nothing to do.
+    """
+
+    def check(self, fn: Any, idle: bool, *args: Any) -> None:
+        "``idle`` says whether a later call goes around them."
+        for pygraph in (False, True):
+            torch._dynamo.reset()
+            with config.patch(pygraph=pygraph):
+                compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+                for _ in range(2):
+                    self.check_call(compiled, fn, *args)
+            wrapper = "call_func_at_runtime_with_args"
+            general = getattr(runtime_wrappers, wrapper)
+            with mock.patch.object(runtime_wrappers, wrapper, wraps=general) as called:
+                self.check_call(compiled, fn, *args)
+                self.assertEqual(called.called, not (pygraph and idle))
+                with torch.autograd.profiler.profile():
+                    self.check_call(compiled, fn, *args)
+                self.assertTrue(called.called)
+
+    def check_call(self, compiled: Any, fn: Any, *args: Any) -> None:
+        copies = [a.detach().clone().requires_grad_(a.requires_grad) for a in args]
+        for is_grad_enabled in (True, False):
+            with torch.set_grad_enabled(is_grad_enabled):
+                outputs = compiled(*copies)
+                expected = fn(*args)
+                self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+            self.assertEqual(outputs, expected)
+            self.assertEqual(copies, list(args))
+            for output, other in zip(outputs, expected):
+                self.assertEqual(output.requires_grad, other.requires_grad)
+                self.assertEqual(
+                    any(output is c for c in copies), any(other is a for a in args)
+                )
+                self.assertEqual(output._is_view(), other._is_view())
+
+    def test_plain(self):
+        self.check(lambda x, y: (x.sin(), x + y), True, torch.randn(4), torch.randn(4))
+
+    def test_no_outputs_of_the_graph(self):
+        self.check(lambda x: (x.sin().sum(),), True, torch.randn(4))
+
+    def test_mutated_input(self):
+        self.check(lambda x: (x.add_(1).sin(),), False, torch.randn(4))
+
+    def test_input_returned(self):
+        "By Dynamo's bytecode, not by the graph."
+        self.check(lambda x: (x, x.sin()), True, torch.randn(4))
+
+    def test_view_of_an_input(self):
+        self.check(lambda x: (x[1:], x.sin()), False, torch.randn(4))
+
+    def test_views_of_one_output(self):
+        def fn(x):
+            y = x.sin()
+            return y[1:], y[:2]
+
+        self.check(fn, False, torch.randn(4, requires_grad=True))
+
+    def test_grad_mode_that_the_function_sets(self):
+        def fn(x):
+            y = x.sin()
+            torch._C._set_grad_enabled(False)
+            return (y,)
+
+        x = torch.randn(4)
+        with config.patch(pygraph=True):
+            compiled = torch.compile(fn, backend="aot_eager")
+            for _ in range(3):
+                with torch.enable_grad():
+                    compiled(x)
+                    self.assertFalse(torch.is_grad_enabled())
+
+    def test_error_in_the_graph(self):
+        x, index = torch.randn(4), torch.tensor([1])
+        with config.patch(pygraph=True):
+            compiled = torch.compile(lambda x, i: x[i], backend="aot_eager")
+            self.assertEqual(compiled(x, index), x[index])
+            for is_grad_enabled in (True, False):
+                with torch.set_grad_enabled(is_grad_enabled):
+                    with self.assertRaisesRegex(IndexError, "out of bounds"):
+                        compiled(x, index + 7)
+                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+
+    def test_record_of_the_bytecode_before_a_graph(self):
+        "For the profiler only, and Dynamo does not look at the functions that make it."
+        counters.clear()
+        compiled = torch.compile(lambda x: x.sin(), backend="eager")
+        x = torch.randn(4)
+        for _ in range(3):
+            compiled(x)
+        with torch.profiler.profile() as profile:
+            compiled(x)
+        names = [event.name for event in profile.events()]
+        self.assertEqual(names.count("Pregraph bytecode"), 1)
+        self.assertEqual(counters["frames"]["total"], 1)
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            self.assertEqual(compiled(x), x.sin())
+
+    def test_autocast(self):
+        x = torch.randn(4, 4)
+        with config.patch(pygraph=True), torch.autocast("cpu", torch.bfloat16):
+            compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
+            for _ in range(3):
+                self.assertEqual(compiled(x), x @ x)
 
 
 if __name__ == "__main__":

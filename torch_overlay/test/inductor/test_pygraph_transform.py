@@ -801,19 +801,19 @@ class DeliverTest(TestCase):
         # The executable graph, as NodeUpdateBinding finds and sets it.
         placeholders = PlaceholderMap(captured.placeholders())
         params = [ctypes.create_string_buffer(w, len(w)) for _, _, w in graph]
-        nodes = binding.NodeUpdateBinding.__new__(binding.NodeUpdateBinding)
-        nodes.updates = [
+        updates = [
             binding.NodeUpdate(
                 binding.find_words(p, placeholders), lambda: (0,), (), None
             )
             for p in params
         ]
-        nodes.pointers = [p.address for p in captured.placeholders()]
-        nodes.nodes_of = [[] for _ in nodes.pointers]
-        for i, update in enumerate(nodes.updates):
+        pointers = [p.address for p in captured.placeholders()]
+        nodes_of = [[] for _ in pointers]
+        for i, update in enumerate(updates):
             for word in update.words:
-                nodes.nodes_of[word.input].append(i)
-        self.assertTrue(all(len(n) == 1 for n in nodes.nodes_of))
+                nodes_of[word.input].append(i)
+        self.assertTrue(all(len(n) == 1 for n in nodes_of))
+        nodes = binding.Nodes(pointers, updates, nodes_of)
 
         for _ in range(3):
             nodes.update(captured.words())

@@ -4,7 +4,9 @@ Where the host's time of a call goes, layer by layer, for stock CUDA graphs and 
     python -m pygraph.layers --output layers.json [--cases a,b]
 
 Each layer is timed with all that lies below it replaced by what it returned before; the
-difference between neighbours is what the layer itself takes.
+difference between neighbours is what the layer itself takes. In a case that trains, the
+layers of forward and backward are timed together, and "aot" holds autograd too. "compiled"
+says how many of PyGraph's graphs compiled code replays; Python replays the others.
 """
 
 from __future__ import annotations
@@ -95,7 +97,19 @@ CASES = {
     "pointwise_2x4KiB": Case(_sum, _randn(*[(1 << 10,)] * 2)),
     "mlp_20": Case(_mlp(20), _randn((8, 64))),
     "three_graphs": Case(_three_graphs, _randn((8, 64))),
+    "training": Case(_mlp(3), _randn((8, 64)), trains=True),
 }
+
+
+@contextlib.contextmanager
+def replaced(target: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute that cannot be deleted, as mock does."""
+    original = getattr(target, name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, original)
 
 
 class Layers:
@@ -103,6 +117,7 @@ class Layers:
 
     def __init__(self, case: Case, device: str, options: dict[str, Any]) -> None:
         self.is_graph = bool(options) and device == "cuda"
+        self.trains = case.trains
         self.inputs = itertools.cycle([case.inputs(device) for _ in range(FRESH_INPUTS)])
         self.fn = case.make(device)
         self.compiled = torch.compile(self.fn, options=options)
@@ -112,7 +127,7 @@ class Layers:
 
         def remember(graph: CompiledFxGraph, inputs: list[Any]) -> list[Any]:
             outputs = original(graph, inputs)
-            self.returned[id(graph)] = [t.clone() if isinstance(t, torch.Tensor) else t for t in outputs]
+            self.returned[id(graph)] = [t.detach().clone() if isinstance(t, torch.Tensor) else t for t in outputs]
             self.graphs.append(graph)
             return outputs
 
@@ -121,7 +136,8 @@ class Layers:
             self.call(1)
 
         def stub(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
-            outputs = gm(*example_inputs)
+            with torch.no_grad():
+                outputs = gm(*example_inputs)
             return lambda *args: outputs
 
         self.dynamo_alone = torch.compile(self.fn, backend=stub)
@@ -132,9 +148,34 @@ class Layers:
     def layers(self) -> tuple[str, ...]:
         return LAYERS if self.is_graph else (*LAYERS[:3], "kernels")
 
+    def compiled_replays(self) -> list[list[Any]]:
+        """What replays PyGraph's functions by compiled code, for each function one or several recordings."""
+        from torch._inductor.pygraph import native
+
+        found = []
+        for runner in (graph.compiled_fn_runner for graph in self.graphs):
+            for fn in () if runner is None else runner.partitions:
+                recordings = []
+                while native.compiled is not None and isinstance(fn, native.compiled.Replay):
+                    recordings.append(fn)
+                    fn = fn.general
+                if recordings:
+                    found.append(recordings)
+        return found
+
     def call(self, times: int) -> None:
         for _ in range(times):
-            self.compiled(*next(self.inputs))
+            outputs = self.compiled(*next(self.inputs))
+            if self.trains:
+                outputs.sum().backward()
+                self.fn.zero_grad()
+
+    def give(self, graph: CompiledFxGraph) -> list[Any]:
+        """What the graph returned before. Autograd takes a gradient as it is if nobody else has it."""
+        returned = self.returned[id(graph)]
+        if not self.trains:
+            return list(returned)
+        return [t.detach() if isinstance(t, torch.Tensor) else t for t in returned]
 
     def down_to(self, layer: str) -> contextlib.AbstractContextManager[Callable[[int], None]]:
         """Calls that go through the layers to ``layer``, and no further."""
@@ -150,36 +191,41 @@ class Layers:
 
     @contextlib.contextmanager
     def _aot(self) -> Iterator[Callable[[int], None]]:
-        returned = self.returned
-        with mock.patch.object(CompiledFxGraph, "__call__", lambda graph, inputs: list(returned[id(graph)])):
+        with mock.patch.object(CompiledFxGraph, "__call__", lambda graph, inputs: self.give(graph)):
             yield self.call
 
     @contextlib.contextmanager
     def _inductor(self) -> Iterator[Callable[[int], None]]:
         with contextlib.ExitStack() as stack:
             for graph in self.graphs:
-                outputs = self.returned[id(graph)]
                 stack.enter_context(
-                    mock.patch.object(graph, "current_callable", lambda inputs, outputs=outputs: list(outputs))
+                    mock.patch.object(graph, "current_callable", lambda inputs, graph=graph: self.give(graph))
                 )
             yield self.call
 
     @contextlib.contextmanager
     def _trees(self) -> Iterator[Callable[[int], None]]:
         from torch._inductor.cudagraph_trees import CUDAGraphNode
+        from torch._inductor.pygraph import native
         from torch._inductor.pygraph.binding import NodeUpdateBinding
 
-        # Stock's node; PyGraph's calls it for what it copies, which is nothing.
-        with (
-            mock.patch.object(CUDAGraphNode, "_copy_inputs_and_remove_from_src", lambda *args: None),
-            mock.patch.object(NodeUpdateBinding, "update", lambda *args: None),
-            self._inputs() as call,
-        ):
-            yield call
+        with contextlib.ExitStack() as stack:
+            # Stock's node; PyGraph's calls it for what it copies, which is nothing.
+            stack.enter_context(
+                mock.patch.object(CUDAGraphNode, "_copy_inputs_and_remove_from_src", lambda *args: None)
+            )
+            stack.enter_context(mock.patch.object(NodeUpdateBinding, "update", lambda *args: None))
+            for replay in itertools.chain(*self.compiled_replays()):
+                no_nodes = native.compiled.Nodes(replay.binding.pointers, [], None)
+                stack.enter_context(replaced(replay, "binding", no_nodes))
+            yield stack.enter_context(self._inputs())
 
     @contextlib.contextmanager
     def _inputs(self) -> Iterator[Callable[[int], None]]:
-        with mock.patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: None):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(torch.cuda.CUDAGraph, "replay", lambda graph: None))
+            for replay in itertools.chain(*self.compiled_replays()):
+                stack.enter_context(replaced(replay, "launch", lambda graph: None))
             yield self.call
 
     @contextlib.contextmanager
@@ -189,14 +235,9 @@ class Layers:
     _kernels = _launch
 
 
-def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]:
-    """
-    For each variant the microseconds of each layer, ``host``, their sum, and ``total``,
-    with the device. Medians over rounds in which all variants take turns.
-    """
-    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
-    torch._dynamo.reset()
-    variants = {name: Layers(case, device, options) for name, options in VARIANTS.items()}
+def _time_layers(
+    variants: dict[str, Layers], synchronize: Callable[[], None], rounds: int
+) -> dict[str, dict[str, list[float]]]:
     samples: dict[str, dict[str, list[float]]] = {
         name: {key: [] for key in (*layers.layers, "total")} for name, layers in variants.items()
     }
@@ -216,6 +257,20 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]
                 samples[name]["total"].append((time.perf_counter() - start) / CALLS * 1e6)
     finally:
         gc.enable()
+    return samples
+
+
+def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]:
+    """
+    For each variant the microseconds of each layer, ``host``, their sum, and ``total``,
+    with the device; for PyGraph, how many graphs are replayed by ``compiled`` code.
+    Medians over rounds in which all variants take turns.
+    """
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
+    torch._dynamo.reset()
+    with torch.set_grad_enabled(case.trains):
+        variants = {name: Layers(case, device, options) for name, options in VARIANTS.items()}
+        samples = _time_layers(variants, synchronize, rounds)
     rows = {}
     for name, of_layers in samples.items():
         medians = {key: statistics.median(values) for key, values in of_layers.items()}
@@ -226,19 +281,21 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]
             "host": medians[layers[-1]],
             "total": medians["total"],
         }
+        if variants[name].is_graph and "pygraph" in VARIANTS[name]:
+            rows[name]["compiled"] = len(variants[name].compiled_replays())
     return rows
 
 
 def format_layers(rows: dict[str, dict[str, dict[str, float]]]) -> str:
     columns = [*LAYERS, "kernels", "host", "total"]
     lines = [
-        f"| case | variant | {' | '.join(columns)} |",
-        f"| --- | --- |{' --- |' * len(columns)}",
+        f"| case | variant | {' | '.join(columns)} | compiled |",
+        f"| --- | --- |{' --- |' * len(columns)} --- |",
     ]
     for case, variants in rows.items():
         for variant, times in variants.items():
             cells = [f"{times[c]:.1f}" if c in times else "" for c in columns]
-            lines.append(f"| {case} | {variant} | {' | '.join(cells)} |")
+            lines.append(f"| {case} | {variant} | {' | '.join(cells)} | {times.get('compiled', '')} |")
     return "\n".join(lines)
 
 
@@ -253,7 +310,7 @@ def main() -> None:
     args = parser.parse_args()
     rows = {}
     # Variants share code objects.
-    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+    with torch._dynamo.config.patch(recompile_limit=64):
         for name in args.cases.split(","):
             rows[name] = measure(CASES[name], args.device, args.rounds)
             if args.output:

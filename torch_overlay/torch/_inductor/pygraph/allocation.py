@@ -19,6 +19,7 @@ import types
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph import native
 from torch._inductor.pygraph.placeholder import tensor_at
 
 
@@ -38,6 +39,8 @@ class Allocation(NamedTuple):
     dtype: torch.dtype
 
     def allocator(self, device_index: int) -> Callable[[], torch.Tensor]:
+        if native.compiled is not None:
+            return native.compiled.Allocator(*self, device_index)
         if torch.cuda.device_count() == 1:
             return functools.partial(empty_strided_cuda, *self)
         device = torch.device("cuda", device_index)

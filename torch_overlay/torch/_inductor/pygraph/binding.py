@@ -18,10 +18,12 @@ parameters are the words that the host writes.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.driver import bindings, check, DriverError
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.driver import bindings, check, DriverError, entry_point
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.placeholder import PlaceholderMap
     from torch._inductor.pygraph.prelude import Prelude
 
+
+log = logging.getLogger(__name__)
 
 # Parameters that a kernel reads from memory are out of reach. What is copied from the
 # host during capture is looked at up to this size: arrays of pointers are smaller.
@@ -250,13 +254,84 @@ def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
         yield node, check(cu.cuGraphNodeGetType(node))
 
 
+class Nodes:
+    """
+    The nodes of one executable graph that hold inputs, which now lie at ``pointers``.
+
+    native.compiled.Nodes does the same by the nodes' words, without ``nodes_of``.
+
+    Args:
+        nodes_of: for each input the nodes to set when it moves
+    """
+
+    def __init__(
+        self,
+        pointers: list[int],
+        updates: list[NodeUpdate],
+        nodes_of: list[list[int]],
+    ) -> None:
+        self.pointers = pointers
+        self.updates = updates
+        self.nodes_of = nodes_of
+
+    def update(self, pointers: Sequence[int]) -> bool:
+        """
+        Moves the inputs to new addresses. False if a node refused: the graph must not be
+        launched then.
+        """
+        old = self.pointers
+        dirty: set[int] = set()  # noqa: set_linter
+        for index, pointer in enumerate(pointers):
+            if pointer != old[index]:
+                dirty.update(self.nodes_of[index])
+        for i in sorted(dirty):
+            update = self.updates[i]
+            for word in update.words:
+                word.value.value = pointers[word.input] + word.offset
+            if update.set(*update.args)[0] != 0:
+                # Unknown what the graph holds now: no address may count as unchanged.
+                self.pointers = [-1] * len(old)
+                return False
+        self.pointers = list(pointers)
+        return True
+
+
+def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
+    "native.compiled.Nodes of these updates, or None where there is none."
+    if native.compiled is None:
+        return None
+    try:
+        set_functions = [entry_point(update.set.__name__) for update in updates]
+    except DriverError as e:
+        log.info("nodes are set by Python: %s", e)
+        return None
+    nodes = []
+    for set_function, update in zip(set_functions, updates):
+        executable, node, params, *context = update.args
+        words = [
+            (ctypes.addressof(word.value), word.input, word.offset)
+            for word in update.words
+        ]
+        nodes.append(
+            (
+                set_function,
+                int(executable),
+                int(node),
+                int(params.getPtr()),
+                int(context[0]) if context else None,
+                words,
+            )
+        )
+    return native.compiled.Nodes(pointers, nodes, updates)
+
+
 class NodeUpdateBinding:
     """
     The external inputs and outputs of one executable graph, called inputs here: where an
     address is written is the same for either.
 
-    ``pointers`` are the addresses that the graph now holds. An instantiated graph must
-    not be updated by two threads; trees keep a manager, and so its graphs, per thread.
+    An instantiated graph must not be updated by two threads; trees keep a manager, and so
+    its graphs, per thread.
     """
 
     def __init__(
@@ -302,12 +377,20 @@ class NodeUpdateBinding:
                     self.updates.append(update)
             elif node_type not in no_parameters:
                 raise BindingError(f"the graph holds a {node_type.name} node")
-        self.pointers = [p.address for p in placeholders.placeholders]
+        pointers = [p.address for p in placeholders.placeholders]
         # For each input the nodes to set when it moves.
-        self.nodes_of: list[list[int]] = [[] for _ in self.pointers]
+        self.nodes_of: list[list[int]] = [[] for _ in pointers]
         for i, update in enumerate(self.updates):
             for index in OrderedSet(word.input for word in update.words):
                 self.nodes_of[index].append(i)
+        self.nodes = compiled_nodes(pointers, self.updates) or Nodes(
+            pointers, self.updates, self.nodes_of
+        )
+
+    @property
+    def pointers(self) -> list[int]:
+        "The addresses that the graph now holds, one for each input."
+        return self.nodes.pointers
 
     def update(self, pointers: Sequence[int]) -> None:
         """
@@ -316,17 +399,5 @@ class NodeUpdateBinding:
         Raises:
             DriverError: a node refused. The graph must not be launched then.
         """
-        old = self.pointers
-        dirty: set[int] = set()  # noqa: set_linter
-        for index, pointer in enumerate(pointers):
-            if pointer != old[index]:
-                dirty.update(self.nodes_of[index])
-        for i in dirty:
-            update = self.updates[i]
-            for word in update.words:
-                word.value.value = pointers[word.input] + word.offset
-            if update.set(*update.args)[0] != 0:
-                # Unknown what the graph holds now: no address may count as unchanged.
-                self.pointers = [-1] * len(old)
-                raise DriverError("a node of the graph could not be set")
-        self.pointers = list(pointers)
+        if not self.nodes.update(pointers):
+            raise DriverError("a node of the graph could not be set")

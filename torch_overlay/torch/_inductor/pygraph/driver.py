@@ -24,6 +24,24 @@ class DriverError(RuntimeError):
     """A driver call failed."""
 
 
+# Of the driver's functions that are called by address, and of their structs: those that
+# cuda-bindings has since CUDA 12.
+API_VERSION = 12000
+
+
+def entry_point(name: str) -> int:
+    """
+    The address of a driver function.
+
+    Raises:
+        DriverError: the driver has none.
+    """
+    address, status = check(bindings().cuGetProcAddress(name.encode(), API_VERSION, 0))
+    if not address:
+        raise DriverError(f"CUDA driver: {name}: {status.name}")
+    return int(address)
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """Unwraps what a ``cuda.bindings`` call returned: one value, a tuple, or None."""
     status, *values = result

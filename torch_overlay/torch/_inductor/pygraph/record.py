@@ -287,9 +287,13 @@ class CopyGraphNode(CUDAGraphNode):
             return super().check_invariants(inputs)
         except RuntimeError:
             # Trees let go of the inputs to see whether they die.
-            for i, metadata in self.managed_metadata:
-                inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
+            self.restore_managed(inputs)
             raise InputHeld from None
+
+    def restore_managed(self, inputs: list[InputType]) -> None:
+        "Managed inputs that were let go, in memory that nothing has overwritten."
+        for i, metadata in self.managed_metadata:
+            inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         self.values = CapturedValues(is_bound=self.binds_values)

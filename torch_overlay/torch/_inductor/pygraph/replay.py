@@ -1,5 +1,5 @@
 """
-The steady state of a recording that is the root of its path.
+The steady state of a recording.
 
 Trees look for the recording that fits each call: they compare generations, try the
 children of the last graph and then the roots, and rebuild every output from its metadata.
@@ -8,11 +8,18 @@ is left is what can change from call to call, and any change goes to trees:
 
 - the last path left something in the pool, or is not executed but recorded
 - this node's cached tensors were dropped, as they are while something is recorded
+- the function is to be recorded anew, since its gradients were held
 - a static input moved
 - a bound input is less aligned than the recording
 
 Not asked again: whether a mutated input is bound and whether the function was warmed up,
 which a recording implies; liveness and managed inputs, which a root does not have.
+
+Compiled code (compiled_replay) also replays what follows another graph on its path, such as
+a backward, if the last graph is the one that it was recorded after: managed inputs have to
+lie where they lay, and what was dead has to be dead, before and after the inputs are let go.
+A new generation does not end the path here: trees try the children first too. Where several
+recordings would do, any of them is right.
 """
 
 from __future__ import annotations
@@ -20,19 +27,28 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor import config
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import config, cudagraph_trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     CompilationMode,
     ExecutionState,
+    MarkStepBox,
+    thread_containers,
 )
+from torch._inductor.pygraph import native
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
 if TYPE_CHECKING:
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_trees import (
+        CUDAGraphNode,
+        CUDAGraphTreeManager,
+        PathOutputIndex,
+    )
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.record import BoundGraphNode
+    from torch._inductor.pygraph.select import Function
     from torch._inductor.utils import InputType
 
 
@@ -46,13 +62,11 @@ class InputHeld(Exception):
 
 def is_steady(node: BoundGraphNode) -> bool:
     """
-    Whether all that a replay needs is known: the node is a root, copies nothing, and
-    each of its outputs is bound memory, a tensor that the node caches, a static input, or
+    Whether all that a replay needs is known: the node copies nothing, and each of its outputs is bound memory, a tensor that the node caches, a static input, or
     no tensor.
     """
     return (
-        node.parent is None
-        and not node.non_static_input_idx
+        not node.non_static_input_idx
         and not node.returned_from_pool
         and node.rerecord_if_static_inputs_change
         and not config.triton.fast_path_cudagraph_asserts
@@ -70,6 +84,25 @@ def is_steady(node: BoundGraphNode) -> bool:
             )
         )
     )
+
+
+def constant_outputs(node: BoundGraphNode) -> list[tuple[int, Any]]:
+    "(place, value) of the outputs that are the same in each call: integers, static inputs."
+    return [
+        (i, metadata if isinstance(metadata, int) else static)
+        for i, (metadata, static) in enumerate(
+            zip(node.outputs_metadata, node.static_output_tensors)
+        )
+        if isinstance(metadata, int) or static is not None
+    ]
+
+
+# What running a function of a mode sets running_forwards_with_pending_backwards to.
+PENDING_BACKWARDS = {
+    CompilationMode.FORWARD: True,
+    CompilationMode.BACKWARD: False,
+    CompilationMode.INFERENCE: None,
+}
 
 
 def steady_replay(
@@ -95,13 +128,8 @@ def steady_replay(
         for i, alias in enumerate(node.output_storage_alias)
         if isinstance(alias, AliasesBoundMemory)
     ]
-    constants: list[tuple[int, Any]] = [
-        (i, metadata if isinstance(metadata, int) else static)
-        for i, (metadata, static) in enumerate(
-            zip(node.outputs_metadata, node.static_output_tensors)
-        )
-        if isinstance(metadata, int) or static is not None
-    ]
+    constants = constant_outputs(node)
+    pending = PENDING_BACKWARDS[mode]
     values = node.values
     delivers_values = values.num_words > 0
     pointers_equal = torch._C._tensors_data_ptrs_at_indices_equal
@@ -112,6 +140,8 @@ def steady_replay(
             manager.path_state is not ExecutionState.EXECUTION
             or not last.all_outputs_are_dead()
         ):
+            return general(inputs)
+        if node.wrapped_function.pygraph.is_outdated:
             return general(inputs)
         if not node.is_steady or not pointers_equal(
             inputs,  # type: ignore[arg-type]
@@ -138,8 +168,8 @@ def steady_replay(
             manager.path_state = ExecutionState.EXECUTION
         manager.update_generation()
         node.run_graph()
-        if mode == CompilationMode.FORWARD:
-            manager.running_forwards_with_pending_backwards = True
+        if pending is not None:
+            manager.running_forwards_with_pending_backwards = pending
         outputs: OutputType = node.cached_tensor_outputs.copy()
         for i, k in from_bound:
             outputs[i] = tensors[k]
@@ -149,3 +179,140 @@ def steady_replay(
         return outputs
 
     return replay
+
+
+def path_outputs(
+    node: CUDAGraphNode, indices: list[PathOutputIndex]
+) -> list[tuple[list[Any], list[Any], int]]:
+    "For each (depth, index), what the node there keeps of its outputs, and the index."
+    path = list(node._path_from_root)
+    return [
+        (path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
+        for depth, i in indices
+    ]
+
+
+def live_outputs(node: CUDAGraphNode) -> list[tuple[list[Any], list[Any], int]]:
+    "path_outputs of those that all_outputs_are_dead looks at."
+    return path_outputs(node, node.live_indices_after_graph)
+
+
+def compiled_replay(
+    node: BoundGraphNode,
+    manager: CUDAGraphTreeManager,
+    mode: CompilationMode,
+    general: ModelType,
+    owner: object,
+) -> ModelType | None:
+    """
+    The same as one call of native.compiled, or None where there is none. Unlike
+    steady_replay it sees to the thread itself, whose containers have to be ``owner``,
+    and to captures of the program. Calls ``general`` too where an input lies in the
+    graphs' pool, and where a node refused, to find out what to do about it.
+
+    Of the nodes of a function on one path it has to be the first; see Function.may_run.
+    """
+    if native.compiled is None:
+        return None
+    static_pointers = node.static_input_data_ptrs
+    static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
+    # By output, None for one that the node caches.
+    bound: list[int | None] = [
+        alias.index if isinstance(alias, AliasesBoundMemory) else None
+        for alias in node.output_storage_alias
+    ]
+    constants = {i: (value,) for i, value in constant_outputs(node)}
+    # What torch.cuda.CUDAGraph's methods forward to.
+    graph_type = torch._C._CUDAGraph
+    if not isinstance(node.graph, graph_type):
+        graph_type = type(node.graph)  # type: ignore[assignment]
+    binding = node.binding
+    nodes = getattr(binding, "nodes", None)
+    return native.compiled.Replay(
+        general=general,
+        node=node,
+        manager=manager,
+        executing=ExecutionState.EXECUTION,
+        mark_step=MarkStepBox,
+        tracker=GenerationTracker,
+        pending=PENDING_BACKWARDS[mode],
+        local=cudagraph_trees.local,
+        owner=owner,
+        containers=thread_containers,
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+        launch=graph_type.replay,
+        binding=nodes if isinstance(nodes, native.compiled.Nodes) else binding,
+        values=node.values.words if node.values.num_words else None,
+        static=[(i, static_pointers[i]) for i in static_idxs],
+        bound=node.bound_input_idxs,
+        alignment=max(node.alignment, GPU_ALIGN_BYTES),
+        parent=node.parent,
+        restore=node.restore_managed,
+        dropped=[
+            i
+            for i in node.cudagraph_managed_idxs
+            if not node.preserved_aliased_inputs[i]
+        ],
+        function=node.wrapped_function.pygraph,
+        live_outputs=live_outputs,
+        dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
+        dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
+        pool=node.pool_ranges.bounds,
+        allocators=node.allocators,
+        outputs=[
+            (k if i not in constants else None, constants.get(i))
+            for i, k in enumerate(bound)
+        ],
+    )
+
+
+# Recordings of one function that compiled code replays: as many are tried at most before
+# trees are.
+MAX_COMPILED = 8
+
+
+class CompiledReplays:
+    """
+    The recordings of one function that compiled code replays, a chain: each leaves to the
+    next one what it was not recorded for, and the last one leaves it to ``general``.
+    """
+
+    def __init__(
+        self,
+        function: Function,
+        manager: CUDAGraphTreeManager,
+        mode: CompilationMode,
+        owner: object,
+    ) -> None:
+        self.function = function
+        self.manager = manager
+        self.mode = mode
+        self.owner = owner
+        self.nodes: list[BoundGraphNode] = []
+        self.last: Any = None
+
+    def add(self, general: ModelType) -> ModelType | None:
+        """
+        Adds the recording that trees ran last, unless it is known. Returns what replays it,
+        None if it is not added.
+        """
+        node: Any = self.manager._current_node
+        if (
+            len(self.nodes) == MAX_COMPILED
+            or any(node is known for known in self.nodes)
+            or not self.function.binds_inputs
+            or not isinstance(node, self.function.node_type())
+            or [n.wrapped_function.pygraph for n in node._path_to_root].count(
+                self.function
+            )
+            != 1
+            or node.wrapped_function.pygraph is not self.function
+        ):
+            return None
+        added = compiled_replay(node, self.manager, self.mode, general, self.owner)
+        if added is not None:
+            self.nodes.append(node)
+            if self.last is not None:
+                self.last.general = added
+            self.last = added
+        return added

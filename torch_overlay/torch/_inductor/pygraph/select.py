@@ -44,7 +44,11 @@ from torch._inductor.cudagraph_trees import (
 from torch._inductor.pygraph import store
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.replay import InputHeld, steady_replay
+from torch._inductor.pygraph.replay import (
+    CompiledReplays,
+    InputHeld,
+    steady_replay,
+)
 from torch._inductor.pygraph.report import (
     COPY,
     FunctionReport,
@@ -699,9 +703,7 @@ def deploy(
         fn = realigned(fn)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
-        if roots and function.binds_inputs:
-            fn = steady_replay(roots[0], manager, mode, fn)
-
+        replays = CompiledReplays(function, manager, mode, owner)
         def replay(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
@@ -711,7 +713,10 @@ def deploy(
                 and not torch.cuda.is_current_stream_capturing()
             ):
                 try:
-                    return fn(inputs)
+                    outputs = fn(inputs)
+                    if replays.last is not None:
+                        replays.add(replay)
+                    return outputs
                 except InputHeld:
                     counters["pygraph"]["held_activations"] += 1
                 except DriverError as e:
@@ -720,6 +725,10 @@ def deploy(
                     replace(uncaptured)
             return uncaptured(inputs)
 
+        if (compiled := replays.add(replay)) is not None:
+            return compiled, outputs
+        if roots and function.binds_inputs:
+            fn = steady_replay(roots[0], manager, mode, fn)
         return replay, outputs
 
     if force is not None:

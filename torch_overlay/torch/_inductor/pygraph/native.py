@@ -1,0 +1,23 @@
+"""
+The part of a replay that is compiled, torch/csrc/inductor/pygraph/replay.cpp.
+
+It is where a compiler was found when torch was built or overlaid; without it the same is
+done in Python, slower.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import Any
+
+
+log = logging.getLogger(__name__)
+
+# torch._inductor.pygraph._replay
+compiled: Any = None
+
+try:
+    compiled = importlib.import_module("torch._inductor.pygraph._replay")
+except ImportError as e:
+    log.info("graphs are replayed by Python: %s", e)

@@ -1,0 +1,1008 @@
+// The steady replay of a CUDA graph, and the nodes that it sets: what
+// torch/_inductor/pygraph/replay.py and binding.py do in Python where this is
+// not compiled, in one call.
+//
+// It is a module of its own, torch._inductor.pygraph._replay, so that it can be
+// compiled against an installed torch: it takes seconds, since it includes few
+// headers, and no CUDA toolkit, since driver functions come as addresses.
+
+#include <Python.h>
+
+#include <ATen/core/TensorBase.h>
+#include <ATen/cuda/EmptyTensor.h>
+#include <c10/util/SmallVector.h>
+#include <torch/csrc/Dtype.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <new>
+#include <optional>
+#include <utility>
+#include <vector>
+
+// From torch/csrc/autograd/python_variable.h, whose headers take ten times as
+// long to compile as all of this. The layout is checked when the module is
+// imported.
+struct THPVariable {
+  PyObject_HEAD
+  at::TensorBase cdata;
+  PyObject* backward_hooks;
+};
+extern PyObject* THPVariableClass;
+PyObject* THPVariable_Wrap(at::TensorBase&& var);
+
+namespace {
+
+// Owns a reference, or is empty where a Python call failed.
+class Ref {
+ public:
+  explicit Ref(PyObject* object = nullptr) : object_(object) {}
+  Ref(Ref&& other) noexcept : object_(std::exchange(other.object_, nullptr)) {}
+  Ref& operator=(Ref&& other) noexcept {
+    std::swap(object_, other.object_);
+    return *this;
+  }
+  Ref(const Ref&) = delete;
+  Ref& operator=(const Ref&) = delete;
+  ~Ref() {
+    Py_XDECREF(object_);
+  }
+  static Ref share(PyObject* object) {
+    Py_XINCREF(object);
+    return Ref(object);
+  }
+  PyObject* get() const {
+    return object_;
+  }
+  PyObject* release() {
+    return std::exchange(object_, nullptr);
+  }
+  explicit operator bool() const {
+    return object_ != nullptr;
+  }
+
+ private:
+  PyObject* object_;
+};
+
+// A Python error is set.
+struct Error {};
+
+// Neither checks nor errors: the general path is to be taken.
+struct Unusual {};
+
+Ref checked(PyObject* object) {
+  if (object == nullptr) {
+    throw Error();
+  }
+  return Ref(object);
+}
+
+Ref attribute(PyObject* object, PyObject* name) {
+  return checked(PyObject_GetAttr(object, name));
+}
+
+void set_attribute(PyObject* object, PyObject* name, PyObject* value) {
+  if (PyObject_SetAttr(object, name, value) != 0) {
+    throw Error();
+  }
+}
+
+uint64_t as_word(PyObject* value) {
+  uint64_t word = PyLong_AsUnsignedLongLong(value);
+  if (PyErr_Occurred()) {
+    throw Error();
+  }
+  return word;
+}
+
+void* as_address(PyObject* value) {
+  return reinterpret_cast<void*>(as_word(value));
+}
+
+Ref sequence(PyObject* value) {
+  return checked(PySequence_Fast(value, "a sequence is needed"));
+}
+
+c10::SmallVector<uint64_t, 32> as_words(PyObject* values) {
+  Ref items = sequence(values);
+  c10::SmallVector<uint64_t, 32> words;
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+    words.push_back(as_word(PySequence_Fast_GET_ITEM(items.get(), i)));
+  }
+  return words;
+}
+
+// A member of the tuple that describes something.
+PyObject* field(PyObject* description, Py_ssize_t i) {
+  PyObject* value = PyTuple_Check(description)
+      ? PyTuple_GetItem(description, i)
+      : (PyErr_SetString(PyExc_TypeError, "a tuple is needed"), nullptr);
+  if (value == nullptr) {
+    throw Error();
+  }
+  return value;
+}
+
+// Calls f and turns what it throws into a Python error.
+template <typename F>
+PyObject* guarded(F&& f) {
+  try {
+    return f();
+  } catch (const Error&) {
+  } catch (const std::exception& e) {
+    PyErr_SetString(PyExc_RuntimeError, e.what());
+  }
+  return nullptr;
+}
+
+const at::TensorBase& unpack(PyObject* object) {
+  if (!PyObject_TypeCheck(
+          object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    throw Unusual();
+  }
+  return reinterpret_cast<THPVariable*>(object)->cdata;
+}
+
+uint64_t address_of(PyObject* tensor) {
+  return reinterpret_cast<uint64_t>(unpack(tensor).mutable_data_ptr());
+}
+
+// C++ objects in Python objects: T has the constructor that Python calls,
+// T(args, kwargs), and visit(f), which calls f with each PyObject* it owns.
+template <typename T>
+struct Boxed {
+  PyObject_HEAD
+  vectorcallfunc vectorcall;
+  T value;
+
+  static T& of(PyObject* self) {
+    return reinterpret_cast<Boxed*>(self)->value;
+  }
+
+  static PyObject* make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+    return guarded([&]() -> PyObject* {
+      T value(args, kwargs);
+      PyObject* self = type->tp_alloc(type, 0);
+      if (self != nullptr) {
+        new (&of(self)) T(std::move(value));
+        reinterpret_cast<Boxed*>(self)->vectorcall = T::call;
+      }
+      return self;
+    });
+  }
+
+  static void dealloc(PyObject* self) {
+    PyObject_GC_UnTrack(self);
+    of(self).~T();
+    Py_TYPE(self)->tp_free(self);
+  }
+
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    int result = 0;
+    of(self).visit([&](Ref& ref) {
+      if (result == 0 && ref) {
+        result = visit(ref.get(), arg);
+      }
+    });
+    return result;
+  }
+
+  static int clear(PyObject* self) {
+    of(self).visit([](Ref& ref) {
+      Ref none = Ref::share(Py_None);
+      std::swap(ref, none);
+    });
+    return 0;
+  }
+
+  static bool ready(PyTypeObject& type, PyObject* module) {
+    type.tp_basicsize = sizeof(Boxed);
+    type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
+        Py_TPFLAGS_HAVE_VECTORCALL;
+    type.tp_vectorcall_offset = offsetof(Boxed, vectorcall);
+    type.tp_call = PyVectorcall_Call;
+    type.tp_new = make;
+    type.tp_dealloc = dealloc;
+    type.tp_traverse = traverse;
+    type.tp_clear = clear;
+    return PyModule_AddType(module, &type) == 0;
+  }
+};
+
+// One node of the executable graph. Words hold the address of an input plus an
+// offset, or a value; `set` is the driver function that sets the node to
+// `params`, in which the words lie or to which they belong.
+struct Node {
+  struct Word {
+    uint64_t* place;
+    size_t input;
+    uint64_t offset;
+  };
+
+  explicit Node(PyObject* description)
+      : set(as_address(field(description, 0))),
+        executable(as_address(field(description, 1))),
+        node(as_address(field(description, 2))),
+        params(as_address(field(description, 3))) {
+    if (field(description, 4) != Py_None) {
+      context = as_address(field(description, 4));
+    }
+    Ref items = sequence(field(description, 5));
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* word = PySequence_Fast_GET_ITEM(items.get(), i);
+      long long offset = PyLong_AsLongLong(field(word, 2));
+      if (PyErr_Occurred()) {
+        throw Error();
+      }
+      words.push_back(
+          {static_cast<uint64_t*>(as_address(field(word, 0))),
+           as_word(field(word, 1)),
+           static_cast<uint64_t>(offset)});
+    }
+  }
+
+  bool call() const {
+    if (context.has_value()) {
+      using Set = int (*)(void*, void*, const void*, void*);
+      return reinterpret_cast<Set>(set)(executable, node, params, *context) ==
+          0;
+    }
+    using Set = int (*)(void*, void*, const void*);
+    return reinterpret_cast<Set>(set)(executable, node, params) == 0;
+  }
+
+  void* set;
+  void* executable;
+  void* node;
+  void* params;
+  std::optional<void*> context;
+  std::vector<Word> words;
+};
+
+PyTypeObject NodesType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
+// inputs. It holds `pointers` now; `keep` owns what the nodes point to.
+struct Nodes {
+  Nodes(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *held = nullptr, *descriptions = nullptr, *owner = nullptr;
+    if (!PyArg_ParseTuple(args, "OOO", &held, &descriptions, &owner)) {
+      throw Error();
+    }
+    auto words = as_words(held);
+    pointers.assign(words.begin(), words.end());
+    Ref items = sequence(descriptions);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      nodes.emplace_back(PySequence_Fast_GET_ITEM(items.get(), i));
+      for (const auto& word : nodes.back().words) {
+        if (word.input >= pointers.size()) {
+          PyErr_SetString(PyExc_IndexError, "a word of no input");
+          throw Error();
+        }
+      }
+    }
+    keep = Ref::share(owner);
+  }
+
+  // False if a node refused: the graph must not be launched then.
+  bool update(const uint64_t* to) {
+    if (is_known && std::equal(pointers.begin(), pointers.end(), to)) {
+      return true;
+    }
+    for (auto& node : nodes) {
+      bool is_dirty = !is_known;
+      for (auto& word : node.words) {
+        uint64_t value = to[word.input] + word.offset;
+        is_dirty |= *word.place != value;
+        *word.place = value;
+      }
+      if (is_dirty && !node.call()) {
+        // Unknown what the graph holds now: the next update sets every node.
+        is_known = false;
+        return false;
+      }
+    }
+    std::copy_n(to, pointers.size(), pointers.begin());
+    is_known = true;
+    return true;
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    f(keep);
+  }
+
+  static PyObject* call(PyObject*, PyObject* const*, size_t, PyObject*) {
+    PyErr_SetString(PyExc_TypeError, "not callable");
+    return nullptr;
+  }
+
+  static PyObject* py_update(PyObject* self, PyObject* values) {
+    return guarded([&]() -> PyObject* {
+      Nodes& nodes = Boxed<Nodes>::of(self);
+      auto to = as_words(values);
+      if (to.size() != nodes.pointers.size()) {
+        PyErr_SetString(PyExc_ValueError, "a pointer for each input is needed");
+        return nullptr;
+      }
+      return PyBool_FromLong(nodes.update(to.data()));
+    });
+  }
+
+  static PyObject* py_pointers(PyObject* self, void* /*closure*/) {
+    return guarded([&]() -> PyObject* {
+      const Nodes& nodes = Boxed<Nodes>::of(self);
+      Ref list = checked(PyList_New(nodes.pointers.size()));
+      for (size_t i = 0; i < nodes.pointers.size(); ++i) {
+        PyObject* pointer = nodes.is_known
+            ? PyLong_FromUnsignedLongLong(nodes.pointers[i])
+            : PyLong_FromLong(-1);
+        PyList_SET_ITEM(list.get(), i, checked(pointer).release());
+      }
+      return list.release();
+    });
+  }
+
+  std::vector<Node> nodes;
+  std::vector<uint64_t> pointers;
+  bool is_known = true;
+  Ref keep;
+};
+
+PyTypeObject AllocatorType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Allocator(size, stride, dtype, device_index): a call gives a new tensor.
+struct Allocator {
+  Allocator(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
+    int index = 0;
+    if (!PyArg_ParseTuple(args, "OOOi", &sizes, &strides, &dtype, &index)) {
+      throw Error();
+    }
+    if (!THPDtype_Check(dtype)) {
+      PyErr_SetString(PyExc_TypeError, "the third argument is no dtype");
+      throw Error();
+    }
+    for (uint64_t n : as_words(sizes)) {
+      size.push_back(static_cast<int64_t>(n));
+    }
+    for (uint64_t n : as_words(strides)) {
+      stride.push_back(static_cast<int64_t>(n));
+    }
+    scalar_type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+    device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+  }
+
+  at::TensorBase allocate() const {
+    return at::detail::empty_strided_cuda(size, stride, scalar_type, device);
+  }
+
+  template <typename F>
+  void visit(F&&) {}
+
+  static PyObject* call(
+      PyObject* self,
+      PyObject* const* /*args*/,
+      size_t nargs,
+      PyObject* kwnames) {
+    return guarded([&]() -> PyObject* {
+      if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
+        PyErr_SetString(PyExc_TypeError, "an allocator takes no arguments");
+        return nullptr;
+      }
+      return THPVariable_Wrap(Boxed<Allocator>::of(self).allocate());
+    });
+  }
+
+  std::vector<int64_t> size;
+  std::vector<int64_t> stride;
+  c10::ScalarType scalar_type;
+  c10::Device device{c10::kCUDA};
+};
+
+// Attributes that a call looks up.
+struct Names {
+  PyObject* tree_manager_containers;
+  PyObject* current_node;
+  PyObject* current_node_attribute;
+  PyObject* path_state;
+  PyObject* extra_ref_check;
+  PyObject* is_outdated;
+  PyObject* backward_hooks;
+  PyObject* is_steady;
+  PyObject* graph;
+  PyObject* cached_tensor_outputs;
+  PyObject* mark_step_counter;
+  PyObject* generation;
+  PyObject* current_gen;
+  PyObject* running_forwards;
+  PyObject* pointers;
+  PyObject* update;
+} names;
+
+bool intern_names() {
+  const std::pair<PyObject**, const char*> all[] = {
+      {&names.tree_manager_containers, "tree_manager_containers"},
+      {&names.current_node, "current_node"},
+      {&names.current_node_attribute, "_current_node"},
+      {&names.path_state, "path_state"},
+      {&names.extra_ref_check, "extra_ref_check"},
+      {&names.is_outdated, "is_outdated"},
+      {&names.backward_hooks, "_backward_hooks"},
+      {&names.is_steady, "is_steady"},
+      {&names.graph, "graph"},
+      {&names.cached_tensor_outputs, "cached_tensor_outputs"},
+      {&names.mark_step_counter, "mark_step_counter"},
+      {&names.generation, "generation"},
+      {&names.current_gen, "current_gen"},
+      {&names.running_forwards, "running_forwards_with_pending_backwards"},
+      {&names.pointers, "pointers"},
+      {&names.update, "update"},
+  };
+  for (const auto& [name, text] : all) {
+    *name = PyUnicode_InternFromString(text);
+    if (*name == nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
+PyTypeObject ReplayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// See replay.py, which makes it, for the arguments and for what is checked.
+struct Replay {
+  // What an output is: a tensor that is bound, one that the node caches, or
+  // a constant.
+  struct Output {
+    enum Kind { BOUND, CACHED, CONSTANT } kind;
+    size_t index;
+    Ref constant;
+  };
+
+  // An output of a graph of the path: its place in what its node keeps.
+  struct PathOutput {
+    Ref weakrefs;
+    Ref cached;
+    Py_ssize_t index;
+  };
+
+  Replay(PyObject* args, PyObject* kwargs) {
+    static const char* keywords[] = {
+        "general",      "node",     "manager",    "executing",
+        "mark_step",    "tracker",  "pending",    "local",
+        "owner",        "containers", "is_capturing", "launch",
+        "binding",      "values",   "static",     "bound",
+        "parent",       "restore",  "function",   "live_outputs",
+        "alignment",    "pool",
+        "allocators",   "outputs",  "dropped",    "dead_before",
+        "dead_after",   nullptr};
+    PyObject *objects[18], *static_inputs = nullptr, *bound_inputs = nullptr,
+                           *pool_bounds = nullptr, *allocator_list = nullptr,
+                           *output_list = nullptr, *dropped_inputs = nullptr,
+                           *before = nullptr, *after = nullptr;
+    unsigned long long needed_alignment = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args,
+            kwargs,
+            "$OOOOOOOOOOOOOOOOOOOOKOOOOOO",
+            const_cast<char**>(keywords),
+            &objects[0],
+            &objects[1],
+            &objects[2],
+            &objects[3],
+            &objects[4],
+            &objects[5],
+            &objects[6],
+            &objects[7],
+            &objects[8],
+            &objects[9],
+            &objects[10],
+            &objects[11],
+            &objects[12],
+            &objects[13],
+            &static_inputs,
+            &bound_inputs,
+            &objects[14],
+            &objects[15],
+            &objects[16],
+            &objects[17],
+            &needed_alignment,
+            &pool_bounds,
+            &allocator_list,
+            &output_list,
+            &dropped_inputs,
+            &before,
+            &after)) {
+      throw Error();
+    }
+    Ref* owned[] = {
+        &general,
+        &node,
+        &manager,
+        &executing,
+        &mark_step,
+        &tracker,
+        &pending,
+        &local,
+        &owner,
+        &containers,
+        &is_capturing,
+        &launch,
+        &binding,
+        &values,
+        &parent,
+        &restore,
+        &function,
+        &live_outputs};
+    for (size_t i = 0; i < std::size(owned); ++i) {
+      *owned[i] = Ref::share(objects[i]);
+    }
+    alignment = needed_alignment;
+    Ref items = sequence(static_inputs);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* input = PySequence_Fast_GET_ITEM(items.get(), i);
+      statics.emplace_back(as_word(field(input, 0)), as_word(field(input, 1)));
+      num_inputs = std::max(num_inputs, statics.back().first + 1);
+    }
+    for (uint64_t i : as_words(bound_inputs)) {
+      bound.push_back(i);
+      num_inputs = std::max<size_t>(num_inputs, i + 1);
+    }
+    for (uint64_t i : as_words(dropped_inputs)) {
+      dropped.push_back(static_cast<Py_ssize_t>(i));
+      num_inputs = std::max<size_t>(num_inputs, i + 1);
+    }
+    dead_before = path_outputs(before);
+    dead_after = path_outputs(after);
+    auto bounds = as_words(pool_bounds);
+    pool.assign(bounds.begin(), bounds.end());
+    items = sequence(allocator_list);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      allocators.push_back(
+          Ref::share(PySequence_Fast_GET_ITEM(items.get(), i)));
+    }
+    items = sequence(output_list);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+      PyObject* k = field(output, 0);
+      if (k == Py_None) {
+        // (None, None) is cached, (None, (constant,)) is not.
+        PyObject* constant = field(output, 1);
+        if (constant == Py_None) {
+          outputs.push_back(
+              {Output::CACHED, static_cast<size_t>(i), Ref()});
+        } else {
+          outputs.push_back(
+              {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
+        }
+      } else {
+        outputs.push_back({Output::BOUND, as_word(k), Ref()});
+        if (outputs.back().index >= bound.size() + allocators.size()) {
+          PyErr_SetString(PyExc_IndexError, "an output that is not bound");
+          throw Error();
+        }
+      }
+    }
+  }
+
+  static std::vector<PathOutput> path_outputs(PyObject* descriptions) {
+    std::vector<PathOutput> result;
+    Ref items = sequence(descriptions);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+      result.push_back(
+          {Ref::share(field(output, 0)),
+           Ref::share(field(output, 1)),
+           static_cast<Py_ssize_t>(as_word(field(output, 2)))});
+    }
+    return result;
+  }
+
+  static PyObject* call(
+      PyObject* object,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    Replay& self = Boxed<Replay>::of(object);
+    if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr &&
+        PyList_CheckExact(args[0])) {
+      bool has_dropped = false;
+      try {
+        return self.run(args[0], has_dropped);
+      } catch (const Error&) {
+        return nullptr;
+      } catch (const Unusual&) {
+      } catch (const std::exception&) {
+        // No memory, or a tensor without storage: nothing was launched, and the
+        // general path raises what Python is to see.
+      }
+      if (has_dropped &&
+          !Ref(PyObject_CallOneArg(self.restore.get(), args[0]))) {
+        return nullptr;
+      }
+    }
+    return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+  }
+
+  // Sets has_dropped once inputs are gone that the general path needs.
+  PyObject* run(PyObject* inputs, bool& has_dropped) {
+    if (static_cast<size_t>(PyList_GET_SIZE(inputs)) < num_inputs) {
+      throw Unusual();
+    }
+    check_thread();
+    Ref last = attribute(manager.get(), names.current_node_attribute);
+    check_path(last.get());
+    for (const auto& [i, pointer] : statics) {
+      if (address_of(PyList_GET_ITEM(inputs, i)) != pointer) {
+        throw Unusual();
+      }
+    }
+
+    c10::SmallVector<Ref, 16> tensors;
+    c10::SmallVector<uint64_t, 32> pointers;
+    uint64_t combined = 0;
+    for (size_t i : bound) {
+      // Others may drop theirs while the launch lets them run.
+      tensors.push_back(Ref::share(PyList_GET_ITEM(inputs, i)));
+      pointers.push_back(address_of(tensors.back().get()));
+      combined |= pointers.back();
+      if (is_in_pool(pointers.back())) {
+        throw Unusual();
+      }
+    }
+    if (combined % alignment != 0) {
+      throw Unusual();
+    }
+    for (const Ref& allocate : allocators) {
+      if (Py_IS_TYPE(allocate.get(), &AllocatorType)) {
+        at::TensorBase tensor =
+            Boxed<Allocator>::of(allocate.get()).allocate();
+        pointers.push_back(
+            reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()));
+        tensors.push_back(checked(THPVariable_Wrap(std::move(tensor))));
+      } else {
+        tensors.push_back(checked(PyObject_CallNoArgs(allocate.get())));
+        pointers.push_back(address_of(tensors.back().get()));
+      }
+    }
+    if (values.get() != Py_None) {
+      Ref words = checked(PyObject_CallNoArgs(values.get()));
+      for (uint64_t word : as_words(words.get())) {
+        pointers.push_back(word);
+      }
+    }
+    check_dead(dead_before);
+    for (Py_ssize_t i : dropped) {
+      has_dropped = true;
+      if (PyList_SetItem(inputs, i, Ref::share(Py_None).release()) != 0) {
+        throw Error();
+      }
+    }
+    check_dead(dead_after);
+    bind(pointers);
+
+    if (last.get() != node.get()) {
+      set_attribute(manager.get(), names.current_node, node.get());
+      set_attribute(manager.get(), names.path_state, executing.get());
+    }
+    update_generation();
+    Ref graph = attribute(node.get(), names.graph);
+    PyObject* launch_args[] = {graph.get()};
+    checked(PyObject_Vectorcall(launch.get(), launch_args, 1, nullptr));
+    if (pending.get() != Py_None) {
+      set_attribute(manager.get(), names.running_forwards, pending.get());
+    }
+
+    Ref result = checked(PyList_New(outputs.size()));
+    Ref cached = attribute(node.get(), names.cached_tensor_outputs);
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      const Output& output = outputs[i];
+      PyObject* value = output.constant.get();
+      if (output.kind == Output::BOUND) {
+        value = tensors[output.index].get();
+      } else if (output.kind == Output::CACHED) {
+        value = PyList_GetItem(cached.get(), output.index);
+        if (value == nullptr) {
+          throw Error();
+        }
+        if (value != Py_None &&
+            reinterpret_cast<THPVariable*>(value)->backward_hooks != nullptr) {
+          // Of the tensor that the last call returned.
+          set_attribute(value, names.backward_hooks, Py_None);
+        }
+      }
+      PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
+    }
+    if (PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr) != 0) {
+      throw Error();
+    }
+    return result.release();
+  }
+
+  // A graph is updated and launched by the thread that recorded it, and by
+  // autograd's on its behalf. One that the program itself captures right now
+  // must not depend on the pool's memory.
+  void check_thread() const {
+    Ref known(PyObject_GetAttr(local.get(), names.tree_manager_containers));
+    if (!known) {
+      PyErr_Clear();
+      known = checked(PyObject_CallNoArgs(containers.get()));
+    }
+    if (known.get() != owner.get()) {
+      throw Unusual();
+    }
+    if (checked(PyObject_CallNoArgs(is_capturing.get())).get() != Py_False) {
+      throw Unusual();
+    }
+  }
+
+  void check_path(PyObject* last) {
+    if (parent.get() != Py_None) {
+      if (last != parent.get() ||
+          attribute(manager.get(), names.path_state).get() !=
+              executing.get()) {
+        throw Unusual();
+      }
+    } else if (last != Py_None) {
+      if (attribute(manager.get(), names.path_state).get() !=
+          executing.get()) {
+        throw Unusual();
+      }
+      if (last != last_seen.get()) {
+        Ref outputs_of_last =
+            checked(PyObject_CallOneArg(live_outputs.get(), last));
+        live_of_last = path_outputs(outputs_of_last.get());
+        last_seen = Ref::share(last);
+      }
+      check_dead(live_of_last);
+    }
+    if (attribute(node.get(), names.is_steady).get() != Py_True ||
+        attribute(function.get(), names.is_outdated).get() != Py_False) {
+      throw Unusual();
+    }
+  }
+
+  // Of outputs in the pool that the graph may overwrite. One that its
+  // node caches is dead where nobody else has the tensor or its storage, as
+  // StorageWeakRefWrapper.expired and CopyGraphNode._is_only_cached have it.
+  static void check_dead(const std::vector<PathOutput>& outputs_of_path) {
+    for (const auto& output : outputs_of_path) {
+      PyObject* weakref = PyList_GetItem(output.weakrefs.get(), output.index);
+      if (weakref == nullptr) {
+        throw Error();
+      }
+      if (attribute(weakref, names.extra_ref_check).get() == Py_None) {
+        if (checked(PyObject_CallNoArgs(weakref)).get() != Py_None) {
+          throw Unusual();
+        }
+        continue;
+      }
+      if (output.index >= PyList_GET_SIZE(output.cached.get())) {
+        throw Unusual();
+      }
+      PyObject* cached = PyList_GET_ITEM(output.cached.get(), output.index);
+      const at::TensorBase& tensor = unpack(cached);
+      // The storage is the tensor's and its Python object's.
+      if (Py_REFCNT(cached) != 1 || tensor.use_count() != 1 ||
+          tensor.storage().use_count() != 2) {
+        throw Unusual();
+      }
+    }
+  }
+
+  bool is_in_pool(uint64_t address) const {
+    // Bounds alternate between the start and the end of a segment.
+    auto above = std::upper_bound(pool.begin(), pool.end(), address);
+    return (above - pool.begin()) % 2 == 1;
+  }
+
+  // Where a node refuses, the general path tries again and says so.
+  void bind(const c10::SmallVector<uint64_t, 32>& pointers) {
+    if (Py_IS_TYPE(binding.get(), &NodesType)) {
+      Nodes& nodes = Boxed<Nodes>::of(binding.get());
+      if (pointers.size() != nodes.pointers.size() ||
+          !nodes.update(pointers.data())) {
+        throw Unusual();
+      }
+      return;
+    }
+    Ref list = checked(PyList_New(pointers.size()));
+    for (size_t i = 0; i < pointers.size(); ++i) {
+      PyList_SET_ITEM(
+          list.get(),
+          i,
+          checked(PyLong_FromUnsignedLongLong(pointers[i])).release());
+    }
+    Ref held = attribute(binding.get(), names.pointers);
+    int equal = PyObject_RichCompareBool(list.get(), held.get(), Py_EQ);
+    if (equal < 0) {
+      throw Error();
+    }
+    if (equal == 0 &&
+        !Ref(PyObject_CallMethodOneArg(
+            binding.get(), names.update, list.get()))) {
+      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) {
+        throw Error();
+      }
+      PyErr_Clear();
+      throw Unusual();
+    }
+  }
+
+  // CUDAGraphTreeManager.update_generation
+  void update_generation() {
+    Ref generation = attribute(mark_step.get(), names.mark_step_counter);
+    int is_marked = PyObject_IsTrue(generation.get());
+    if (is_marked < 0) {
+      throw Error();
+    }
+    if (is_marked == 0) {
+      generation = attribute(tracker.get(), names.generation);
+    }
+    set_attribute(manager.get(), names.current_gen, generation.get());
+  }
+
+  template <Ref Replay::*member>
+  static PyObject* get(PyObject* self, void* /*closure*/) {
+    return Ref::share((Boxed<Replay>::of(self).*member).get()).release();
+  }
+
+  template <Ref Replay::*member>
+  static int set(PyObject* self, PyObject* value, void* /*closure*/) {
+    if (value == nullptr) {
+      PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
+      return -1;
+    }
+    Boxed<Replay>::of(self).*member = Ref::share(value);
+    return 0;
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    for (Ref* ref :
+         {&general,
+          &node,
+          &manager,
+          &executing,
+          &mark_step,
+          &tracker,
+          &pending,
+          &local,
+          &owner,
+          &containers,
+          &is_capturing,
+          &launch,
+          &binding,
+          &values,
+          &parent,
+          &restore,
+          &function,
+          &live_outputs,
+          &last_seen}) {
+      f(*ref);
+    }
+    for (auto* of_path : {&dead_before, &dead_after, &live_of_last}) {
+      for (PathOutput& output : *of_path) {
+        f(output.weakrefs);
+        f(output.cached);
+      }
+    }
+    for (Ref& allocate : allocators) {
+      f(allocate);
+    }
+    for (Output& output : outputs) {
+      if (output.constant) {
+        f(output.constant);
+      }
+    }
+  }
+
+  Ref general;
+  Ref node;
+  Ref manager;
+  Ref executing;
+  Ref mark_step;
+  Ref tracker;
+  Ref pending;
+  Ref local;
+  Ref owner;
+  Ref containers;
+  Ref is_capturing;
+  Ref launch;
+  Ref binding;
+  Ref values;
+  Ref parent;
+  Ref restore;
+  Ref function;
+  Ref live_outputs;
+  // The graph that was last when this was last called, and what it left alive.
+  Ref last_seen;
+  std::vector<PathOutput> live_of_last;
+  std::vector<PathOutput> dead_before;
+  std::vector<PathOutput> dead_after;
+  std::vector<Py_ssize_t> dropped;
+  std::vector<std::pair<size_t, uint64_t>> statics;
+  std::vector<size_t> bound;
+  uint64_t alignment = 1;
+  std::vector<uint64_t> pool;
+  std::vector<Ref> allocators;
+  std::vector<Output> outputs;
+  size_t num_inputs = 0;
+};
+
+PyMethodDef nodes_methods[] = {
+    {"update", Nodes::py_update, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyGetSetDef nodes_getset[] = {
+    {"pointers", Nodes::py_pointers, nullptr, nullptr, nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyGetSetDef replay_getset[] = {
+    {"general",
+     Replay::get<&Replay::general>,
+     Replay::set<&Replay::general>,
+     nullptr,
+     nullptr},
+    // These two a benchmark replaces, to leave them out of a time.
+    {"binding",
+     Replay::get<&Replay::binding>,
+     Replay::set<&Replay::binding>,
+     nullptr,
+     nullptr},
+    {"launch",
+     Replay::get<&Replay::launch>,
+     Replay::set<&Replay::launch>,
+     nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    "torch._inductor.pygraph._replay",
+    nullptr,
+    -1,
+    nullptr};
+
+// Whether a tensor lies in its Python object as it does here.
+bool layout_matches() {
+  Ref torch = Ref(PyImport_ImportModule("torch"));
+  Ref tensor = Ref(
+      torch ? PyObject_CallMethod(torch.get(), "empty", "i", 3) : nullptr);
+  Ref address = Ref(
+      tensor ? PyObject_CallMethod(tensor.get(), "data_ptr", nullptr)
+             : nullptr);
+  if (!address) {
+    return false;
+  }
+  if (!PyObject_TypeCheck(
+          tensor.get(), reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
+      Py_TYPE(tensor.get())->tp_basicsize <
+          static_cast<Py_ssize_t>(sizeof(THPVariable)) ||
+      address_of(tensor.get()) != as_word(address.get())) {
+    PyErr_SetString(PyExc_ImportError, "compiled for another torch");
+    return false;
+  }
+  return true;
+}
+
+} // namespace
+
+PyMODINIT_FUNC PyInit__replay() {
+  NodesType.tp_name = "torch._inductor.pygraph._replay.Nodes";
+  NodesType.tp_methods = nodes_methods;
+  NodesType.tp_getset = nodes_getset;
+  AllocatorType.tp_name = "torch._inductor.pygraph._replay.Allocator";
+  ReplayType.tp_name = "torch._inductor.pygraph._replay.Replay";
+  ReplayType.tp_getset = replay_getset;
+  Ref module(PyModule_Create(&module_definition));
+  if (!module || !layout_matches() || !intern_names() ||
+      !Boxed<Nodes>::ready(NodesType, module.get()) ||
+      !Boxed<Allocator>::ready(AllocatorType, module.get()) ||
+      !Boxed<Replay>::ready(ReplayType, module.get())) {
+    return nullptr;
+  }
+  return module.release();
+}
