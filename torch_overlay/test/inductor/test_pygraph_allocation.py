@@ -239,7 +239,7 @@ class CopyGraphNodeTest(TestCase):
             for t in outputs
         ]
         node.wrapped_function = mock.Mock()
-        node.wrapped_function.pygraph.returned_output_idxs = OrderedSet(returned)
+        node.wrapped_function.pygraph.owned_output_idxs = OrderedSet(returned)
 
         def rebuild(metadata, storage):
             t = torch.empty(0, dtype=metadata["dtype"])

@@ -62,8 +62,8 @@ class InputHeld(Exception):
 
 def is_steady(node: BoundGraphNode) -> bool:
     """
-    Whether all that a replay needs is known: the node copies nothing, and each of its outputs is bound memory, a tensor that the node caches, a static input, or
-    no tensor.
+    Whether all that a replay needs is known: the node copies nothing, and each of its
+    outputs is bound memory, a tensor that the node caches, a static input, or no tensor.
     """
     return (
         not node.non_static_input_idx

@@ -704,6 +704,7 @@ def deploy(
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
         replays = CompiledReplays(function, manager, mode, owner)
+
         def replay(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
