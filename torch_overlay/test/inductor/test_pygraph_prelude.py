@@ -415,7 +415,7 @@ class ReplayTest(TestCase):
     def test_many_inputs(self, force, count):
         "More than one kernel's parameters hold take a second prelude."
         self.check(
-            lambda *xs: [x.sum(0) for x in xs],
+            lambda *xs: [x.amax(0) for x in xs],
             lambda: tuple(randn(16, 8) for _ in range(count // 2)),
             force,
             calls=4,
@@ -528,7 +528,7 @@ class ReplayTest(TestCase):
                 torch._dynamo.reset()
                 counters.clear()
                 self.check(lambda x: (x.sin(), x.sum(0)), lambda: (randn(64, 64),), "table")
-                self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
+                self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 1)
 
     def test_tuned_kernels(self):
         options = {"max_autotune_pointwise": True, "coordinate_descent_tuning": True}

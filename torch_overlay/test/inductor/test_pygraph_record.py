@@ -357,10 +357,17 @@ def modelled_device() -> Iterator[ModelledDevice]:
 
     class HostProof(Proof):
         def __init__(
-            self, inputs: Sequence[Any], outputs: Sequence[Any], mutated: Sequence[int]
+            self,
+            inputs: Sequence[Any],
+            outputs: Sequence[Any],
+            mutated: Sequence[int],
+            unmarked: Sequence[int],
         ) -> None:
             super().__init__(
-                [hosted(i) for i in inputs], [hosted(o) for o in outputs], mutated
+                [hosted(i) for i in inputs],
+                [hosted(o) for o in outputs],
+                mutated,
+                unmarked,
             )
 
         @staticmethod
@@ -450,6 +457,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
             allocation,
             {
                 "empty_strided_cuda": device.empty_strided,
+                "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
                 "native": types.SimpleNamespace(compiled=None),
             },
         ),
@@ -691,6 +699,30 @@ class RecordTest(TestCase):
             x, y = self.randn(), self.randn()
             self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
         self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    def test_output_that_is_written_in_part(self):
+        fn = self.deploy(
+            "x, y = args; args.clear(); a = new(); launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); return (a,)",
+            [self.randn(), self.randn()],
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            self.assertEqual(on_host(fn(x, y)[0])[::2], on_host(x)[::2].sin())
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
+    def test_output_that_is_written_elsewhere(self):
+        "In memory that is neither a placeholder nor an output."
+        elsewhere = self.randn()
+        bind = ModelledBinding.update
+
+        def update(binding: ModelledBinding, pointers: Sequence[int]) -> None:
+            bind(binding, [*pointers[:-1], elsewhere.data_ptr()])
+
+        with mock.patch.object(ModelledBinding, "update", update):
+            self.check(self.ADD)
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+        (entry,) = report()
+        self.assertIn("output 0", entry.reason)
 
     def test_returned_input_is_the_callers(self):
         body = "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (x, a, a)"

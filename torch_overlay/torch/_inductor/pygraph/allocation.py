@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.placeholder import tensor_at
+from torch._inductor.pygraph.proof import mark_unwritten
 
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def with_allocator(
 
 
 class AllocationTrace:
-    """Allocates as the wrapper does, and remembers in what order."""
+    """Allocates as the wrapper does, marks what it gives, and remembers in what order."""
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
@@ -83,9 +84,16 @@ class AllocationTrace:
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
         t = empty_strided_cuda(size, stride, dtype)
+        # As the graph's is. What neither writes is then the same, and what only the graph
+        # does not write is seen.
+        mark_unwritten(t)
         self.last_at[t.data_ptr()] = len(self.allocations)
         self.allocations.append(Allocation(tuple(size), tuple(stride), dtype))
         return t
+
+    def holds(self, t: torch.Tensor) -> bool:
+        """Whether an output lies in one of them."""
+        return t.untyped_storage().data_ptr() in self.last_at
 
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
         """

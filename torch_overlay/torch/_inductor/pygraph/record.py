@@ -225,7 +225,12 @@ class Rehearsal:
         outputs = with_allocator(self.model, trace)(list(inputs))
         owned = node.wrapped_function.pygraph.owned_output_idxs
         self.allocations = trace.of(outputs[i] for i in owned)
-        self.proof = Proof(inputs, outputs, self.mutated)
+        unmarked = [
+            i
+            for i, t in enumerate(outputs)
+            if isinstance(t, torch.Tensor) and not trace.holds(t)
+        ]
+        self.proof = Proof(inputs, outputs, self.mutated, unmarked)
         if has_managed:
             # The replay overwrites inputs that died, so there is no second run. An output
             # in the memory of an input must neither be restored with it nor keep it alive.
