@@ -128,9 +128,9 @@ def _observed(call: Callable[..., Any], module: Any, args: Any, trains: bool) ->
     """Its outputs, and the gradients that training with it leaves."""
     with torch.set_grad_enabled(trains):
         outputs = call(*args)
-    if not trains:
-        return snapshot({"outputs": outputs})
-    outputs.sum().backward()
+        if not trains:
+            return snapshot({"outputs": outputs})
+        outputs.sum().backward()
     found = snapshot({"outputs": outputs, "grads": {name: p.grad for name, p in module.named_parameters()}})
     module.zero_grad()
     return found
