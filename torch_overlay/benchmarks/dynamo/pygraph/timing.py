@@ -111,8 +111,9 @@ def time_interleaved(
         per_call = agree(seconds(name, lead_in)) / lead_in
         calls[name] = max(5, min(max_calls, int(round_s / max(per_call, 1e-9))))
         round_total += max(per_call * calls[name], round_s)
-    # What short rounds leave of the time goes to more of them.
-    rounds = max(rounds, int(rounds * MORE_ROUNDS * round_s * len(loops) / round_total))
+    if loops:
+        # What short rounds leave of the time goes to more of them.
+        rounds = max(rounds, int(rounds * MORE_ROUNDS * round_s * len(loops) / round_total))
 
     samples: dict[str, list[float]] = {name: [] for name in loops}
     host: dict[str, list[float]] = {name: [] for name in loops}
