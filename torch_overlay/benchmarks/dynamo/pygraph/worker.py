@@ -197,7 +197,10 @@ class CaseRun:
             if name == "pygraph":
                 entries, counts = report(), dict(counters["pygraph"])
         names = [name for name in ("eager", "no_cg") if name in self.variants]
+        counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
+        # Calls that did not go the short way: inputs staged, or nothing replayed.
+        self.notes += [f"while timed: {name} {count}" for name, count in counters["pygraph"].items()]
         ratios = {
             name: ratio(timings["pygraph"], timing)
             for name, timing in timings.items()
