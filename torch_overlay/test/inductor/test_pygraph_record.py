@@ -34,6 +34,7 @@ from torch._inductor.pygraph import (
     native,
     placeholder,
     record,
+    replay,
     report,
     reset_report,
     select,
@@ -974,6 +975,69 @@ class RecordTest(TestCase):
         self.assertEqual(function.choice, "no_graph")
         self.assertIn("could not be set", function.reason)
         self.assertNotIn("replay", getattr(fn.current, "__qualname__", ""))
+
+    def test_node_that_refuses_in_a_backward(self):
+        "Whose activation was let go by then."
+        self.weight = self.randn()
+        update, refuses = ModelledBinding.update, itertools.count()
+
+        def refuse(binding, pointers):
+            # The tangent alone is bound, and of the forward an input and an output.
+            if len(pointers) == 1 and next(refuses) > 2:
+                raise DriverError("a node of the graph could not be set")
+            update(binding, pointers)
+
+        held = []
+        with mock.patch.object(ModelledBinding, "update", refuse):
+            for _ in range(9):
+                # So that the tangent moves.
+                held.append(self.randn())
+                for actual, expected in self.step(self.randn()):
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual([f.choice for f in report()].count("no_graph"), 1)
+
+    def test_node_that_refuses_a_misaligned_input(self):
+        "The clone in its place is what was mutated."
+        update = ModelledBinding.update
+        body = "x, y = args; args.clear(); launch(add, x, x, y); a = new(); launch(sin, a, x); return (a,)"
+        fn = None
+        for i in range(9):
+            x = torch.as_strided(self.randn(64), (8,), (1,), int(i > 2))
+            y = self.randn()
+            expected = on_host(x) + on_host(y)
+            fn = fn or self.deploy(body, [x, y], mutated=(0,))
+
+            def refuse(binding, pointers):
+                if i > 5:
+                    raise DriverError("a node of the graph could not be set")
+                update(binding, pointers)
+
+            with mock.patch.object(ModelledBinding, "update", refuse):
+                (out,) = fn(x, y)
+            self.assertEqual(on_host(x), expected)
+            self.assertEqual(on_host(out), expected.sin())
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @unittest.skipIf(native.compiled is None, "requires _replay")
+    def test_recording_that_is_found_later(self):
+        "What was not recorded in the call that should have is replayed the short way too."
+        if native.compiled is None:
+            self.skipTest("the class that runs without it")
+        add = replay.CompiledReplays.add
+        with mock.patch.object(
+            replay.CompiledReplays, "add", lambda replays, general: None
+        ):
+            fn = self.check(self.ADD, calls=1)
+            x, y = self.randn(), self.randn()
+            fn(x, y)
+        self.assertIs(replay.CompiledReplays.add, add)
+        fn(x, y)
+        manager = trees.get_manager(0)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
     def test_capture_that_fails(self):
         def fails(out, x):

@@ -1037,6 +1037,11 @@ class FunctionTest(SelectTestCase):
             self.manager.update_generation.assert_not_called()
         self.assertEqual(counters["pygraph"]["held_activations"], 2)
 
+    def test_output_of_a_warmup_that_is_kept(self):
+        "Trees would take away what this function returns together with it."
+        self.assertFalse(self.may_run((None,), live=True, in_warmup=True))
+        self.manager.update_generation.assert_not_called()
+
     def test_not_capturable(self):
         self.function.is_capturable = False
         self.assertFalse(self.may_run())

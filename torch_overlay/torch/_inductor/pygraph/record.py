@@ -691,7 +691,13 @@ class BoundGraphNode(CopyGraphNode):
         pointers = self.input_pointers + [t.data_ptr() for t in outputs]
         pointers += self.values.words()
         if pointers != self.binding.pointers:
-            self.move(self.call_tensors, pointers)
+            try:
+                self.move(self.call_tensors, pointers)
+            except DriverError:
+                # The call is about to run uncaptured, on all of its inputs.
+                self.staged = []
+                self.restore_managed(srcs)
+                raise
 
     def move(self, tensors: list[torch.Tensor], pointers: list[int]) -> None:
         """

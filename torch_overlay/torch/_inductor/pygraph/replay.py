@@ -112,7 +112,7 @@ def steady_replay(
     general: ModelType,
 ) -> ModelType:
     """
-    What to call instead of ``general``, which aligns the inputs and runs trees.
+    What to call instead of ``general``, which runs trees.
 
     The caller sees to it that the thread is the one that recorded.
     """
@@ -203,17 +203,14 @@ def compiled_replay(
     mode: CompilationMode,
     general: ModelType,
     owner: object,
-) -> ModelType | None:
+) -> ModelType:
     """
-    The same as one call of native.compiled, or None where there is none. Unlike
-    steady_replay it sees to the thread itself, whose containers have to be ``owner``,
+    The same as one call of native.compiled. Unlike steady_replay it sees to the thread itself, whose containers have to be ``owner``,
     and to captures of the program. Calls ``general`` too where an input lies in the
     graphs' pool, and where a node refused, to find out what to do about it.
 
     Of the nodes of a function on one path it has to be the first; see Function.may_run.
     """
-    if native.compiled is None:
-        return None
     static_pointers = node.static_input_data_ptrs
     static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
     # By output, None for one that the node caches.
@@ -293,12 +290,13 @@ class CompiledReplays:
 
     def add(self, general: ModelType) -> ModelType | None:
         """
-        Adds the recording that trees ran last, unless it is known. Returns what replays it,
-        None if it is not added.
+        Adds the recording that trees ran last, unless it is known. Returns what replays the
+        first one, when it is added, else None.
         """
         node: Any = self.manager._current_node
         if (
-            len(self.nodes) == MAX_COMPILED
+            native.compiled is None
+            or len(self.nodes) == MAX_COMPILED
             or any(node is known for known in self.nodes)
             or not self.function.binds_inputs
             or not isinstance(node, self.function.node_type())
@@ -310,9 +308,9 @@ class CompiledReplays:
         ):
             return None
         added = compiled_replay(node, self.manager, self.mode, general, self.owner)
-        if added is not None:
-            self.nodes.append(node)
-            if self.last is not None:
-                self.last.general = added
-            self.last = added
-        return added
+        self.nodes.append(node)
+        before, self.last = self.last, added
+        if before is None:
+            return added
+        before.general = added
+        return None

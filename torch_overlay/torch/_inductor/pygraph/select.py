@@ -191,6 +191,11 @@ class Function:
             self.is_outdated = False
         last = manager.current_node
         if last is not None and not last.all_outputs_are_dead():
+            if manager.in_warmup:
+                # Of a function that is not ours: what it left would be taken away with
+                # what this one returns.
+                counters["pygraph"]["held_activations"] += 1
+                return False
             # What a backward may still need: trees would end the path all the same, or
             # go on along it for as long as no backward runs.
             may_end = manager.can_start_new_generation()
@@ -587,6 +592,14 @@ class Selection:
             decision = store.Decision(report.choice, report.reason, report.timings_us)
             self.entry.save(decision)
 
+    def shorten(self, replay: ModelType) -> None:
+        """Called with a shorter way to replay the same recordings, once there is one."""
+        is_deployed = self.step is self.replay
+        self.replay = replay
+        if is_deployed:
+            self.step = replay
+            self.deploy(replay)
+
     def _decide(self, choice: str, fn: ModelType, reason: str) -> None:
         decide(self.function, choice, reason)
         self.step = fn
@@ -668,11 +681,10 @@ def deploy(
         decide(function, NO_GRAPH, "trees do not know this thread")
         return realigned(uncaptured)
     if is_backward:
-        manager = get_manager(device_index)
 
         def run_backward(inputs: list[InputType]) -> OutputType:
             # See [Backward Generation Handling]
-            manager.set_to_running_backward()
+            get_manager(device_index).set_to_running_backward()
             return model(inputs)
 
         uncaptured = run_backward
@@ -700,12 +712,11 @@ def deploy(
             **kwargs,
         )
 
-        fn = realigned(fn)
         manager = get_manager(device_index)
         roots = manager.roots.get(function.id)
         replays = CompiledReplays(function, manager, mode, owner)
 
-        def replay(inputs: list[InputType]) -> OutputType:
+        def replay_or_not(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
             # must not depend on the pool's memory.
@@ -715,8 +726,8 @@ def deploy(
             ):
                 try:
                     outputs = fn(inputs)
-                    if replays.last is not None:
-                        replays.add(replay)
+                    if (compiled := replays.add(replay)) is not None:
+                        selection.shorten(compiled)
                     return outputs
                 except InputHeld:
                     counters["pygraph"]["held_activations"] += 1
@@ -726,6 +737,8 @@ def deploy(
                     replace(uncaptured)
             return uncaptured(inputs)
 
+        # Around both ways: the clone of a misaligned input that is mutated is copied back.
+        replay = realigned(replay_or_not)
         if (compiled := replays.add(replay)) is not None:
             return compiled, outputs
         if roots and function.binds_inputs:
@@ -756,7 +769,7 @@ def deploy(
             return uncaptured
         function.bind_as(remembered.choice)
 
-    return Selection(
+    selection = Selection(
         function,
         uncaptured,
         realigned(record),
@@ -767,3 +780,4 @@ def deploy(
         entry=kept,
         remembered=remembered,
     )
+    return selection
