@@ -146,6 +146,21 @@ class Program:
 
 
 PROGRAMS = {
+    "order_in_memory_staged": Program(
+        lambda x, v: x + v.t().to("cuda").as_strided((64,), (1,)),
+        lambda: (cuda(64), cpu(32, 64)),
+        staged=1,
+    ),
+    "order_in_memory_delivered": Program(
+        lambda x, v: x + torch.as_strided(v.to("cuda"), (8,), (1,), 3),
+        lambda: (cuda(8), cpu(8, 4).t()),
+        delivered=1,
+    ),
+    "order_in_memory_computed": Program(
+        lambda x, v: x + torch.as_strided((v + 1).to("cuda"), (8,), (1,), 3),
+        lambda: (cuda(8), cpu(8, 4).t()),
+        delivered=1,
+    ),
     "scalar": Program(lambda x, s: x * s + 1, lambda: (cuda(8, 8), cpu()), delivered=1),
     "numpy_scalar": Program(
         lambda x, s: x.sin() * s,
@@ -333,12 +348,12 @@ def run_on_the_cpu(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
 
 def like_placeholders(gm: torch.fx.GraphModule) -> list[Any]:
     vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
-    return [
-        cpu(*map(int, v.shape), dtype=v.dtype)
-        if isinstance(v, torch.Tensor)
-        else int(v)
-        for v in vals
-    ]
+    def like(v: torch.Tensor) -> torch.Tensor:
+        size, stride = (tuple(map(int, n)) for n in (v.shape, v.stride()))
+        t = torch.empty_strided(size, stride, dtype=v.dtype)
+        return t.copy_(cpu(*size, dtype=v.dtype))
+
+    return [like(v) if isinstance(v, torch.Tensor) else int(v) for v in vals]
 
 
 def compile_for_h200(program: Program, **options: Any) -> list[Any]:

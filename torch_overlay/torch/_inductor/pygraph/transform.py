@@ -45,6 +45,7 @@ from torch._inductor.pygraph.report import (
 )
 from torch._inductor.utils import get_gpu_type, is_gpu
 from torch._inductor.virtualized import V
+from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
@@ -343,6 +344,10 @@ def can_be_copied(node: torch.fx.Node) -> bool:
         val.layout == torch.strided
         and not val.is_complex()  # it may be a conjugate
         and static_nbytes(val) != 0
+        and (
+            is_contiguous_or_false(val)
+            or all(isinstance(n, int) for n in (*val.shape, *val.stride()))
+        )
     )
 
 
@@ -530,9 +535,10 @@ class Placement:
                 torch.ops.pygraph.deliver.default, (values, device)
             )
             for i, value in enumerate(values):
-                self.homes[value, device] = self.graph.call_function(
+                delivered_value = self.graph.call_function(
                     operator.getitem, (delivered, i)
                 )
+                self.homes[value, device] = self.in_order(value, delivered_value)
                 self.report(delivered, value, "delivered", self.first_user[value])
         counters["pygraph"]["delivered_values"] += len(values)
 
@@ -573,7 +579,25 @@ class Placement:
             how, op = "uploaded", torch.ops.pygraph.upload.default
         home = self.graph.call_function(op, (value, device))
         self.report(home, value, how, self.first_user.get(value, value))
-        return home
+        return self.in_order(value, home)
+
+    def in_order(self, value: torch.fx.Node, home: torch.fx.Node) -> torch.fx.Node:
+        """
+        A home is contiguous; this gives it the order in memory that a copy of the value
+        would have, which as_strided and views as another dtype depend on.
+        """
+        val = value.meta["val"]
+        if is_contiguous_or_false(val):
+            return home
+        order = sorted(range(val.dim()), key=val.stride, reverse=True)
+        back = [order.index(dim) for dim in range(val.dim())]
+        permuted = self.graph.call_function(aten.permute.default, (home, order))
+        dense = self.graph.call_function(
+            aten.clone.default,
+            (permuted,),
+            {"memory_format": torch.contiguous_format},
+        )
+        return self.graph.call_function(aten.permute.default, (dense, back))
 
     def report(
         self, home: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node
