@@ -229,7 +229,11 @@ class ModelledDevice:
         return t
 
     def clone(self, t: torch.Tensor) -> torch.Tensor:
-        return self.tensor(on_host(t))
+        if self.captured is None:
+            return self.tensor(on_host(t))
+        copied = self.empty_strided(t.shape, t.stride(), t.dtype)
+        self.launch(host_copy, copied, t)
+        return copied
 
     def clone_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         source = tensor_at(
@@ -810,6 +814,26 @@ class RecordTest(TestCase):
             (entry,) = report()
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
         self.assertEqual(values.packed().is_written_by_pack, force == "copy")
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_values_of_another_thread(self, force):
+        "As autograd's has them, which calls what the program's thread recorded."
+        values = deliver.Deliver(0, (torch.float32, (8,)))
+        threads = iter([1] * 8 + [2, 1, 2, 2, 1])
+        with self.delivering():
+            fn = self.deploy(
+                "x, = args; args.clear(); (s,) = values.launch(); a = new(); launch(add, a, x, s); return (a, s)",
+                [self.randn()],
+                force=force,
+            )
+            fn.model.__globals__.update(values=values)
+            for i, thread in enumerate(threads):
+                with mock.patch("threading.get_ident", lambda: thread):
+                    x, value = self.randn(), torch.full((8,), float(i))
+                    values.pack([value])
+                    a, s = fn(x)
+                    self.assertEqual(on_host(a), on_host(x) + value)
+                    self.assertEqual(on_host(s), value)
 
     @contextlib.contextmanager
     def failing_once(self, method: str) -> Iterator[None]:

@@ -300,7 +300,8 @@ class Deliver:
             raise AssertionError("nothing was packed")
         packed.is_written_by_pack = True
         capture.delivers.append(self)
-        return packed.target.outputs
+        # In the graph's pool, where trees look for what one graph leaves to another.
+        return [t.clone() for t in packed.target.outputs]
 
 
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:

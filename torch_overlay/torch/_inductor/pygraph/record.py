@@ -21,6 +21,7 @@ import bisect
 import dataclasses
 import functools
 import re
+import threading
 import warnings
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -276,6 +277,8 @@ class CopyGraphNode(CUDAGraphNode):
     managed_metadata: list[tuple[int, dict[str, Any]]]
     # Of CPU tensors.
     values: CapturedValues
+    # Each thread packs them by itself: the one whose values the graph reads, if it does.
+    thread_of_values: int | None = None
     binds_values: bool = False
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
@@ -288,6 +291,8 @@ class CopyGraphNode(CUDAGraphNode):
     def check_invariants(
         self, inputs: list[InputType]
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+        if self.thread_of_values not in (None, threading.get_ident()):
+            raise InputHeld
         try:
             return super().check_invariants(inputs)
         except RuntimeError:
@@ -303,7 +308,10 @@ class CopyGraphNode(CUDAGraphNode):
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         self.values = CapturedValues(is_bound=self.binds_values)
         with self.values:
-            return super()._record(model, inputs)
+            outputs = super()._record(model, inputs)
+        if self.values.delivers and not self.binds_values:
+            self.thread_of_values = threading.get_ident()
+        return outputs
 
     def _first_replay(self) -> None:
         if not self.binds_values:

@@ -55,8 +55,9 @@ if TYPE_CHECKING:
 class InputHeld(Exception):
     """
     An input in the pool, which the graph overwrites as it did when it was recorded, is
-    still held: ``retain_graph=True`` in this step and not in that one. The call has to
-    run uncaptured; its inputs are as they were.
+    still held: ``retain_graph=True`` in this step and not in that one. Or the graph reads
+    CPU values that another thread packs. The call has to run uncaptured; its inputs are as
+    they were.
     """
 
 
