@@ -397,8 +397,28 @@ class OutputTest(PyGraphTestCase):
         self.check_kept(
             lambda x: (*x.topk(3), x + 1), lambda: (randn(16, 64),)
         )
-        self.assertEqual(counters["pygraph"]["copied_outputs"], 2)
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 3)
+        self.assertBound()
+
+    def test_allocated_by_a_convolution(self):
+        "In another order than the input's, and replayed by compiled code."
+        module = torch.nn.Conv2d(8, 16, 3, bias=False).to(DEVICE)
+        module = module.to(memory_format=torch.channels_last)
+        self.check_kept(module, lambda: (randn(2, 8, 16, 16),))
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
         self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+        self.assertBound()
+
+    def test_constant(self):
+        "Is returned itself, not a copy."
+        constant = randn(16)
+        fn = self.compiled(lambda x: (x + 1, constant))
+        for _ in range(5):
+            x = randn(16)
+            y, same = fn(x)
+            self.assertEqual(y, x + 1)
+            self.assertEqual(same.data_ptr(), constant.data_ptr())
 
     def test_aliases(self):
         def fn(x):

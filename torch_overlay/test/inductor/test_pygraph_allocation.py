@@ -163,17 +163,66 @@ def call(args):
         self.call([self.x])
         self.assertEqual(len(trace.allocations), 4)
 
-    def test_last_allocation_at_an_address_counts(self):
+    def test_storages_count_not_addresses(self):
+        "An operator allocated where a buffer was that is gone."
         memory = torch.empty(8)
 
-        def reused(size, stride, dtype):
-            return memory.as_strided(size, stride)
+        def allocated(*size):
+            return torch.frombuffer(memory.numpy(), dtype=torch.float32)[: size[0]]
 
         trace = AllocationTrace()
-        with mock.patch.object(allocation, "empty_strided_cuda", reused):
-            for size in (8, 4):
-                t = trace((size,), (1,), torch.float32)
-        self.assertEqual(trace.of([t]), {1: Allocation((4,), (1,), torch.float32)})
+        with mock.patch.object(
+            allocation, "empty_strided_cuda", lambda size, *_: allocated(*size)
+        ):
+            trace((8,), (1,), torch.float32)
+            t = trace((4,), (1,), torch.float32)
+        other = allocated(4)
+        self.assertEqual(t.data_ptr(), other.data_ptr())
+        self.assertEqual(
+            trace.of([t, other]), {1: Allocation((4,), (1,), torch.float32)}
+        )
+
+    def test_what_operators_allocated(self):
+        trace = AllocationTrace()
+        own = trace((4,), (1,), torch.float32)
+        x, pair = torch.empty(4), torch.empty(6)
+        outputs = [
+            own,
+            torch.empty(4, 2).t(),
+            x.view(2, 2),
+            pair,
+            pair[1:],
+            torch.empty(5)[1:],
+            torch.empty(4).expand(3, 4),
+            torch.empty(0),
+            torch.empty(4, dtype=torch.complex64).conj(),
+            3,
+            None,
+            torch.empty(3),
+        ]
+
+        def others(idxs):
+            return trace.others([x, 7], outputs, idxs, torch.device("cpu"))
+
+        expected = Allocation((2, 4), (1, 2), torch.float32)
+        self.assertEqual(others(range(len(outputs) - 1)), {1: expected})
+        self.assertEqual(others([0, 2]), {})
+
+    def test_copied(self):
+        places = {1000: torch.empty(4), 2000: torch.empty(2, 3)}
+        placed = {
+            0: (Allocation((4,), (1,), torch.float32), 1000),
+            2: (Allocation((2, 3), (3, 1), torch.float32), 2000),
+        }
+        results = (torch.arange(4.0), torch.ones(2), torch.randn(2, 3))
+        with mock.patch.object(
+            allocation, "tensor_at", lambda address, *_: places[address]
+        ):
+            outputs = allocation.Copied(lambda inputs: results, placed, 0)([])
+        self.assertEqual(outputs, list(results))
+        self.assertIs(outputs[0], places[1000])
+        self.assertIs(outputs[1], results[1])
+        self.assertIs(outputs[2], places[2000])
 
     def placed(
         self, placed: dict[int, Allocation]

@@ -877,6 +877,7 @@ def supervise(
     running = {index: launch(index) for index in range(args.jobs)}
     restarts = Counter[int]()
     next_report = REPORT_SECONDS
+    reported: set[str] = set()  # noqa: set_linter
     try:
         while running and (elapsed := time.monotonic() - start) < args.seconds:
             time.sleep(0.2)
@@ -886,12 +887,17 @@ def supervise(
                 stop.touch()
             if elapsed > next_report:
                 next_report += REPORT_SECONDS
-                causes = sum(len(r.causes) for r in results)
+                causes = [cause for r in results for cause in r.causes]
                 print(
                     f"{elapsed:.0f} s: {len(differs)} programs, {sum(differs.values())} "
-                    f"differ, {causes} causes, {len(running)} workers",
+                    f"differ, {len(causes)} causes, {len(running)} workers",
                     flush=True,
                 )
+                for cause in causes:
+                    # Again when it is simpler. A run that is stopped has no summary.
+                    if cause["text"] not in reported:
+                        reported.add(cause["text"])
+                        print(cause["text"], flush=True)
             for index, process in list(running.items()):
                 status = process.poll()
                 how = "lost the device" if status == LOST else f"ended with {status}"

@@ -8,26 +8,31 @@ captured at placeholders, and given memory of their own in each call.
 Inductor's wrapper allocates every buffer through a global name of the generated module.
 A function of the same code with another allocator under that name is what is rehearsed,
 to see which allocation each output lies in, and what is captured, to put these at
-placeholders. An operator that allocates what it returns is not seen; such an output is
-copied out of the pool. Gradients may do without; see Function.owned_output_idxs.
+placeholders. An operator that allocates what it returns is not seen; the graph ends with
+a copy of such an output (Copied), or, where outputs share memory, each call copies it out
+of the pool. Gradients may do without; see Function.owned_output_idxs.
 """
 
 from __future__ import annotations
 
 import functools
 import types
+from collections import Counter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.placeholder import tensor_at
 from torch._inductor.pygraph.proof import mark_unwritten
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from torch._inductor.cudagraph_utils import ModelType
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.utils import InputType
 
 # What generated code allocates with, on the current device: (size, stride, dtype).
 ALLOCATOR = "empty_strided_cuda"
@@ -77,8 +82,8 @@ class AllocationTrace:
 
     def __init__(self) -> None:
         self.allocations: list[Allocation] = []
-        # The last allocation at each address: what is alive at the end is the last.
-        self.last_at: dict[int, int] = {}
+        # By storage, not by address: an operator may allocate where a buffer was.
+        self.ordinals: dict[StorageWeakRef, int] = {}
 
     def __call__(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
@@ -87,27 +92,49 @@ class AllocationTrace:
         # As the graph's is. What neither writes is then the same, and what only the graph
         # does not write is seen.
         mark_unwritten(t)
-        self.last_at[t.data_ptr()] = len(self.allocations)
+        self.ordinals[StorageWeakRef(t.untyped_storage())] = len(self.allocations)
         self.allocations.append(Allocation(tuple(size), tuple(stride), dtype))
         return t
 
     def holds(self, t: torch.Tensor) -> bool:
         """Whether an output lies in one of them."""
-        return t.untyped_storage().data_ptr() in self.last_at
+        return StorageWeakRef(t.untyped_storage()) in self.ordinals
 
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
-        """
-        The allocations that outputs lie in, by their place in the order.
-
-        An operator may have allocated an output where an earlier buffer was. That buffer
-        is then bound for nothing, which the capture shows.
-        """
-        ordinals = {
-            self.last_at.get(t.untyped_storage().data_ptr())
+        """The allocations that outputs lie in, by their place in the order."""
+        found = OrderedSet(
+            self.ordinals[StorageWeakRef(t.untyped_storage())]
             for t in outputs
-            if isinstance(t, torch.Tensor) and t.numel() > 0
+            if isinstance(t, torch.Tensor) and t.numel() > 0 and self.holds(t)
+        )
+        return {n: self.allocations[n] for n in sorted(found)}
+
+    def others(
+        self,
+        known: Sequence[Any],
+        outputs: Sequence[Any],
+        idxs: Iterable[int],
+        device: torch.device,
+    ) -> dict[int, Allocation]:
+        """
+        Of the outputs at ``idxs`` those that operators allocated, and of which a copy is
+        as good: each is alone in its memory, shared with no ``known`` tensor, and fills it.
+        """
+        tensors = [t for t in (*known, *outputs) if isinstance(t, torch.Tensor)]
+        sharing = Counter(StorageWeakRef(t.untyped_storage()) for t in tensors)
+        return {
+            i: Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+            for i in idxs
+            if isinstance(t := outputs[i], torch.Tensor)
+            and t.device == device
+            and t.numel() > 0
+            and not self.holds(t)
+            and sharing[StorageWeakRef(t.untyped_storage())] == 1
+            and t.storage_offset() == 0
+            and torch.ops.aten.is_non_overlapping_and_dense(t)
+            and not t.is_conj()
+            and not t.is_neg()
         }
-        return {n: self.allocations[n] for n in sorted(ordinals - {None})}  # type: ignore[type-var, index]
 
 
 class PlacedAllocations:
@@ -130,7 +157,41 @@ class PlacedAllocations:
     ) -> torch.Tensor:
         expected, address = self.placed.get(self.count, (None, 0))
         self.count += 1
-        if expected != (tuple(size), tuple(stride), dtype):
+        if expected is None or expected != (tuple(size), tuple(stride), dtype):
             return empty_strided_cuda(size, stride, dtype)
-        like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return tensor_at(address, like, self.device_index)
+        return _placed(expected, address, self.device_index)
+
+
+class Copied:
+    """
+    A function some of whose outputs are copied to given addresses in the end.
+
+    Args:
+        placed: (what it is, address) by output
+    """
+
+    def __init__(
+        self,
+        model: ModelType,
+        placed: Mapping[int, tuple[Allocation, int]],
+        device_index: int,
+    ) -> None:
+        self.model = model
+        self.copies = [
+            (i, _placed(allocation, address, device_index))
+            for i, (allocation, address) in placed.items()
+        ]
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        outputs = list(self.model(inputs))
+        for i, copy in self.copies:
+            outputs[i] = copy.copy_(outputs[i])  # type: ignore[arg-type]
+        return outputs
+
+
+def _placed(
+    allocation: Allocation, address: int, device_index: int
+) -> torch.Tensor:
+    size, stride, dtype = allocation
+    like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    return tensor_at(address, like, device_index)

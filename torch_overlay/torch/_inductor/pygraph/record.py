@@ -40,6 +40,7 @@ from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.allocation import (
     Allocation,
     AllocationTrace,
+    Copied,
     PlacedAllocations,
     with_allocator,
 )
@@ -224,8 +225,16 @@ class Rehearsal:
         # would keep what that takes.
         trace = AllocationTrace()
         outputs = with_allocator(self.model, trace)(list(inputs))
-        owned = node.wrapped_function.pygraph.owned_output_idxs
+        function = node.wrapped_function
+        owned = function.pygraph.owned_output_idxs
         self.allocations = trace.of(outputs[i] for i in owned)
+        # By output, what the graph is to copy it to.
+        self.copies = trace.others(
+            [*inputs, *function.constants],
+            outputs,
+            owned,
+            torch.device("cuda", node.device),
+        )
         unmarked = [
             i
             for i, t in enumerate(outputs)
@@ -453,7 +462,7 @@ class BoundGraphNode(CopyGraphNode):
                 map(storage_extent, self.call_tensors)
             )
             self.rehearsal = Rehearsal(self, inputs)
-            self._place(self.rehearsal.allocations)
+            self._place(self.rehearsal.allocations, self.rehearsal.copies)
         except RecordingAbandoned:
             raise
         except Exception as e:
@@ -475,7 +484,9 @@ class BoundGraphNode(CopyGraphNode):
                 inputs[i] = clone_preserve_strides(t)
         return [inputs[i] for i in bound]  # type: ignore[misc]
 
-    def _place(self, allocations: dict[int, Allocation]) -> None:
+    def _place(
+        self, allocations: dict[int, Allocation], copies: dict[int, Allocation]
+    ) -> None:
         # (poison, (size, alignment)) of each placeholder
         requests = [
             (
@@ -484,7 +495,8 @@ class BoundGraphNode(CopyGraphNode):
             )
             for t in self.call_tensors
         ]
-        self.allocators = [a.allocator(self.device) for a in allocations.values()]
+        owned = [*allocations.values(), *copies.values()]
+        self.allocators = [a.allocator(self.device) for a in owned]
         for allocate in self.allocators:
             self.call_tensors.append(t := allocate())
             requests.append((UNWRITTEN, (storage_extent(t), MAX_ALIGNMENT)))
@@ -496,10 +508,15 @@ class BoundGraphNode(CopyGraphNode):
             )
         placeholders = [placed[k] for k in range(len(requests))]
         self.placeholders = PlaceholderMap(placeholders)
-        outputs = placeholders[len(requests) - len(allocations) :]
+        outputs = placeholders[len(requests) - len(owned) :]
+        addresses = [placeholder.address for placeholder in outputs]
         self.placed_allocations = {
-            n: (allocation, placeholder.address)
-            for (n, allocation), placeholder in zip(allocations.items(), outputs)
+            n: (allocation, address)
+            for (n, allocation), address in zip(allocations.items(), addresses)
+        }
+        self.placed_copies = {
+            i: (copy, address)
+            for (i, copy), address in zip(copies.items(), addresses[len(allocations) :])
         }
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
@@ -560,8 +577,9 @@ class BoundGraphNode(CopyGraphNode):
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         stream = torch.cuda.current_stream(self.device)
         placed = PlacedAllocations(self.placed_allocations, self.device)
+        model = Copied(with_allocator(model, placed), self.placed_copies, self.device)
         try:
-            return super()._record(with_allocator(model, placed), inputs)
+            return super()._record(model, inputs)
         except Exception as e:
             failure = str(e).partition("\n")[0]
         clean_up_failed_capture(self, stream)

@@ -62,7 +62,7 @@ FILL_BOUND = 4
 STATE_BOUND = 8.0
 CALLS_FORCED = 6
 # Until the choice is made and for some calls after.
-CALLS_SELECTING = 30
+CALLS_SELECTING = 60
 
 
 @dataclasses.dataclass
