@@ -393,6 +393,12 @@ def modelled_device() -> Iterator[ModelledDevice]:
 
     from torch._inductor.pygraph import proof as record_proof
 
+    def captured_copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        if device.captured is None or not self.is_cuda:
+            return copy(self, other)
+        device.launch(host_copy, self, other)
+        return self
+
     def static_input(t: torch.Tensor) -> torch.Tensor:
         return device.empty_strided(t.shape, t.stride(), t.dtype)
 
@@ -470,7 +476,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
         (
             torch.Tensor,
             {
-                "copy_": copy,
+                "copy_": captured_copy,
                 "clone": lambda t: device.clone(t) if t.is_cuda else host_clone(t),
             },
         ),
@@ -742,8 +748,16 @@ class RecordTest(TestCase):
             "x, y = args; args.clear(); a = empty(); launch(add, a, x, y); b = new(); launch(sin, b, a); return (a, b)",
             returned=[0, 1],
         )
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 2)
+
+    def test_allocated_by_an_operator_and_shared(self):
+        self.check(
+            "x, y = args; args.clear(); b = empty(); launch(add, b, x, y); return (b, b.view(2, 4))",
+            returned=[0, 1],
+        )
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
-        self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 0)
 
     @contextlib.contextmanager
     def delivering(self) -> Iterator[None]:
@@ -1378,7 +1392,7 @@ class RecordTest(TestCase):
         self.assertFalse(manager.running_forwards_with_pending_backwards)
 
     def test_graph_that_lost_gives_its_memory_back(self):
-        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0)])
+        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0)])
         with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):
             self.check(self.ADD, force=None, calls=120)
         self.assertEqual(report()[0].choice, "no_graph")
