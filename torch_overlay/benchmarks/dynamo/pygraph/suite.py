@@ -219,7 +219,7 @@ class _Run:
     def batch(self, cases: list[Case], left: float) -> tuple[list[Row], list[str]]:
         """Cases that are prepared at the same time, and measured one after the other."""
         start = time.monotonic()
-        threads = max(1, 2 * (os.cpu_count() or 1) // len(cases))
+        threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(cases))
         compiled_by = start + min(COMPILE_SHARE * left, MAX_COMPILE_S)
         seconds = PREPARE_SHARE * (compiled_by - start)
         room = _Room(MAX_ALONE, ALONE_SHARE * self.device_gib)
@@ -311,7 +311,7 @@ class _Run:
         """The answers of processes that start together, each with its folder of caches."""
         if not tasks:
             return []
-        threads = max(1, 2 * (os.cpu_count() or 1) // len(tasks))
+        threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(tasks))
         started = [self.start_worker(case, self.options, self.logs, threads, caches=caches) for case, caches in tasks]
         with _closing(started) as workers, ThreadPoolExecutor(len(workers)) as pool:
             return list(pool.map(lambda worker: worker.ask("again", self.deadline), workers))
