@@ -1000,6 +1000,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", type=int, default=2000)
     parser.add_argument("--seconds", type=float, default=300.0)
+    parser.add_argument("--until", type=float, help="instead: when, since the epoch")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=cpus())
     default = "results" if HAS_CUDA_AND_TRITON else "generated"
@@ -1010,6 +1011,8 @@ def main() -> int:
     if args.worker:
         return work(args.worker, args)
     start = time.monotonic()
+    if args.until is not None:
+        args.seconds = args.until - time.time()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         results = supervise(Path(directory), args)
     # Without a GPU, programs are compiled and not called again.

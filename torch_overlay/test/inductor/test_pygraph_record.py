@@ -335,11 +335,6 @@ def copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return host_copy(self, other)
 
 
-def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
-    for dst, src in zip(dsts, srcs):
-        copy(dst, src)
-
-
 class ModelledRng:
     @classmethod
     def save(cls, *args: Any) -> ModelledRng:
@@ -393,11 +388,9 @@ def modelled_device() -> Iterator[ModelledDevice]:
 
     from torch._inductor.pygraph import proof as record_proof
 
-    def captured_copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if device.captured is None or not self.is_cuda:
-            return copy(self, other)
-        device.launch(host_copy, self, other)
-        return self
+    def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
+        for dst, src in zip(dsts, srcs):
+            device.launch(host_copy, dst, src)
 
     def static_input(t: torch.Tensor) -> torch.Tensor:
         return device.empty_strided(t.shape, t.stride(), t.dtype)
@@ -476,7 +469,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
         (
             torch.Tensor,
             {
-                "copy_": captured_copy,
+                "copy_": copy,
                 "clone": lambda t: device.clone(t) if t.is_cuda else host_clone(t),
             },
         ),

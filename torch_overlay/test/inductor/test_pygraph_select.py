@@ -144,6 +144,19 @@ class DecisionTest(TestCase):
                 (cost(500, 60, 60), cost(1000, 60, 60), "not measured faster"),
                 name="neighbour_alone_gains",
             ),
+            # Calls of one size, each after many of others, which were compiled meanwhile.
+            subtest(
+                (
+                    cost(31_000, 130, 10),
+                    cost(94_000, 100, 25),
+                    "measured faster on the device, and slower on the host",
+                ),
+                name="seldom_called",
+            ),
+            subtest(
+                (cost(180, 20, 5), cost(90, 22, 10), "measured faster, by itself"),
+                name="neighbour_loses",
+            ),
             # Updating nodes costs the host more than launching did, and the device less.
             subtest(
                 (cost(90, 70, 60), cost(100, 60, 90), "measured faster"),

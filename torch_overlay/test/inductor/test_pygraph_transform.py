@@ -244,6 +244,10 @@ PROGRAMS = {
         lambda: (cuda(16, 8), cpu(6, dtype=torch.int64)),
         delivered=1,
     ),
+    "constructed_index": Program(
+        lambda x: (x[torch.arange(4).flip(0)], x[..., torch.arange(8).flip(0)]),
+        lambda: (cuda(8, 8),),
+    ),
     "index_put": Program(
         index_put,
         lambda: (cuda(8, 8), torch.randperm(8)[:4], cpu()),

@@ -164,7 +164,8 @@ class PlacedAllocations:
 
 class Copied:
     """
-    A function some of whose outputs are copied to given addresses in the end.
+    A function some of whose outputs are copied to given addresses in the end, by kernels:
+    the driver refuses to move the end of a copy node from a placeholder.
 
     Args:
         placed: (what it is, address) by output
@@ -177,15 +178,22 @@ class Copied:
         device_index: int,
     ) -> None:
         self.model = model
-        self.copies = [
-            (i, _placed(allocation, address, device_index))
+        self.copies = {
+            i: _placed(allocation, address, device_index)
             for i, (allocation, address) in placed.items()
-        ]
+        }
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
-        outputs = list(self.model(inputs))
-        for i, copy in self.copies:
-            outputs[i] = copy.copy_(outputs[i])  # type: ignore[arg-type]
+        outputs = self.model(inputs)
+        if not self.copies:
+            return outputs
+        outputs = list(outputs)
+        torch._foreach_copy_(
+            [*self.copies.values()],
+            [outputs[i] for i in self.copies],  # type: ignore[misc]
+        )
+        for i, copy in self.copies.items():
+            outputs[i] = copy
         return outputs
 
 

@@ -392,20 +392,24 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
     Whether the graph is to stay, and why.
 
     The program decides where it shows a difference, and the function by itself where it
-    does not. Neighbours are timed in the same calls, and their gain is in the program's:
-    so a graph that gains nothing by itself, on the host or on the device, is not carried
-    by them.
+    does not. Neighbours are timed in the same calls, and what they gain or lose is in the
+    program's time too. So a graph that gains nothing by itself, on the host or on the
+    device, is not carried by them, and a difference that is more than all of the function's
+    own time says nothing about it.
     """
     gains = is_less(graph.host, uncaptured.host) or is_less(
         graph.device, uncaptured.device
     )
+    most = max(cost.host.us + cost.device.us for cost in (graph, uncaptured))
+    difference = abs(graph.program.us - uncaptured.program.us)
+    is_own = difference <= most + noise(graph.program, uncaptured.program)
     from_call_to_call = (
         f"{graph.program.us:.1f} us from call to call, "
         f"{uncaptured.program.us:.1f} without it"
     )
-    if gains and is_less(graph.program, uncaptured.program):
+    if is_own and gains and is_less(graph.program, uncaptured.program):
         return True, f"measured faster: {from_call_to_call}"
-    if is_less(uncaptured.program, graph.program):
+    if is_own and is_less(uncaptured.program, graph.program):
         return False, f"measured slower: {from_call_to_call}"
     if is_less(uncaptured.host, graph.host):
         # What it gains on the device may be lost on the host, which the program needs too.

@@ -29,7 +29,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
 from torch._inductor.lowering import register_lowering
 from torch._inductor.pygraph.deliver import (
     MAX_DELIVERED_BYTES,
@@ -632,8 +632,10 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
     from torch._inductor.pattern_matcher import stable_topological_sort
 
-    # As without CUDA graphs.
+    # As without CUDA graphs. It leaves the devices of what it moved as they were known.
+    updater = FakeTensorUpdater(graph)
     ConstructorMoverPass(get_gpu_type())(graph)
+    updater.incremental_update()
     if Placement(graph).run():
         stable_topological_sort(graph)
 
