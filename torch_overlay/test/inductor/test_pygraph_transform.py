@@ -29,6 +29,7 @@ from torch._inductor import config
 from torch._inductor.pygraph import (
     binding,
     deliver,
+    native,
     report,
     reset_report,
     transform,
@@ -830,7 +831,9 @@ class DeliverTest(TestCase):
         self.assertTrue(all(len(n) == 1 for n in nodes_of))
         nodes = binding.Nodes(pointers, updates, nodes_of)
 
+        words = captured.words_for_replay()
         for _ in range(3):
+            self.assertEqual(words(), captured.words())
             nodes.update(captured.words())
             for (sizes, destination, _), p in zip(graph, params):
                 self.driver.run(sizes, destination, p.raw)
@@ -861,6 +864,76 @@ class DeliverTest(TestCase):
             self.driver.stream = stream
             d.pack([torch.tensor(3.0 + stream)])
             self.assertEqual(read_by_graph, 3.0 + stream)
+            self.assertTrue(d.packed().is_written_by_pack)
+
+    def test_a_graph_that_is_replayed_as_it_is_comes_late(self):
+        "Calls before it had nothing but to copy."
+        d = self.deliver(cpu())
+        for n in range(3):
+            d.pack([torch.tensor(float(n))])
+        captured = deliver.CapturedValues(is_bound=False)
+        self.driver.captured = []
+        read = mock.patch.object(torch.Tensor, "clone", lambda t: t)
+        with captured, read:
+            (read_by_graph,) = d.launch()
+        self.driver.captured = None
+        for n in range(3, 6):
+            d.pack([torch.tensor(float(n))])
+            self.assertEqual(read_by_graph, float(n))
+
+    def test_words_of_each_thread(self):
+        values = self.make()
+        first, second = self.deliver(*values), self.deliver(cpu(dtype=torch.int64))
+        captured = deliver.CapturedValues(is_bound=True)
+        self.assertIsNone(captured.words_for_replay())
+        captured.tokens(first)
+        captured.tokens(second)
+        words = captured.words_for_replay()
+        failures = []
+
+        def check():
+            try:
+                self.assertEqual(words(), [0] * captured.num_words)
+                for n in range(4):
+                    first.pack(self.make())
+                    self.assertEqual(words(), captured.words())
+                    second.pack([torch.tensor(n)])
+                    self.assertEqual(words(), captured.words())
+                    self.assertEqual(words()[-2:], [n, 0])
+            except AssertionError as e:
+                failures.append(e)
+
+        check()
+        ours = words()
+        thread = threading.Thread(target=check)
+        thread.start()
+        thread.join()
+        self.assertEqual(failures, [])
+        self.assertEqual(words(), ours)
+
+    def test_calls_that_only_copy_are_compiled(self):
+        if native.compiled is None:
+            self.skipTest("requires _replay")
+        values = self.make()
+        d = self.deliver(*values)
+        captured = deliver.CapturedValues(is_bound=True)
+        captured.tokens(d)
+        words = captured.words_for_replay()
+        for _ in range(2):
+            d.pack(values)
+        error = AssertionError("done by Python")
+        by_python = mock.patch.object(deliver.Deliver, "packed", side_effect=error)
+        values = self.make()
+        with by_python:
+            d.pack(values)
+            packed = words()
+            for other in [], [*values, cpu()], tuple(values), [None] * len(values):
+                with self.assertRaisesRegex(AssertionError, "done by Python"):
+                    d.pack(other)
+        self.assertEqual(packed, captured.words())
+        self.assertGiven(d.launch(), values)
+        with self.assertRaises(AttributeError):
+            d.pack([None] * len(values))
 
     def test_other_captures_end(self):
         d = self.deliver(cpu())
@@ -1001,19 +1074,14 @@ class DeliverTest(TestCase):
 instantiate_parametrized_tests(DeliverTest)
 
 
-def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
-    "For each output, which inputs and outputs share its storage."
-    storages = [
-        t.untyped_storage().data_ptr() if isinstance(t, torch.Tensor) else None
-        for t in (*pytree.tree_leaves(inputs), *outputs)
-    ]
-    return [
-        tuple(i for i, s in enumerate(storages) if s == t.untyped_storage().data_ptr())
-        for t in outputs
-    ]
+class DeliverByPythonTest(DeliverTest):
+    "As where nothing is compiled."
 
-
-FORCED = {"pygraph": True, "pygraph_force": "node_update"}
+    def setUp(self):
+        super().setUp()
+        patch = mock.patch.object(native, "compiled", None)
+        patch.start()
+        self.addCleanup(patch.stop)
 
 
 @unittest.skipUnless(HAS_CUDA_AND_TRITON, "requires CUDA and Triton")

@@ -1,5 +1,6 @@
 """
-The part of a replay that is compiled, torch/csrc/inductor/pygraph/replay.cpp.
+The part of a call that is compiled, torch/csrc/inductor/pygraph/replay.cpp: replays and
+the values that they take.
 
 It is where a compiler was found when torch was built or overlaid; without it the same is
 done in Python, slower.
