@@ -12,6 +12,8 @@ import importlib
 import logging
 from typing import Any
 
+import torch
+
 
 log = logging.getLogger(__name__)
 
@@ -22,3 +24,8 @@ try:
     compiled = importlib.import_module("torch._inductor.pygraph._replay")
 except ImportError as e:
     log.info("graphs are replayed by Python: %s", e)
+
+# Called from bytecode that Dynamo makes.
+as_tensor_fullprec = torch._as_tensor_fullprec
+if compiled is not None:
+    as_tensor_fullprec = compiled.as_tensor_fullprec

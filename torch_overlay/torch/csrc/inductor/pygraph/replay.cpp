@@ -8,8 +8,10 @@
 
 #include <Python.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 
@@ -575,6 +577,25 @@ struct Words {
   std::vector<Ref> packs;
 };
 
+// torch._as_tensor_fullprec. It makes the tensor of a float itself, in a tenth
+// of the time, unless the thread is in a mode: fake tensors, functorch.
+PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  if (PyFloat_CheckExact(value) &&
+      (included - c10::default_included_set).empty()) {
+    return guarded([&]() -> PyObject* {
+      at::TensorBase tensor = at::detail::empty_cpu({}, c10::kDouble);
+      *static_cast<double*>(tensor.mutable_data_ptr()) =
+          PyFloat_AS_DOUBLE(value);
+      return THPVariable_Wrap(std::move(tensor));
+    });
+  }
+  Ref torch(PyImport_ImportModule("torch"));
+  return torch
+      ? PyObject_CallMethod(torch.get(), "_as_tensor_fullprec", "O", value)
+      : nullptr;
+}
+
 // Attributes that a call looks up.
 struct Names {
   PyObject* tree_manager_containers;
@@ -1121,6 +1142,10 @@ PyMethodDef pack_methods[] = {
     {"remove", Pack::py_remove, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
+PyMethodDef module_methods[] = {
+    {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyGetSetDef replay_getset[] = {
     {"general",
      Replay::get<&Replay::general>,
@@ -1145,7 +1170,7 @@ PyModuleDef module_definition = {
     "torch._inductor.pygraph._replay",
     nullptr,
     -1,
-    nullptr};
+    module_methods};
 
 // Whether a tensor lies in its Python object as it does here.
 bool layout_matches() {
