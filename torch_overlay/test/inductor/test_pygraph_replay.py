@@ -215,12 +215,13 @@ class ReplayTest(TestCase):
         "Words of CPU tensors follow the pointers."
         value = Deliver(0, (torch.int64, ()))
         self.node.values.tokens(value)
+        value.packed().target = object()
         x, y = torch.randn(8), torch.empty(8)
         self.node.allocators[0] = lambda: y
         replay = self.steady(CompilationMode.INFERENCE)
         self.node.inputs, self.node.output = [x], y
         for n in (5, 6, 6, 7):
-            value.packed().words[0] = n
+            value.pack([torch.tensor(n)])
             replay([self.weight, x, 5])
             pointers = [x.data_ptr(), y.data_ptr(), n, 0]
             self.node.binding.update.assert_called_with(pointers)

@@ -29,6 +29,7 @@ from torch._inductor import config
 from torch._inductor.pygraph import (
     binding,
     deliver,
+    native,
     report,
     reset_report,
     transform,
@@ -36,7 +37,11 @@ from torch._inductor.pygraph import (
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, PlaceholderMap
 from torch._inductor.pygraph.report.trace import load
 from torch._inductor.test_case import run_tests, TestCase
-from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensorMode,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.testing import FileCheck
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -834,7 +839,9 @@ class DeliverTest(TestCase):
         self.assertTrue(all(len(n) == 1 for n in nodes_of))
         nodes = binding.Nodes(pointers, updates, nodes_of)
 
+        words = captured.words_for_replay()
         for _ in range(3):
+            self.assertEqual(words(), captured.words())
             nodes.update(captured.words())
             for (sizes, destination, _), p in zip(graph, params):
                 self.driver.run(sizes, destination, p.raw)
@@ -865,6 +872,76 @@ class DeliverTest(TestCase):
             self.driver.stream = stream
             d.pack([torch.tensor(3.0 + stream)])
             self.assertEqual(read_by_graph, 3.0 + stream)
+            self.assertTrue(d.packed().is_written_by_pack)
+
+    def test_a_graph_that_is_replayed_as_it_is_comes_late(self):
+        "Calls before it had nothing but to copy."
+        d = self.deliver(cpu())
+        for n in range(3):
+            d.pack([torch.tensor(float(n))])
+        captured = deliver.CapturedValues(is_bound=False)
+        self.driver.captured = []
+        read = mock.patch.object(torch.Tensor, "clone", lambda t: t)
+        with captured, read:
+            (read_by_graph,) = d.launch()
+        self.driver.captured = None
+        for n in range(3, 6):
+            d.pack([torch.tensor(float(n))])
+            self.assertEqual(read_by_graph, float(n))
+
+    def test_words_of_each_thread(self):
+        values = self.make()
+        first, second = self.deliver(*values), self.deliver(cpu(dtype=torch.int64))
+        captured = deliver.CapturedValues(is_bound=True)
+        self.assertIsNone(captured.words_for_replay())
+        captured.tokens(first)
+        captured.tokens(second)
+        words = captured.words_for_replay()
+        failures = []
+
+        def check():
+            try:
+                self.assertEqual(words(), [0] * captured.num_words)
+                for n in range(4):
+                    first.pack(self.make())
+                    self.assertEqual(words(), captured.words())
+                    second.pack([torch.tensor(n)])
+                    self.assertEqual(words(), captured.words())
+                    self.assertEqual(words()[-2:], [n, 0])
+            except AssertionError as e:
+                failures.append(e)
+
+        check()
+        ours = words()
+        thread = threading.Thread(target=check)
+        thread.start()
+        thread.join()
+        self.assertEqual(failures, [])
+        self.assertEqual(words(), ours)
+
+    def test_calls_that_only_copy_are_compiled(self):
+        if native.compiled is None:
+            self.skipTest("requires _replay")
+        values = self.make()
+        d = self.deliver(*values)
+        captured = deliver.CapturedValues(is_bound=True)
+        captured.tokens(d)
+        words = captured.words_for_replay()
+        for _ in range(2):
+            d.pack(values)
+        error = AssertionError("done by Python")
+        by_python = mock.patch.object(deliver.Deliver, "packed", side_effect=error)
+        values = self.make()
+        with by_python:
+            d.pack(values)
+            packed = words()
+            for other in [], [*values, cpu()], tuple(values), [None] * len(values):
+                with self.assertRaisesRegex(AssertionError, "done by Python"):
+                    d.pack(other)
+        self.assertEqual(packed, captured.words())
+        self.assertGiven(d.launch(), values)
+        with self.assertRaises(AttributeError):
+            d.pack([None] * len(values))
 
     def test_other_captures_end(self):
         d = self.deliver(cpu())
@@ -1005,6 +1082,94 @@ class DeliverTest(TestCase):
 instantiate_parametrized_tests(DeliverTest)
 
 
+class DeliverByPythonTest(DeliverTest):
+    "As where nothing is compiled."
+
+    def setUp(self):
+        super().setUp()
+        patch = mock.patch.object(native, "compiled", None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+class FloatTest(TestCase):
+    "What Dynamo has made of a float that varies."
+
+    def assertSame(self, value):
+        made = native.as_tensor_fullprec(value)
+        expected = torch._as_tensor_fullprec(value)
+        self.assertIs(type(made), type(expected))
+        self.assertEqual(made.device, expected.device)
+        self.assertEqual(made.is_inference(), expected.is_inference())
+        self.assertEqual(made.requires_grad, expected.requires_grad)
+        if type(made) is torch.Tensor:
+            self.assertEqual(made, expected, atol=0, rtol=0, equal_nan=True)
+        return made
+
+    def test_as_in_eager_mode(self):
+        class Float(float):
+            pass
+
+        for value in 1.5, 1 / 3, -0.0, float("nan"), float("inf"), 5e-324:
+            made = self.assertSame(value)
+            self.assertEqual(made.dtype, torch.float64)
+            self.assertEqual(str(made.item()), str(value))
+        for value in 3, True, Float(2.5), np.float32(0.1), np.ones(3), [1.0, 2.0]:
+            self.assertSame(value)
+        self.assertEqual(native.as_tensor_fullprec(3).dtype, torch.int64)
+        with self.assertRaises(TypeError):
+            native.as_tensor_fullprec("text")
+        # Each is the caller's.
+        kept = native.as_tensor_fullprec(1.5)
+        native.as_tensor_fullprec(2.5)
+        self.assertEqual(kept, 1.5)
+        kept.requires_grad_().mul(3).backward()
+        self.assertEqual(kept.grad, 3.0)
+
+    def test_modes(self):
+        for mode in (
+            FakeTensorMode,
+            torch.inference_mode,
+            torch.no_grad,
+            lambda: torch.device("meta"),
+            lambda: torch.autocast("cpu"),
+        ):
+            with mode():
+                self.assertSame(1.5)
+
+        def fn(x):
+            self.assertSame(1.5)
+            return x * native.as_tensor_fullprec(2.5)
+
+        self.assertEqual(torch.func.grad(fn)(torch.tensor(1.0)), 2.5)
+        self.assertEqual(torch.func.vmap(fn)(torch.ones(2)), [2.5, 2.5])
+        self.assertIn("lift_fresh", make_fx(fn)(torch.ones(2)).code)
+
+    @parametrize("by_option", (False, True))
+    def test_compiled_code_calls_it(self, by_option):
+        real = native.as_tensor_fullprec
+        for on in True, False:
+            setting = {"pygraph": on}
+            with (
+                mock.patch.object(native, "as_tensor_fullprec", wraps=real) as made,
+                config.patch({} if by_option else setting),
+                fake_cuda() as graphs,
+                torch.no_grad(),
+            ):
+                fn = torch.compile(
+                    lambda x, a, b: x * a + b, options=setting if by_option else {}
+                )
+                for n in range(4):
+                    fn(cuda(8), n + 0.5, n + 0.25)
+            self.assertEqual(len(graphs), 2)
+            values = [float(call.args[0]) for call in made.call_args_list]
+            expected = [n + f for n in (1, 2, 3) for f in (0.5, 0.25)]
+            self.assertEqual(values, expected if on else [])
+
+
+instantiate_parametrized_tests(FloatTest)
+
+
 def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
     "For each output, which inputs and outputs share its storage."
     storages = [
@@ -1077,6 +1242,14 @@ class DeviceTest(TestCase):
     def test_selected(self, name):
         # Selecting takes 21 calls; see select.py.
         self.check_program(name, {"pygraph": True}, 26)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_floats(self, force):
+        fn = lambda x, s, t: x * s + t  # noqa: E731
+        compiled = torch.compile(fn, options={**FORCED, "pygraph_force": force})
+        for n in range(1, self.CALLS):
+            self.check_call(fn, compiled, (cuda(30, 30), n + 0.5, n / 7))
+        self.assertTrue(self.recorded(), str(report()))
 
     def test_all_dtypes(self):
         dtypes = (

@@ -32,13 +32,14 @@ from collections import deque
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph import native
 from torch._inductor.pygraph.binding import WORD_BYTES
 from torch._inductor.pygraph.driver import bindings, check
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, Placeholder
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
 
 log = logging.getLogger(__name__)
@@ -150,6 +151,15 @@ class CapturedValues:
         """What this thread packed last."""
         return [w for deliver in self.delivers for w in deliver.packed().words]
 
+    def words_for_replay(self) -> Callable[[], list[int]] | None:
+        """``words``, compiled, for the values known by now. None if there are none."""
+        if self.num_words == 0:
+            return None
+        packs = [deliver.compiled for deliver in self.delivers]
+        if None in packs:
+            return self.words
+        return native.compiled.Words(self.words, packs)
+
     def write(self) -> None:
         """Writes what the graph reads as it is; it was packed before that was known."""
         for deliver in self.delivers:
@@ -247,6 +257,13 @@ class Deliver:
         self.packs: dict[int, _Packed] = {}
         # For each thread and stream.
         self.targets: dict[tuple[int, int], _Target] = {}
+        # What is compiled calls _pack in threads that have more to do than to copy.
+        self.pack: Callable[[list[torch.Tensor]], None] = self._pack
+        self.compiled: Any = None
+        if native.compiled is not None:
+            places = list(zip(offsets(self.sizes, PIECE_BYTES), self.sizes))
+            self.compiled = native.compiled.Pack(self._pack, places, self.num_words)
+            self.pack = self.compiled
 
     def packed(self) -> _Packed:
         thread = threading.get_ident()
@@ -254,7 +271,7 @@ class Deliver:
             self.packs[thread] = _Packed(self.sizes)
         return self.packs[thread]
 
-    def pack(self, values: Sequence[torch.Tensor]) -> None:
+    def _pack(self, values: list[torch.Tensor]) -> None:
         packed = self.packed()
         for (address, size), value in zip(packed.places, values):
             ctypes.memmove(address, value.data_ptr(), size)
@@ -264,6 +281,10 @@ class Deliver:
         elif packed.is_written_by_pack:
             with torch.cuda.device(self.device_index):
                 packed.target.write(self._stream())
+        elif self.compiled is not None:
+            # From now on there is nothing but to copy.
+            thread = threading.get_ident()
+            self.compiled.add(thread, packed.address, packed.memory)
 
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device_index)
@@ -299,6 +320,8 @@ class Deliver:
         if packed.target is None:
             raise AssertionError("nothing was packed")
         packed.is_written_by_pack = True
+        if self.compiled is not None:
+            self.compiled.remove(threading.get_ident())
         capture.delivers.append(self)
         # In the graph's pool, where trees look for what one graph leaves to another.
         return [t.clone() for t in packed.target.outputs]

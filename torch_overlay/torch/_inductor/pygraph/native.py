@@ -1,5 +1,6 @@
 """
-The part of a replay that is compiled, torch/csrc/inductor/pygraph/replay.cpp.
+The part of a call that is compiled, torch/csrc/inductor/pygraph/replay.cpp: replays and
+the values that they take.
 
 It is where a compiler was found when torch was built or overlaid; without it the same is
 done in Python, slower.
@@ -11,6 +12,8 @@ import importlib
 import logging
 from typing import Any
 
+import torch
+
 
 log = logging.getLogger(__name__)
 
@@ -21,3 +24,8 @@ try:
     compiled = importlib.import_module("torch._inductor.pygraph._replay")
 except ImportError as e:
     log.info("graphs are replayed by Python: %s", e)
+
+# Called from bytecode that Dynamo makes.
+as_tensor_fullprec = torch._as_tensor_fullprec
+if compiled is not None:
+    as_tensor_fullprec = compiled.as_tensor_fullprec

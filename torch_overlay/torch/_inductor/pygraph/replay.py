@@ -240,7 +240,7 @@ def compiled_replay(
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         launch=graph_type.replay,
         binding=nodes if isinstance(nodes, native.compiled.Nodes) else binding,
-        values=node.values.words if node.values.num_words else None,
+        values=node.values.words_for_replay(),
         static=[(i, static_pointers[i]) for i in static_idxs],
         bound=node.bound_input_idxs,
         alignment=max(node.alignment, GPU_ALIGN_BYTES),

@@ -1,6 +1,6 @@
-// The steady replay of a CUDA graph, and the nodes that it sets: what
-// torch/_inductor/pygraph/replay.py and binding.py do in Python where this is
-// not compiled, in one call.
+// The steady replay of a CUDA graph, the nodes that it sets, and the CPU values
+// that it takes: what torch/_inductor/pygraph/replay.py, binding.py and
+// deliver.py do in Python where this is not compiled.
 //
 // It is a module of its own, torch._inductor.pygraph._replay, so that it can be
 // compiled against an installed torch: it takes seconds, since it includes few
@@ -8,15 +8,19 @@
 
 #include <Python.h>
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <new>
 #include <optional>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -401,6 +405,197 @@ struct Allocator {
   c10::Device device{c10::kCUDA};
 };
 
+PyTypeObject PackType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Pack(general, places, num_words): Deliver.pack, with the (offset, size) of
+// each value. A call copies the values to the memory of its thread, if that was
+// added, and else calls `general`.
+struct Pack {
+  struct Memory {
+    char* address = nullptr;
+    Ref owner;
+  };
+
+  Pack(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *function = nullptr, *descriptions = nullptr;
+    unsigned long long count = 0;
+    if (!PyArg_ParseTuple(args, "OOK", &function, &descriptions, &count)) {
+      throw Error();
+    }
+    general = Ref::share(function);
+    num_words = count;
+    Ref items = sequence(descriptions);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* place = PySequence_Fast_GET_ITEM(items.get(), i);
+      places.emplace_back(as_word(field(place, 0)), as_word(field(place, 1)));
+    }
+  }
+
+  const Memory* memory() const {
+    auto found = memories.find(PyThread_get_thread_ident());
+    return found == memories.end() ? nullptr : &found->second;
+  }
+
+  static PyObject* call(
+      PyObject* object,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    Pack& self = Boxed<Pack>::of(object);
+    const Memory* memory = self.memory();
+    if (memory != nullptr && PyVectorcall_NARGS(nargs) == 1 &&
+        kwnames == nullptr && PyList_CheckExact(args[0]) &&
+        static_cast<size_t>(PyList_GET_SIZE(args[0])) == self.places.size()) {
+      try {
+        for (size_t i = 0; i < self.places.size(); ++i) {
+          const auto& [offset, size] = self.places[i];
+          const void* data =
+              unpack(PyList_GET_ITEM(args[0], i)).const_data_ptr();
+          std::memcpy(memory->address + offset, data, size);
+        }
+        Py_RETURN_NONE;
+      } catch (const Unusual&) {
+      } catch (const std::exception&) {
+        // The general way raises what Python is to see.
+      }
+    }
+    return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+  }
+
+  // add(thread, address, owner): the memory of a thread.
+  static PyObject* py_add(PyObject* self, PyObject* args) {
+    return guarded([&]() -> PyObject* {
+      PyObject *thread = nullptr, *address = nullptr, *owner = nullptr;
+      if (!PyArg_ParseTuple(args, "OOO", &thread, &address, &owner)) {
+        return nullptr;
+      }
+      Memory memory{
+          static_cast<char*>(as_address(address)), Ref::share(owner)};
+      std::swap(Boxed<Pack>::of(self).memories[as_word(thread)], memory);
+      Py_RETURN_NONE;
+    });
+  }
+
+  static PyObject* py_remove(PyObject* self, PyObject* thread) {
+    return guarded([&]() -> PyObject* {
+      Boxed<Pack>::of(self).memories.erase(as_word(thread));
+      Py_RETURN_NONE;
+    });
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    // Not the owners, which are in no cycle: memory is there until the end.
+    f(general);
+  }
+
+  Ref general;
+  std::vector<std::pair<size_t, size_t>> places;
+  size_t num_words = 0;
+  // By thread.
+  std::unordered_map<uint64_t, Memory> memories;
+};
+
+PyTypeObject WordsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Words(general, packs): a call gives what the thread packed last, as `general`
+// does, which it calls where it does not know.
+struct Words {
+  Words(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *function = nullptr, *list = nullptr;
+    if (!PyArg_ParseTuple(args, "OO", &function, &list)) {
+      throw Error();
+    }
+    general = Ref::share(function);
+    Ref items = sequence(list);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* pack = PySequence_Fast_GET_ITEM(items.get(), i);
+      if (!Py_IS_TYPE(pack, &PackType)) {
+        PyErr_SetString(PyExc_TypeError, "a Pack is needed");
+        throw Error();
+      }
+      packs.push_back(Ref::share(pack));
+    }
+  }
+
+  void append_to(c10::SmallVector<uint64_t, 32>& words) const {
+    const size_t before = words.size();
+    for (const Ref& ref : packs) {
+      const Pack* pack = Py_IS_TYPE(ref.get(), &PackType)
+          ? &Boxed<Pack>::of(ref.get())
+          : nullptr;
+      const Pack::Memory* memory = pack == nullptr ? nullptr : pack->memory();
+      if (memory == nullptr) {
+        words.resize(before);
+        Ref all = checked(PyObject_CallNoArgs(general.get()));
+        for (uint64_t word : as_words(all.get())) {
+          words.push_back(word);
+        }
+        return;
+      }
+      const size_t start = words.size();
+      words.resize(start + pack->num_words);
+      std::memcpy(
+          words.data() + start,
+          memory->address,
+          pack->num_words * sizeof(uint64_t));
+    }
+  }
+
+  static PyObject* call(
+      PyObject* self,
+      PyObject* const* /*args*/,
+      size_t nargs,
+      PyObject* kwnames) {
+    return guarded([&]() -> PyObject* {
+      if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
+        PyErr_SetString(PyExc_TypeError, "words take no arguments");
+        return nullptr;
+      }
+      c10::SmallVector<uint64_t, 32> words;
+      Boxed<Words>::of(self).append_to(words);
+      Ref list = checked(PyList_New(words.size()));
+      for (size_t i = 0; i < words.size(); ++i) {
+        PyList_SET_ITEM(
+            list.get(),
+            i,
+            checked(PyLong_FromUnsignedLongLong(words[i])).release());
+      }
+      return list.release();
+    });
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    f(general);
+    for (Ref& pack : packs) {
+      f(pack);
+    }
+  }
+
+  Ref general;
+  std::vector<Ref> packs;
+};
+
+// torch._as_tensor_fullprec. It makes the tensor of a float itself, in a tenth
+// of the time, unless the thread is in a mode: fake tensors, functorch.
+PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
+  const auto included = c10::impl::tls_local_dispatch_key_set().included_;
+  if (PyFloat_CheckExact(value) &&
+      (included - c10::default_included_set).empty()) {
+    return guarded([&]() -> PyObject* {
+      at::TensorBase tensor = at::detail::empty_cpu({}, c10::kDouble);
+      *static_cast<double*>(tensor.mutable_data_ptr()) =
+          PyFloat_AS_DOUBLE(value);
+      return THPVariable_Wrap(std::move(tensor));
+    });
+  }
+  Ref torch(PyImport_ImportModule("torch"));
+  return torch
+      ? PyObject_CallMethod(torch.get(), "_as_tensor_fullprec", "O", value)
+      : nullptr;
+}
+
 // Attributes that a call looks up.
 struct Names {
   PyObject* tree_manager_containers;
@@ -667,7 +862,9 @@ struct Replay {
         pointers.push_back(address_of(tensors.back().get()));
       }
     }
-    if (values.get() != Py_None) {
+    if (Py_IS_TYPE(values.get(), &WordsType)) {
+      Boxed<Words>::of(values.get()).append_to(pointers);
+    } else if (values.get() != Py_None) {
       Ref words = checked(PyObject_CallNoArgs(values.get()));
       for (uint64_t word : as_words(words.get())) {
         pointers.push_back(word);
@@ -940,6 +1137,15 @@ PyGetSetDef nodes_getset[] = {
     {"pointers", Nodes::py_pointers, nullptr, nullptr, nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
+PyMethodDef pack_methods[] = {
+    {"add", Pack::py_add, METH_VARARGS, nullptr},
+    {"remove", Pack::py_remove, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef module_methods[] = {
+    {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
 PyGetSetDef replay_getset[] = {
     {"general",
      Replay::get<&Replay::general>,
@@ -964,7 +1170,7 @@ PyModuleDef module_definition = {
     "torch._inductor.pygraph._replay",
     nullptr,
     -1,
-    nullptr};
+    module_methods};
 
 // Whether a tensor lies in its Python object as it does here.
 bool layout_matches() {
@@ -995,12 +1201,17 @@ PyMODINIT_FUNC PyInit__replay() {
   NodesType.tp_methods = nodes_methods;
   NodesType.tp_getset = nodes_getset;
   AllocatorType.tp_name = "torch._inductor.pygraph._replay.Allocator";
+  PackType.tp_name = "torch._inductor.pygraph._replay.Pack";
+  PackType.tp_methods = pack_methods;
+  WordsType.tp_name = "torch._inductor.pygraph._replay.Words";
   ReplayType.tp_name = "torch._inductor.pygraph._replay.Replay";
   ReplayType.tp_getset = replay_getset;
   Ref module(PyModule_Create(&module_definition));
   if (!module || !layout_matches() || !intern_names() ||
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
       !Boxed<Allocator>::ready(AllocatorType, module.get()) ||
+      !Boxed<Pack>::ready(PackType, module.get()) ||
+      !Boxed<Words>::ready(WordsType, module.get()) ||
       !Boxed<Replay>::ready(ReplayType, module.get())) {
     return nullptr;
   }
