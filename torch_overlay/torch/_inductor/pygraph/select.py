@@ -489,7 +489,7 @@ class Selection:
         if self.is_forced:
             self.step = self._record_forced
         elif self.remembered is not None:
-            self.step = self._record_remembered
+            self.step = self._deploy_remembered
         else:
             self.step = self._time_uncaptured
         return self.uncaptured(inputs)
@@ -501,11 +501,16 @@ class Selection:
         publish(self.function.report)
         return outputs
 
-    def _record_remembered(self, inputs: list[InputType]) -> OutputType:
+    def _deploy_remembered(self, inputs: list[InputType]) -> OutputType:
+        if self.remembered is None:
+            raise AssertionError("nothing is remembered")
+        if self.remembered.choice == NO_GRAPH:
+            self._decide(NO_GRAPH, self.uncaptured, self.remembered.reason)
+            return self.uncaptured(inputs)
         outputs = self._record(inputs)
         if not self.function.is_capturable:
             self._decide(NO_GRAPH, self.uncaptured, NOT_CAPTURABLE)
-        elif self.remembered is None or self._graph_choice() != self.remembered.choice:
+        elif self._graph_choice() != self.remembered.choice:
             self._reselect()
         else:
             self._decide_on_graph(self.remembered.reason)
@@ -596,8 +601,6 @@ class Selection:
         self._reset_samples()
         if choice in BINDINGS:
             self.function.reselect = self._reselect
-        # What the uncaptured calls had is not needed again.
-        torch.cuda.empty_cache()
 
     def _keep(self) -> None:
         if self.entry is not None:
@@ -617,6 +620,8 @@ class Selection:
         decide(self.function, choice, reason)
         self.step = fn
         self.deploy(fn)
+        # What tuning had, and uncaptured calls if it is a graph, is not needed again.
+        torch.cuda.empty_cache()
 
 
 def decide(function: Function, choice: str, reason: str) -> None:
@@ -776,11 +781,8 @@ def deploy(
         counters["pygraph"]["remembered"] += 1
         entry.remembered = True
         entry.timings_us = remembered.timings_us
-        if remembered.choice == NO_GRAPH:
-            decide(function, NO_GRAPH, remembered.reason)
-            replace(uncaptured)
-            return uncaptured
-        function.bind_as(remembered.choice)
+        if remembered.choice != NO_GRAPH:
+            function.bind_as(remembered.choice)
 
     selection = Selection(
         function,
