@@ -132,7 +132,6 @@ SUITES = {
     ),
     "cgct": Suite(
         ("no_cg", "stock_cg", "pygraph", "gpu", "forced_node_update", "gpu_node_update"),
-        rounds=41,
         max_case_s=60.0,
         solo=(),
         must_equal=("pygraph", "forced_node_update"),
@@ -167,6 +166,7 @@ SUITES = {
         profile=False,
         candidates=("no_cg", "stock_cg", "forced_copy", "forced_node_update"),
         exhaustive=True,
+        rounds=41,
         round_s=0.004,
         repeated=("mlp_40x64_of_8", "pointwise_4x16MiB", "chain_3", "train_mlp", "mutated_mlp", "waits_for_a_value"),
         decided_at_once="chain_3",
