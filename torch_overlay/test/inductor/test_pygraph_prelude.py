@@ -21,7 +21,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import prelude, report, reset_report, table
+from torch._inductor.pygraph import prelude, report, reset_report, select, table
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -540,6 +540,21 @@ class ReplayTest(TestCase):
             **options,
         )
         self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
+
+    @parametrize("wins", (False, True))
+    def test_selection(self, wins):
+        "Of the two ways to set nodes, both of which were recorded."
+        times = [99.0, 50.0, 20.0 if wins else 60.0]
+        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in times])
+        with (
+            mock.patch.object(select, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+        ):
+            self.check(MLP().cuda(), lambda: (randn(8, 64),), None, calls=200, exact=False)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "prelude" if wins else "node_update")
+        self.assertEqual(set(entry.timings_us), {"no_graph", "node_update", "prelude"})
+        self.assertEqual(counters["pygraph"]["bound_by_host"], 0)
 
     @parametrize("force", BINDINGS)
     def test_node_that_refuses(self, force):

@@ -919,6 +919,43 @@ class RecordTest(TestCase):
         self.assertGreater(entry.updated_nodes, 0)
         self.assertEqual(entry.copied_bytes, 0)
 
+    @parametrize("end", ("wins", "loses", "unavailable", "on the device"))
+    def test_prelude_is_selected(self, end):
+        "Both are recorded, one of them stays, and is what a replay finds at once."
+
+        class Prelude:
+            nodes: tuple[int, ...] = ()
+            table = None
+
+            def __init__(self, *args: Any) -> None:
+                if end == "unavailable":
+                    raise PreludeUnavailable("no compiler")
+
+            def upload(self, executable: Any) -> None:
+                pass
+
+            def failure(self) -> str | None:
+                return "no update" if end == "on the device" else None
+
+        times = [99.0, 50.0, 20.0 if end == "wins" else 60.0]
+        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in times])
+        with (
+            mock.patch.object(record, "Prelude", Prelude),
+            mock.patch.object(select, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+        ):
+            fn = self.check(self.ADD, force=None, calls=170)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "prelude" if end == "wins" else "node_update")
+        manager = trees.get_manager(0)
+        (nodes,) = filter(None, manager.roots.values())
+        self.assertEqual(len(nodes), 1)
+        self.assertEqual(nodes[0].binding.prelude is not None, end == "wins")
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
     def test_prelude_of_what_cannot_be_captured(self):
         with (
             mock.patch.object(record, "Prelude", side_effect=AssertionError),

@@ -35,6 +35,7 @@ from torch._inductor.pygraph.select import (
     judge,
     NO_GRAPH,
     NODE_UPDATE,
+    PRELUDE,
     Selection,
 )
 from torch._inductor.test_case import run_tests, TestCase
@@ -427,14 +428,16 @@ class SelectionTest(SelectTestCase):
     ) -> Selection:
         self.function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
         self.deployed: list[Callable] = []
+        self.forgotten: list[Any] = []
         self.uncaptured = self.candidate("uncaptured", *uncaptured)
         self.replay = self.candidate("replay", *graph)
 
         def record_it(inputs: list[Any]) -> tuple[Callable, list[Any]]:
             return self.replay, self.candidate("record", 10_000, 10_000)(inputs)
 
-        def forgotten() -> bool:
+        def forgotten(id: Any) -> bool:
             self.ran.append("forget")
+            self.forgotten.append(id)
             return forget()
 
         return Selection(
@@ -535,6 +538,72 @@ class SelectionTest(SelectTestCase):
             self.assertEqual(
                 self.function.report.choice, NODE_UPDATE if wins else NO_GRAPH
             )
+
+    def with_prelude(
+        self, prelude: tuple[float, float], on_record: Callable[[], Any] = lambda: None
+    ) -> list[str]:
+        "Whether it becomes the graph that sets its nodes itself."
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            entry = self.function.report
+            binding = self.function.binding
+            self.function.id = f"id of {binding}"
+            entry.updated_nodes = 1 if binding == PRELUDE else select.PRELUDE_FROM_NODES
+            if binding == PRELUDE:
+                on_record()
+            replay = self.candidate("prelude", *prelude) if binding == PRELUDE else self.replay
+            return replay, self.candidate("record")(inputs)
+
+        selection = self.selection(graph=(40, 30), record=record)
+        self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED + 1)
+        self.assertEqual(self.deployed, [])
+        self.assertEqual(self.ran.count("record"), 2)
+        self.assertEqual(self.call(selection)[0], "forget")
+        self.assertEqual(len(self.deployed), 1)
+        return self.call(self.deployed[0], 3)
+
+    def test_prelude_wins(self):
+        self.assertEqual(self.with_prelude((10, 20)), ["prelude"] * 3)
+        self.assertEqual(self.forgotten, ["id of node_update"])
+        entry = self.function.report
+        self.assertEqual((entry.choice, entry.updated_nodes), (PRELUDE, 1))
+        self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
+        self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
+
+    def test_prelude_loses(self):
+        self.assertEqual(self.with_prelude((40, 31)), ["replay"] * 3)
+        self.assertEqual(self.forgotten, ["id of prelude"])
+        self.assertEqual(self.function.id, "id of node_update")
+        entry = self.function.report
+        self.assertEqual(entry.choice, NODE_UPDATE)
+        self.assertEqual(entry.updated_nodes, select.PRELUDE_FROM_NODES)
+        self.assertEqual(self.function.binding, NODE_UPDATE)
+
+    def test_no_prelude(self):
+        "Where the driver has none, the function stays what it is."
+        selection = self.selection(graph=(40, 30))
+        recorded = selection.record
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            self.function.report.updated_nodes = select.PRELUDE_FROM_NODES
+            if self.function.binding == PRELUDE:
+                self.function.bind_by_host("a node refused")
+            return recorded(inputs)
+
+        selection.record = record
+        self.call(selection, 70)
+        self.assertEqual(self.ran.count("record"), 2)
+        self.assertEqual(self.deployed, [self.replay])
+        self.assertEqual(self.function.report.choice, NODE_UPDATE)
+        self.assertIn("a node refused", self.function.report.reason)
+
+    def test_prelude_of_few_nodes_or_of_a_forward(self):
+        for mode, nodes in (("inference", 0), ("forward", 1)):
+            selection = self.selection(graph=(40, 30))
+            self.function.report.mode = mode
+            nodes += select.PRELUDE_FROM_NODES - 1
+            self.function.report.updated_nodes = nodes
+            self.assertEqual(self.call(selection, 70).count("record"), 1)
 
     def test_machine_was_busy(self):
         "While the graph was timed for the first time."
@@ -697,7 +766,7 @@ class BestTest(SelectTestCase):
             candidate("uncaptured"),
             lambda inputs: (graph, simulation.work(10_000, 10_000)),
             lambda fn: None,
-            lambda: True,
+            lambda id: True,
             0,
             False,
         )
