@@ -6,7 +6,9 @@ function of what is bound, and trees' part is looked at from outside.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import sys
@@ -18,10 +20,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo.testing
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._inductor import config, cudagraph_trees as trees
+from torch._inductor.compile_fx import compile_fx
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     AliasesNewOutput,
@@ -32,8 +36,10 @@ from torch._inductor.cudagraph_trees import (
     MarkStepBox,
     UnaliasedStorage,
 )
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, record
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
+from torch._inductor.pygraph.direct import orders
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.replay import compiled_replay, is_steady, steady_replay
 from torch._inductor.test_case import run_tests, TestCase
@@ -754,6 +760,381 @@ class IdleWrappersTest(TestCase):
             compiled = torch.compile(lambda x: x @ x, backend="aot_eager")
             for _ in range(3):
                 self.assertEqual(compiled(x), x @ x)
+
+
+class Runner:
+    "As generated for a graph that is one partition, with another order of everything."
+
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def call(self, args):
+        arg0_1, arg1_1, arg2_1 = args
+        args.clear()
+        partition0_args = [arg2_1, arg0_1, arg1_1]
+        del arg2_1, arg0_1
+        (buf0, buf1) = self.partitions[0](partition0_args)
+        del partition0_args
+        return (buf1, buf0)
+
+
+class OtherRunners:
+    "Each does more than to give its arguments to one partition and to return its outputs."
+
+    def asserts(self, args):
+        (arg0_1,) = args
+        args.clear()
+        assert_size_stride(arg0_1, (8,), (1,))  # noqa: F821
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def returns_an_argument(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0, arg0_1)
+
+    def returns_a_constant(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0, None)
+
+    def returns_a_view(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (reinterpret_tensor(buf0, (4,), (1,), 0),)  # noqa: F821
+
+    def gives_a_view(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [reinterpret_tensor(arg0_1, (4,), (1,), 0)]  # noqa: F821
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def runs_a_kernel(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        extern_kernels.mm(buf0, buf0, out=buf0)  # noqa: F821
+        return (buf0,)
+
+    def reuses_a_name(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (arg0_1,) = self.partitions[0](partition0_args)
+        return (arg0_1,)
+
+    def has_two_partitions(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        partition1_args = [buf0]
+        (buf1,) = self.partitions[1](partition1_args)
+        return (buf1,)
+
+    def has_a_size(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        s0 = arg0_1
+        partition0_args = [arg1_1, s0]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def deletes_an_item(self, args):
+        (arg0_1,) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        del self.partitions[1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+
+@unittest.skipIf(native.compiled is None, "requires _replay")
+class DirectTest(TestCase):
+    "What compiled bytecode calls; the layers between it and the replay are counted."
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        self.runners: list[Runner] = []
+        self.layers_run = self.launches = 0
+        self.given: list[torch.Tensor] = []
+        post_compile, call = CompiledFxGraph.post_compile, CompiledFxGraph.__call__
+
+        def with_runner(graph: CompiledFxGraph, *args: Any) -> None:
+            "As on a GPU, where the code is in a partition."
+            post_compile(graph, *args)
+            run = graph.current_callable
+
+            def partition(inputs: list[Any]) -> Any:
+                x, weight, bias = inputs
+                return run([weight, bias, x])[::-1]
+
+            graph.compiled_fn_runner = Runner([partition])
+            graph.current_callable = graph.compiled_fn_runner.call
+            self.runners.append(graph.compiled_fn_runner)
+
+        def counted(graph: CompiledFxGraph, inputs: list[Any]) -> Any:
+            self.layers_run += 1
+            return call(graph, inputs)
+
+        for target, name, value in (
+            (CompiledFxGraph, "post_compile", with_runner),
+            (CompiledFxGraph, "__call__", counted),
+            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
+        ):
+            patch = mock.patch.object(target, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+        self.weight, self.bias = torch.randn(8), torch.randn(8)
+        self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
+        self.manager.current_node = None
+
+    def compile(self, **options: Any) -> Any:
+        def fn(weight, bias, x):
+            return weight * bias + x, weight - x
+
+        self.fn = fn
+        return torch.compile(fn, options={"pygraph": True, **options})
+
+    def record(self) -> Node:
+        "A replay of the partition is deployed, of this weight and any bias and x."
+        (runner,) = self.runners
+        node = Node(self.weight)
+        node.non_managed_static_input_idxs = [1]
+        node.static_input_data_ptrs = [None, self.weight.data_ptr(), None]
+        node.bound_input_idxs = [0, 2]
+        node.output_storage_alias = [AliasesBoundMemory(k, 0, True) for k in (2, 3)]
+        node.outputs_metadata, node.unaliased_in_all_paths = [{}, {}], [False] * 2
+        node.static_output_tensors = [None, None]
+        results = []
+
+        def allocate() -> torch.Tensor:
+            # While gradients and Dynamo are disabled, as in AOTAutograd's wrapper.
+            self.assertFalse(torch.is_grad_enabled())
+            self.assertIs(torch._C._dynamo.eval_frame.set_eval_frame(None), None)
+            results.append(torch.empty(8))
+            return results[-1]
+
+        def launch() -> None:
+            self.launches += 1
+            x, bias = (
+                next(t for t in self.given if t.data_ptr() == pointer)
+                for pointer in node.binding.pointers[:2]
+            )
+            minus, plus = results[-2:]
+            minus.copy_(self.weight - x)
+            plus.copy_(self.weight * bias + x)
+
+        node.allocators, node.launch = [allocate] * 2, launch
+        node.cache()
+        owner = trees.thread_containers()
+        self.partition = runner.partitions[0]
+        runner.partitions[0] = compiled_replay(
+            node, self.manager, CompilationMode.INFERENCE, self.partition, owner
+        )
+        return node
+
+    def check(self, compiled: Any, layers: int, launches: int, **given: Any) -> None:
+        "A call goes through so many layers, and launches so often."
+        self.layers_run = self.launches = 0
+        weight = given.get("weight", self.weight)
+        bias, x = torch.randn(8), given.get("x", torch.randn(8))
+        self.given = [bias, x]
+        self.assertEqual(compiled(weight, bias, x), self.fn(weight, bias, x))
+        self.assertEqual((self.layers_run, self.launches), (layers, launches))
+
+    def test_direct(self):
+        compiled = self.compile()
+        for is_grad_enabled in (False, True):
+            with torch.set_grad_enabled(is_grad_enabled):
+                torch._dynamo.reset()
+                self.runners.clear()
+                self.check(compiled, layers=1, launches=0)
+                self.record()
+                for _ in range(3):
+                    self.check(compiled, layers=0, launches=1)
+                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+                with torch._dynamo.config.patch(error_on_recompile=True):
+                    self.check(compiled, layers=0, launches=1)
+
+    def test_who_looks_at_the_layers(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        with torch.profiler.profile() as profile:
+            self.check(compiled, layers=1, launches=1)
+        names = [event.name for event in profile.events()]
+        self.assertTrue(any("CompiledFxGraph" in name for name in names))
+        with mock.patch.object(torch._inductor.debug, "RECORD_GRAPH_EXECUTION", True):
+            self.check(compiled, layers=1, launches=1)
+        self.check(compiled, layers=0, launches=1)
+
+    def test_call_that_was_not_recorded(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        node = self.record()
+        self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
+        node.wrapped_function.pygraph.is_outdated = True
+        self.check(compiled, layers=1, launches=0)
+        node.wrapped_function.pygraph.is_outdated = False
+        self.check(compiled, layers=0, launches=1)
+
+    def test_further_recording(self):
+        "The first one leaves to it what it was not recorded for."
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        (runner,) = self.runners
+        second, first_weight = runner.partitions[0], self.weight
+        runner.partitions[0], self.weight = self.partition, torch.randn(8)
+        self.record()
+        runner.partitions[0].general = second
+        self.check(compiled, layers=0, launches=1)
+        self.weight = first_weight
+        self.check(compiled, layers=0, launches=1)
+        self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
+
+    def test_other_decision(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        self.check(compiled, layers=0, launches=1)
+        self.runners[0].partitions[0] = self.partition
+        self.check(compiled, layers=1, launches=0)
+
+    def test_other_thread(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        thread = threading.Thread(target=self.check, args=(compiled, 1, 0))
+        thread.start()
+        thread.join()
+        self.assertEqual((self.layers_run, self.launches), (1, 0))
+        self.check(compiled, layers=0, launches=1)
+
+    def test_errors(self):
+        "They leave gradients and Dynamo as they were."
+        compiled = self.compile()
+        with torch.enable_grad():
+            self.check(compiled, layers=1, launches=0)
+            node, calls = self.record(), mock.Mock(side_effect=RuntimeError("gone"))
+            launch, node.launch = node.launch, calls
+            with self.assertRaisesRegex(RuntimeError, "gone"):
+                self.check(compiled, layers=0, launches=1)
+            calls.assert_called_once()
+            self.assertTrue(torch.is_grad_enabled())
+            node.launch = launch
+            self.check(compiled, layers=0, launches=1)
+
+    def test_nothing_is_leaked(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        x = torch.randn(8)
+        objects = [self.weight, x]
+        self.check(compiled, layers=0, launches=1, x=x)
+        before = [sys.getrefcount(o) for o in objects]
+        for _ in range(5):
+            self.check(compiled, layers=0, launches=1, x=x)
+            self.check(compiled, layers=1, launches=0, x=x, weight=self.bias)
+        self.given = []
+        # One was of self.given.
+        self.assertEqual([sys.getrefcount(o) + (o is x) for o in objects], before)
+
+    def test_graphs_that_are_let_go(self):
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        node = weakref.ref(self.record())
+        self.check(compiled, layers=0, launches=1)
+        self.runners.clear()
+        self.partition = self.manager.current_node = None
+        torch._dynamo.reset()
+        del compiled, self.fn
+        gc.collect()
+        self.assertIsNone(node())
+
+    def test_layers_that_have_work(self):
+        def mutated(weight, bias, x):
+            bias.add_(x)
+            return weight + bias, weight - x
+
+        def trained(weight, bias, x):
+            return weight + bias - x, weight - x
+
+        made = []
+        with mock.patch.object(
+            native.compiled, "Direct", lambda **kwargs: made.append(kwargs)
+        ):
+            for fn, requires_grad, pygraph in (
+                (mutated, False, True),
+                (trained, True, True),
+                (trained, False, False),
+            ):
+                torch._dynamo.reset()
+                compiled = torch.compile(fn, options={"pygraph": pygraph})
+                args = [torch.randn(8) for _ in range(3)]
+                args[0].requires_grad_(requires_grad)
+                for _ in range(2):
+                    copies = [a.detach().clone() for a in args]
+                    self.assertEqual(compiled(*args), fn(*copies))
+        self.assertEqual(made, [])
+
+    def test_backend_that_wraps(self):
+        "What it does is not left out, even if it looks like what it wraps."
+        calls = []
+
+        def backend(gm, inputs):
+            with config.patch(pygraph=True):
+                inner = compile_fx(gm, inputs)
+
+            @functools.wraps(inner)
+            def outer(*args):
+                calls.append(args)
+                return inner(*args)
+
+            return outer
+
+        self.compile()
+        compiled = torch.compile(self.fn, backend=backend)
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        self.check(compiled, layers=1, launches=1)
+        self.assertEqual(len(calls), 2)
+
+    def test_orders(self):
+        self.assertEqual(orders(Runner.call), (3, [2, 0, 1], 2, [1, 0]))
+        for name, call in vars(OtherRunners).items():
+            if isinstance(call, types.FunctionType):
+                self.assertIsNone(orders(call), name)
+        self.assertIsNone(orders(eval("lambda self, args: None")))
+
+    def test_hooks_of_saved_tensors(self):
+        "Those that a graph inlines are not the same as none, or as others."
+        compiles = torch._dynamo.testing.CompileCounter()
+        compiled = torch.compile(lambda x: x.sin(), backend=compiles)
+        x = torch.randn(4, requires_grad=True)
+        pack, unpack = (torch.fx.symbolic_trace(lambda x: x * 1) for _ in range(2))
+        hooks = torch.autograd.graph.saved_tensors_hooks
+        for pair, frames in (
+            (None, 1),
+            ((lambda x: x, lambda x: x), 1),
+            ((pack, unpack), 2),
+            (None, 2),
+            ((pack, unpack), 2),
+        ):
+            with hooks(*pair) if pair else contextlib.nullcontext():
+                compiled(x)
+            self.assertEqual(compiles.frame_count, frames)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,10 @@ Where the host's time of a call goes, layer by layer, for stock CUDA graphs and 
 
 Each layer is timed with all that lies below it replaced by what it returned before; the
 difference between neighbours is what the layer itself takes. In a case that trains, the
-layers of forward and backward are timed together, and "aot" holds autograd too. "compiled"
-says how many of PyGraph's graphs compiled code replays; Python replays the others.
+layers of forward and backward are timed together, and "aot" holds autograd too. Where compiled
+bytecode calls a replay directly, "aot" and "inductor" are not run, and "trees" holds what
+stands for them. "compiled" says how many of PyGraph's graphs compiled code replays; Python
+replays the others.
 """
 
 from __future__ import annotations
@@ -132,8 +134,13 @@ class Layers:
             return outputs
 
         self.graphs: list[CompiledFxGraph] = []
-        with mock.patch.object(CompiledFxGraph, "__call__", remember):
+        # Compiled bytecode calls some replays directly, unless each layer is to be seen.
+        with (
+            mock.patch.object(CompiledFxGraph, "__call__", remember),
+            mock.patch.object(torch._inductor.debug, "RECORD_GRAPH_EXECUTION", True),
+        ):
             self.call(1)
+        self.directs = {id(graph): found for graph in self.graphs for found in self._directs(graph)}
 
         def stub(gm: torch.fx.GraphModule, example_inputs: list[torch.Tensor]) -> Callable[..., Any]:
             with torch.no_grad():
@@ -163,6 +170,25 @@ class Layers:
                     found.append(recordings)
         return found
 
+    @staticmethod
+    def _directs(graph: CompiledFxGraph) -> list[Any]:
+        """What bytecode calls instead of the layers between it and the replay of the graph."""
+        from torch._inductor.pygraph import native
+
+        runner = graph.compiled_fn_runner
+        if native.compiled is None or runner is None:
+            return []
+        return [found for found in gc.get_referrers(runner.partitions) if isinstance(found, native.compiled.Direct)]
+
+    @contextlib.contextmanager
+    def _directs_replaced(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for graph in self.graphs:
+                if (found := self.directs.get(id(graph))) is not None:
+                    stack.enter_context(replaced(found, "slow", lambda *args, graph=graph: self.give(graph)))
+                    stack.enter_context(replaced(found, "partitions", []))
+            yield
+
     def call(self, times: int) -> None:
         for _ in range(times):
             outputs = self.compiled(*next(self.inputs))
@@ -183,6 +209,11 @@ class Layers:
 
     @contextlib.contextmanager
     def _dynamo(self) -> Iterator[Callable[[int], None]]:
+        if self.directs and all(id(graph) in self.directs for graph in self.graphs):
+            with self._directs_replaced():
+                yield self.call
+            return
+
         def call(times: int) -> None:
             for _ in range(times):
                 self.dynamo_alone(*next(self.inputs))
@@ -191,12 +222,16 @@ class Layers:
 
     @contextlib.contextmanager
     def _aot(self) -> Iterator[Callable[[int], None]]:
-        with mock.patch.object(CompiledFxGraph, "__call__", lambda graph, inputs: self.give(graph)):
+        with (
+            self._directs_replaced(),
+            mock.patch.object(CompiledFxGraph, "__call__", lambda graph, inputs: self.give(graph)),
+        ):
             yield self.call
 
     @contextlib.contextmanager
     def _inductor(self) -> Iterator[Callable[[int], None]]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._directs_replaced())
             for graph in self.graphs:
                 stack.enter_context(
                     mock.patch.object(graph, "current_callable", lambda inputs, graph=graph: self.give(graph))

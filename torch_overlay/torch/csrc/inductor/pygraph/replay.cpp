@@ -11,6 +11,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
 #include <torch/csrc/Dtype.h>
@@ -213,6 +214,22 @@ struct Boxed {
     return PyModule_AddType(module, &type) == 0;
   }
 };
+
+// Of a Ref in a T, to be read and replaced by Python.
+template <typename T, Ref T::*member>
+PyObject* get(PyObject* self, void* /*closure*/) {
+  return Ref::share((Boxed<T>::of(self).*member).get()).release();
+}
+
+template <typename T, Ref T::*member>
+int set(PyObject* self, PyObject* value, void* /*closure*/) {
+  if (value == nullptr) {
+    PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
+    return -1;
+  }
+  Boxed<T>::of(self).*member = Ref::share(value);
+  return 0;
+}
 
 // One node of the executable graph. Words hold the address of an input plus an
 // offset, or a value; `set` is the driver function that sets the node to
@@ -600,7 +617,6 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
 struct Names {
   PyObject* tree_manager_containers;
   PyObject* current_node;
-  PyObject* current_node_attribute;
   PyObject* path_state;
   PyObject* extra_ref_check;
   PyObject* is_outdated;
@@ -614,13 +630,14 @@ struct Names {
   PyObject* running_forwards;
   PyObject* pointers;
   PyObject* update;
+  PyObject* is_profiler_enabled;
+  PyObject* record_graph_execution;
 } names;
 
 bool intern_names() {
   const std::pair<PyObject**, const char*> all[] = {
       {&names.tree_manager_containers, "tree_manager_containers"},
-      {&names.current_node, "current_node"},
-      {&names.current_node_attribute, "_current_node"},
+      {&names.current_node, "_current_node"},
       {&names.path_state, "path_state"},
       {&names.extra_ref_check, "extra_ref_check"},
       {&names.is_outdated, "is_outdated"},
@@ -634,6 +651,8 @@ bool intern_names() {
       {&names.running_forwards, "running_forwards_with_pending_backwards"},
       {&names.pointers, "pointers"},
       {&names.update, "update"},
+      {&names.is_profiler_enabled, "_is_profiler_enabled"},
+      {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
   };
   for (const auto& [name, text] : all) {
     *name = PyUnicode_InternFromString(text);
@@ -827,7 +846,7 @@ struct Replay {
       throw Unusual();
     }
     check_thread();
-    Ref last = attribute(manager.get(), names.current_node_attribute);
+    Ref last = attribute(manager.get(), names.current_node);
     check_path(last.get());
     for (const auto& [i, pointer] : statics) {
       if (address_of(PyList_GET_ITEM(inputs, i)) != pointer) {
@@ -881,8 +900,12 @@ struct Replay {
     bind(pointers);
 
     if (last.get() != node.get()) {
+      // As the property current_node does, which does more for None alone.
       set_attribute(manager.get(), names.current_node, node.get());
-      set_attribute(manager.get(), names.path_state, executing.get());
+      if (last.get() == Py_None) {
+        // Else check_path saw it.
+        set_attribute(manager.get(), names.path_state, executing.get());
+      }
     }
     update_generation();
     Ref graph = attribute(node.get(), names.graph);
@@ -1041,21 +1064,6 @@ struct Replay {
     set_attribute(manager.get(), names.current_gen, generation.get());
   }
 
-  template <Ref Replay::*member>
-  static PyObject* get(PyObject* self, void* /*closure*/) {
-    return Ref::share((Boxed<Replay>::of(self).*member).get()).release();
-  }
-
-  template <Ref Replay::*member>
-  static int set(PyObject* self, PyObject* value, void* /*closure*/) {
-    if (value == nullptr) {
-      PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
-      return -1;
-    }
-    Boxed<Replay>::of(self).*member = Ref::share(value);
-    return 0;
-  }
-
   template <typename F>
   void visit(F&& f) {
     for (Ref* ref :
@@ -1129,6 +1137,181 @@ struct Replay {
   size_t num_inputs = 0;
 };
 
+// Dynamo compiles no Python that is called while this lives, as in disable().
+class NoDynamo {
+ public:
+  explicit NoDynamo(PyObject* set)
+      : set_(set), prior_(checked(PyObject_CallOneArg(set, Py_None))) {}
+  NoDynamo(const NoDynamo&) = delete;
+  NoDynamo& operator=(const NoDynamo&) = delete;
+  ~NoDynamo() {
+    PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+    PyErr_Fetch(&type, &value, &traceback);
+    if (!Ref(PyObject_CallOneArg(set_, prior_.get()))) {
+      PyErr_WriteUnraisable(set_);
+    }
+    PyErr_Restore(type, value, traceback);
+  }
+
+ private:
+  PyObject* set_;
+  Ref prior_;
+};
+
+PyTypeObject DirectType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// See direct.py, which makes it, for what lies between the two and why that has
+// nothing to do.
+struct Direct {
+  Direct(PyObject* args, PyObject* kwargs) {
+    static const char* keywords[] = {
+        "slow",
+        "partitions",
+        "num_args",
+        "inputs",
+        "num_outputs",
+        "outputs",
+        "set_eval_frame",
+        "profiler",
+        "debug",
+        nullptr};
+    PyObject *objects[5], *input_list = nullptr, *output_list = nullptr;
+    Py_ssize_t num_partition_outputs = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args,
+            kwargs,
+            "$OO!nOnOOO!O!",
+            const_cast<char**>(keywords),
+            &objects[0],
+            &PyList_Type,
+            &objects[1],
+            &num_args,
+            &input_list,
+            &num_partition_outputs,
+            &output_list,
+            &objects[2],
+            &PyDict_Type,
+            &objects[3],
+            &PyDict_Type,
+            &objects[4])) {
+      throw Error();
+    }
+    Ref* owned[] = {&slow, &partitions, &set_eval_frame, &profiler, &debug};
+    for (size_t i = 0; i < std::size(owned); ++i) {
+      *owned[i] = Ref::share(objects[i]);
+    }
+    num_outputs = num_partition_outputs;
+    for (uint64_t i : as_words(input_list)) {
+      inputs.push_back(static_cast<Py_ssize_t>(i));
+    }
+    is_in_order = true;
+    for (uint64_t i : as_words(output_list)) {
+      is_in_order &= i == outputs.size();
+      outputs.push_back(static_cast<Py_ssize_t>(i));
+    }
+    is_in_order &= static_cast<Py_ssize_t>(outputs.size()) == num_outputs;
+    auto is_beyond = [](Py_ssize_t end) {
+      return [end](Py_ssize_t i) { return i < 0 || i >= end; };
+    };
+    if (std::any_of(inputs.begin(), inputs.end(), is_beyond(num_args)) ||
+        std::any_of(outputs.begin(), outputs.end(), is_beyond(num_outputs))) {
+      PyErr_SetString(PyExc_IndexError, "no such argument or output");
+      throw Error();
+    }
+  }
+
+  static PyObject* call(
+      PyObject* object,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    Direct& self = Boxed<Direct>::of(object);
+    if (PyVectorcall_NARGS(nargs) == self.num_args && kwnames == nullptr &&
+        self.has_replay()) {
+      try {
+        return self.replay(args);
+      } catch (const Error&) {
+        return nullptr;
+      } catch (const Unusual&) {
+      } catch (const std::exception&) {
+        // As in Replay::call.
+      }
+    }
+    return PyObject_Vectorcall(self.slow.get(), args, nargs, kwnames);
+  }
+
+  // What is replaced in the list when the decision changes. Who profiles or
+  // debugs sees every layer.
+  bool has_replay() const {
+    return PyList_CheckExact(partitions.get()) &&
+        PyList_GET_SIZE(partitions.get()) == 1 &&
+        Py_IS_TYPE(PyList_GET_ITEM(partitions.get(), 0), &ReplayType) &&
+        PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
+        Py_False &&
+        PyDict_GetItem(debug.get(), names.record_graph_execution) == Py_False;
+  }
+
+  // The recordings in turn, as Replay.general has them. What none of them was
+  // recorded for goes the slow way from its beginning: arguments are the
+  // caller's for as long as the call takes, so that none can be lost.
+  PyObject* replay(PyObject* const* args) {
+    NoDynamo no_dynamo(set_eval_frame.get());
+    c10::AutoGradMode no_grad(false);
+    Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
+    while (true) {
+      Ref list = checked(PyList_New(inputs.size()));
+      for (size_t i = 0; i < inputs.size(); ++i) {
+        PyList_SET_ITEM(list.get(), i, Ref::share(args[inputs[i]]).release());
+      }
+      Replay& recording = Boxed<Replay>::of(fn.get());
+      if (static_cast<Py_ssize_t>(recording.outputs.size()) != num_outputs) {
+        throw Unusual();
+      }
+      try {
+        bool has_dropped = false;
+        return in_order(recording.run(list.get(), has_dropped));
+      } catch (const Unusual&) {
+        fn = Ref::share(recording.general.get());
+        if (!Py_IS_TYPE(fn.get(), &ReplayType)) {
+          throw;
+        }
+      }
+    }
+  }
+
+  // The graph's outputs, of its partition's.
+  PyObject* in_order(PyObject* of_partition) const {
+    if (is_in_order) {
+      return of_partition;
+    }
+    Ref owned(of_partition);
+    Ref result = checked(PyList_New(outputs.size()));
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      PyObject* output = PyList_GET_ITEM(of_partition, outputs[i]);
+      PyList_SET_ITEM(result.get(), i, Ref::share(output).release());
+    }
+    return result.release();
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    for (Ref* ref : {&slow, &partitions, &set_eval_frame, &profiler, &debug}) {
+      f(*ref);
+    }
+  }
+
+  Ref slow;
+  Ref partitions;
+  Ref set_eval_frame;
+  Ref profiler;
+  Ref debug;
+  Py_ssize_t num_args = 0;
+  Py_ssize_t num_outputs = 0;
+  std::vector<Py_ssize_t> inputs;
+  std::vector<Py_ssize_t> outputs;
+  bool is_in_order = false;
+};
+
 PyMethodDef nodes_methods[] = {
     {"update", Nodes::py_update, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -1148,19 +1331,33 @@ PyMethodDef module_methods[] = {
 
 PyGetSetDef replay_getset[] = {
     {"general",
-     Replay::get<&Replay::general>,
-     Replay::set<&Replay::general>,
+     get<Replay, &Replay::general>,
+     set<Replay, &Replay::general>,
      nullptr,
      nullptr},
     // These two a benchmark replaces, to leave them out of a time.
     {"binding",
-     Replay::get<&Replay::binding>,
-     Replay::set<&Replay::binding>,
+     get<Replay, &Replay::binding>,
+     set<Replay, &Replay::binding>,
      nullptr,
      nullptr},
     {"launch",
-     Replay::get<&Replay::launch>,
-     Replay::set<&Replay::launch>,
+     get<Replay, &Replay::launch>,
+     set<Replay, &Replay::launch>,
+     nullptr,
+     nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+
+// These two a benchmark replaces, to leave out what is below.
+PyGetSetDef direct_getset[] = {
+    {"slow",
+     get<Direct, &Direct::slow>,
+     set<Direct, &Direct::slow>,
+     nullptr,
+     nullptr},
+    {"partitions",
+     get<Direct, &Direct::partitions>,
+     set<Direct, &Direct::partitions>,
      nullptr,
      nullptr},
     {nullptr, nullptr, nullptr, nullptr, nullptr}};
@@ -1206,13 +1403,16 @@ PyMODINIT_FUNC PyInit__replay() {
   WordsType.tp_name = "torch._inductor.pygraph._replay.Words";
   ReplayType.tp_name = "torch._inductor.pygraph._replay.Replay";
   ReplayType.tp_getset = replay_getset;
+  DirectType.tp_name = "torch._inductor.pygraph._replay.Direct";
+  DirectType.tp_getset = direct_getset;
   Ref module(PyModule_Create(&module_definition));
   if (!module || !layout_matches() || !intern_names() ||
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
       !Boxed<Allocator>::ready(AllocatorType, module.get()) ||
       !Boxed<Pack>::ready(PackType, module.get()) ||
       !Boxed<Words>::ready(WordsType, module.get()) ||
-      !Boxed<Replay>::ready(ReplayType, module.get())) {
+      !Boxed<Replay>::ready(ReplayType, module.get()) ||
+      !Boxed<Direct>::ready(DirectType, module.get())) {
     return nullptr;
   }
   return module.release();
