@@ -624,6 +624,9 @@ class FakeWorker:
         self.variant = ""
         self.started.append(self)
 
+    def forget_decisions(self):
+        pass
+
     def ask(self, command, deadline):
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"

@@ -1784,6 +1784,25 @@ class ProofTest(TestCase):
         self.assertFalse(same(t, (t.double() * (1 + 3 * tolerance)).to(dtype)))
 
     # Sums of bits are equal where as many numbers become negative as become positive.
+    def test_element_that_is_almost_zero(self):
+        "The sum of others may be, and is not more exact than these are."
+        t = torch.randn(768)
+        t[3], other = 1e-7, t.clone()
+        other[3] = 3e-4
+        self.assertTrue(same(t, other))
+        other[3] = 3e-3
+        self.assertFalse(same(t, other))
+
+    def test_large_tensor_takes_little_memory(self):
+        "Sums of bfloat16 as float64 would take four times what it does."
+        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 14):
+            t = torch.randn((1 << 20) + 7).to(torch.bfloat16)
+            expected = proof.fingerprint(t)
+        actual = proof.fingerprint(t)
+        self.assertEqual(expected.bits, actual.bits)
+        self.assertEqual(expected.total, actual.total)
+        self.assertEqual(expected.norm, actual.norm)
+
     def test_sign(self):
         t = torch.tensor([1.0, -2.0]).repeat(4096)
         self.assertFalse(same(t, -t))

@@ -460,6 +460,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
         (
             allocation,
             {
+                "copy_by_kernel": lambda to, t: device.launch(host_copy, to, t),
                 "empty_strided_cuda": device.empty_strided,
                 "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
                 "native": types.SimpleNamespace(compiled=None),
@@ -996,7 +997,7 @@ class RecordTest(TestCase):
             mock.patch.object(ModelledBinding, "hidden", hidden),
             self.remembered() as entry,
         ):
-            calls = 3 if hidden is None else 40
+            calls = 3 if hidden is None else 200
             self.check(self.ADD, force=None, code_hash="c", calls=calls)
             kept = entry.load(select.CANDIDATES)
         (function,) = report()

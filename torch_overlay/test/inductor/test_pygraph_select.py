@@ -155,7 +155,7 @@ class DecisionTest(TestCase):
                 name="seldom_called",
             ),
             subtest(
-                (cost(180, 20, 5), cost(90, 22, 10), "measured faster, by itself"),
+                (cost(1800, 20, 5), cost(900, 22, 10), "measured faster, by itself"),
                 name="neighbour_loses",
             ),
             # Updating nodes costs the host more than launching did, and the device less.
@@ -351,12 +351,24 @@ class SelectTestCase(TestCase):
 
 class SamplesTest(SelectTestCase):
     def sample(
-        self, times: Callable[[int], tuple[float, float]], gap: tuple[float, float]
+        self,
+        times: Callable[[int], tuple[float, float]],
+        gap: tuple[float, float],
+        recording: Sequence[int] = (),
     ) -> tuple[Cost, int]:
-        "The cost, and after how many calls; (host, device) by call."
-        samples = select.Samples(0)
+        """
+        The cost, and after how many calls; (host, device) by call. In those of ``recording``
+        the function is recorded.
+        """
+        function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        samples = select.Samples(0, function)
         for i in range(MAX_TIMED):
-            (y,) = samples.call(self.candidate("fn", *times(i)), [torch.tensor(i)])
+
+            def fn(inputs: list[Any], i: int = i) -> list[Any]:
+                function.recordings += i in recording
+                return self.candidate("fn", *times(i))(inputs)
+
+            (y,) = samples.call(fn, [torch.tensor(i)])
             self.assertEqual(y, i + 1)
             self.simulation.work(*gap)
             if samples.complete:
@@ -408,6 +420,22 @@ class SamplesTest(SelectTestCase):
     def test_outliers_do_not_count(self):
         found, _ = self.sample(lambda i: (1050 if i % 5 == 0 else 50, 10), (5, 5))
         self.assertMedians(found, 55, 50)
+
+    @parametrize("when", (range(5, 12), range(15, 17)))
+    def test_calls_that_record_do_not_count(self, when):
+        found, calls = self.sample(
+            lambda i: (10_000, 10_000) if i in when else (50, 10), (5, 5), when
+        )
+        self.assertMedians(found, 55, 50)
+        self.assertGreater(calls, TIMED + len(when) - 1)
+
+    def test_function_that_goes_on_recording(self):
+        "It pays for it in the end."
+        with mock.patch.object(select, "MAX_RECORDING_CALLS", 10):
+            found, calls = self.sample(
+                lambda i: (1000, 10), (0, 0), range(MAX_TIMED)
+            )
+        self.assertEqual((calls, round(found.host.us)), (TIMED + 8, 1000))
 
     def test_long_calls_are_few(self):
         us = select.ENOUGH_US
@@ -720,6 +748,7 @@ class SelectionTest(SelectTestCase):
             self.assertEqual(choice, NO_GRAPH)
 
 
+instantiate_parametrized_tests(SamplesTest)
 instantiate_parametrized_tests(SelectionTest)
 
 

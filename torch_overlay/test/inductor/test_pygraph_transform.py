@@ -1249,7 +1249,7 @@ class DeviceTest(TestCase):
         compiled = torch.compile(fn, options={**FORCED, "pygraph_force": force})
         for n in range(1, self.CALLS):
             self.check_call(fn, compiled, (cuda(30, 30), n + 0.5, n / 7))
-        self.assertTrue(self.recorded(), str(report()))
+        self.assertEqual({r.choice for r in report()}, {force}, str(report()))
 
     def test_all_dtypes(self):
         dtypes = (

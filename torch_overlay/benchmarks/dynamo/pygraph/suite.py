@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import getpass
 import json
 import logging
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +64,11 @@ ALONE_SHARE = 0.3
 MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
 
 
+def kept_caches() -> str:
+    temporary = os.path.join(tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}")
+    return os.path.join(os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), "benchmarks")
+
+
 class Worker:
     """A process that runs one case and answers lines on stdin with lines on stdout."""
 
@@ -74,25 +81,24 @@ class Worker:
         cold: bool = False,
         caches: str | None = None,
     ) -> None:
-        """With caches of its own if ``cold``, or else in the folder ``caches``, if given."""
+        """
+        With caches of its own if ``cold``, or else the case's in the folder ``caches``, or where
+        they are kept: of cases that share kernels, one would get what another one tuned meanwhile.
+        """
         self.case = case
         # The variant it was last heard to begin with.
         self.variant = ""
         self.caches = tempfile.TemporaryDirectory() if cold else None
-        if self.caches:
-            caches = self.caches.name
+        self.folder = self.caches.name if self.caches else os.path.join(caches or kept_caches(), case.name)
         environment = {
             **os.environ,
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
             # As torch.profiler does where it knows of CUDA graphs.
             "DISABLE_CUPTI_LAZY_REINIT": "1",
             "TEARDOWN_CUPTI": "0",
+            "TORCHINDUCTOR_CACHE_DIR": self.folder,
+            "TRITON_CACHE_DIR": os.path.join(self.folder, "triton"),
         }
-        if caches:
-            environment |= {
-                "TORCHINDUCTOR_CACHE_DIR": caches,
-                "TRITON_CACHE_DIR": os.path.join(caches, "triton"),
-            }
         with open(logs / f"{case.name}.log", "a") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __package__, "--suite", case.suite, "--worker", case.name, *options],
@@ -125,6 +131,10 @@ class Worker:
         if time.monotonic() >= deadline:
             return {"error": "out of time", "late": True}
         return {"error": f"process ended with status {code}"}
+
+    def forget_decisions(self) -> None:
+        "Of processes that ran beside others, which compiled."
+        shutil.rmtree(os.path.join(self.folder, "pygraph"), ignore_errors=True)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -266,6 +276,7 @@ class _Run:
 
     def measured(self, worker: Worker, ready: Row, by: float, threads: int) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
+        worker.forget_decisions()
         row = ready if "error" in ready else worker.ask("measure", by)
         culprit = worker.variant
         if "error" not in row or culprit in ("", "eager", "no_cg") or time.monotonic() > by:

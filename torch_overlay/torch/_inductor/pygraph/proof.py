@@ -21,14 +21,19 @@ from torch._inductor.pygraph.placeholder import UNWRITTEN
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 # Each tensor is summed in this many pieces, and what is left over element by element.
 CHUNKS = 1024
 
+# Elements that are summed at a time: a sum in a wider dtype converts what it sums first.
+MAX_ELEMENTS = 1 << 22
+
 # Where kernels are not deterministic (atomics), the sum over a chunk may differ by this
-# fraction of the chunk's L1 norm. NaN, the poison, is in no tolerance.
+# fraction of the chunk's L1 norm, and of what it would be if all elements were alike: that
+# one element is almost zero, as a sum of others may be, does not make it more exact. NaN,
+# the poison, is in no tolerance.
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
@@ -44,7 +49,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 class Fingerprint:
     """
     bits: int64 [chunks], sums of the elements' bits as integers.
-    total, norm: float64 [chunks], sums and L1 norms; None where dtype has no TOLERANCE.
+    total, norm: float64 [chunks], sums, and L1 norms with what the tensor's mean is of a
+        chunk; None where dtype has no TOLERANCE.
     """
 
     bits: torch.Tensor
@@ -73,15 +79,27 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
         empty = torch.empty(0, dtype=torch.int64, device=t.device)
         return Fingerprint(empty, None, None, 0.0)
     as_bits = _BITS[flat.element_size()]
-    bits = torch.cat([p.view(as_bits).sum(1, dtype=torch.int64) for p in pieces])
+    bits = _sums(pieces, lambda p: p.view(as_bits).sum(1, dtype=torch.int64))
     tolerance = TOLERANCE.get(flat.dtype)
     if tolerance is None:
         return Fingerprint(bits, None, None, 0.0)
-    total = torch.cat([p.sum(1, dtype=torch.float64) for p in pieces])
-    norm = torch.cat(
-        [torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64) for p in pieces]
+    total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
+    norm = _sums(
+        pieces,
+        lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64),
     )
-    return Fingerprint(bits, total, norm, tolerance)
+    mean = norm[norm.isfinite()].sum() / flat.numel()
+    counts = torch.cat([mean.new_full((len(p),), p.shape[1]) for p in pieces])
+    return Fingerprint(bits, total, norm + counts * mean, tolerance)
+
+
+def _sums(
+    pieces: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    "Of the rows of each, some at a time."
+    return torch.cat(
+        [sums(r) for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))]
+    )
 
 
 def same(expected: Fingerprint, actual: Fingerprint) -> bool:
@@ -102,7 +120,7 @@ def same(expected: Fingerprint, actual: Fingerprint) -> bool:
     return bool((allowed.isfinite() & (difference <= allowed)).all())
 
 
-def _bytes(t: torch.Tensor) -> torch.Tensor:
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
     return _dense(t.detach()).view(torch.uint8)
 
 
@@ -112,11 +130,11 @@ def mark_unwritten(t: torch.Tensor) -> None:
     wrote a part of: what was there before has to be the same for the graph.
     """
     if torch.ops.aten.is_non_overlapping_and_dense(t):
-        _bytes(t).fill_(UNWRITTEN)
+        as_bytes(t).fill_(UNWRITTEN)
 
 
 def is_unwritten(t: torch.Tensor) -> bool:
-    return bool((_bytes(t) == UNWRITTEN).all())
+    return bool((as_bytes(t) == UNWRITTEN).all())
 
 
 class Proof:

@@ -315,6 +315,7 @@ class CopyGraphNode(CUDAGraphNode):
             inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
+        self.wrapped_function.pygraph.recordings += 1
         self.values = CapturedValues(is_bound=self.binds_values)
         with self.values:
             outputs = super()._record(model, inputs)

@@ -73,7 +73,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
@@ -99,6 +99,11 @@ DEVICE_SAMPLES = 3
 CYCLES_PER_US = 2000
 MAX_DELAY_US = 10_000.0
 
+# Calls that record do not count: a function that is called with several sets of weights, or
+# after several others, is recorded for each. But one that is recorded more often than that
+# pays for it.
+MAX_RECORDING_CALLS = 200
+
 # For how many calls a graph that lost is kept, if its outputs are.
 RETIRE_CALLS = 4
 
@@ -115,6 +120,9 @@ MAX_TIMES_ON_PATH = 16
 # A difference counts from here on, and beyond so many standard errors of it.
 MARGIN = 0.98
 CONFIDENCE = 2.0
+
+# What the program may gain or lose by a function, of the time that the function takes.
+MAX_DIFFERENCE = 10
 
 # Ways to bind external inputs by address. TABLE is only forced.
 BINDINGS = (NODE_UPDATE, PRELUDE, TABLE)
@@ -138,6 +146,7 @@ class Function:
         is_backward: those are gradients
         outputs_outlive: set for good when gradients were held beyond their step
         is_outdated: it was recorded before that
+        recordings: how often it was recorded
         is_capturable: cleared for good when a capture failed
         reselect: called when the graph that was selected cannot be bound any more
         alignment: of the external inputs' addresses in bytes, the least seen
@@ -158,6 +167,7 @@ class Function:
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         self.is_outdated = False
+        self.recordings = 0
         self.binds_inputs = True
         self.binding = NODE_UPDATE
         self.is_capturable = True
@@ -311,17 +321,35 @@ class Samples:
     device never waits for the host in them.
     """
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, function: Function) -> None:
         self.device_index = device_index
+        self.function = function
         self.calls = 0
+        self.recording_calls = 0
         # Where the timed calls start, and the one after them: on the host, on the device.
-        self.begins: list[float] = []
-        self.starts: list[torch.cuda.Event] = []
+        # None follows one that recorded.
+        self.begins: list[float | None] = []
+        self.starts: list[torch.cuda.Event | None] = []
         self.host: list[float] = []
         self.host_is_timed = False
         self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
+        recordings, timed = self.function.recordings, len(self.host)
+        outputs = self._call(fn, inputs)
+        if (
+            self.function.recordings != recordings
+            and self.recording_calls < MAX_RECORDING_CALLS
+        ):
+            self.recording_calls += 1
+            del self.host[timed:]
+            self.begins.append(None)
+            self.starts.append(None)
+            self.device.clear()
+            self.host_is_timed = False
+        return outputs
+
+    def _call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
         self.calls += 1
         if self.calls <= WARMUP_SAMPLES:
             return fn(inputs)
@@ -353,7 +381,8 @@ class Samples:
 
     def _suffices(self, now: float) -> bool:
         count = len(self.host)
-        if now - self.begins[0] > ENOUGH_US and count >= MIN_SAMPLES:
+        us = sum(b - a for a, b in _neighbours([*self.begins, now]))
+        if us > ENOUGH_US and count >= MIN_SAMPLES:
             return True
         if count % SAMPLES:
             return False
@@ -366,17 +395,26 @@ class Samples:
 
     def cost(self) -> Cost:
         """Waits for the calls."""
-        for event in (*self.starts, *itertools.chain.from_iterable(self.device)):
+        starts = [event for event in self.starts if event is not None]
+        for event in (*starts, *itertools.chain.from_iterable(self.device)):
             # The program may have called from several streams.
             event.synchronize()
-        on_host = [b - a for a, b in itertools.pairwise(self.begins)]
-        on_device = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(self.starts)]
-        device = [a.elapsed_time(b) * 1e3 for a, b in self.device]
-        return Cost(
-            program=max(Estimate.of(on_host), Estimate.of(on_device)),
-            host=Estimate.of(self.host),
-            device=Estimate.of(device),
-        )
+        on_host = [b - a for a, b in _neighbours(self.begins)]
+        on_device = [a.elapsed_time(b) * 1e3 for a, b in _neighbours(self.starts)]
+        host = Estimate.of(self.host)
+        device = Estimate.of([a.elapsed_time(b) * 1e3 for a, b in self.device])
+        program = max(host, device)
+        if on_host:
+            program = max(Estimate.of(on_host), Estimate.of(on_device))
+        return Cost(program, host, device)
+
+
+def _neighbours(values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    return (
+        (a, b)
+        for a, b in itertools.pairwise(values)
+        if a is not None and b is not None
+    )
 
 
 def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -401,15 +439,15 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
     The program decides where it shows a difference, and the function by itself where it
     does not. Neighbours are timed in the same calls, and what they gain or lose is in the
     program's time too. So a graph that gains nothing by itself, on the host or on the
-    device, is not carried by them, and a difference that is more than all of the function's
-    own time says nothing about it.
+    device, is not carried by them, and a difference of many times the function's own time
+    says nothing about it.
     """
     gains = is_less(graph.host, uncaptured.host) or is_less(
         graph.device, uncaptured.device
     )
     most = max(cost.host.us + cost.device.us for cost in (graph, uncaptured))
     difference = abs(graph.program.us - uncaptured.program.us)
-    is_own = difference <= most + noise(graph.program, uncaptured.program)
+    is_own = difference <= MAX_DIFFERENCE * most
     from_call_to_call = (
         f"{graph.program.us:.1f} us from call to call, "
         f"{uncaptured.program.us:.1f} without it"
@@ -432,6 +470,15 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
         within = noise(graph.call, uncaptured.call)
         return False, f"not measured faster: {gain:.1f} us are within {within:.1f} of noise"
     return False, "not measured faster"
+
+
+def is_better_graph(a: Cost, b: Cost) -> bool:
+    """
+    Of two that were recorded. Neither is the safe choice, as no graph is: what is less by
+    itself wins, by however little, unless the program says otherwise.
+    """
+    gain = b.call.us - a.call.us
+    return gain > noise(a.call, b.call) and not is_less(b.program, a.program)
 
 
 class Recorded(NamedTuple):
@@ -482,8 +529,8 @@ class Selection:
         self._reset_samples()
 
     def _reset_samples(self) -> None:
-        self.uncaptured_samples = Samples(self.device_index)
-        self.replay_samples = Samples(self.device_index)
+        self.uncaptured_samples = Samples(self.device_index, self.function)
+        self.replay_samples = Samples(self.device_index, self.function)
         self.uncaptured_cost: Cost | None = None
         # Of the first time, if that was not enough.
         self.replay_cost: Cost | None = None
@@ -593,7 +640,7 @@ class Selection:
         stays, reason = judge(cost, self.uncaptured_cost)
         if not stays and self.replay_cost is None:
             self.replay_cost = cost
-            self.replay_samples = Samples(self.device_index)
+            self.replay_samples = Samples(self.device_index, self.function)
             return self.replay_samples.call(self.replay, inputs)
         if stays:
             entry = self.function.report
@@ -619,7 +666,7 @@ class Selection:
     def _record_with_prelude(self, inputs: list[InputType]) -> OutputType:
         self.function.binding = PRELUDE
         self.replay, outputs = self.record(inputs)
-        self.replay_samples = Samples(self.device_index)
+        self.replay_samples = Samples(self.device_index, self.function)
         self.step = self._time_prelude
         return outputs
 
@@ -632,7 +679,7 @@ class Selection:
                 return self.replay_samples.call(self.replay, inputs)
             cost = self.replay_samples.cost()
             self.function.report.timings_us[PRELUDE] = cost.call.us
-            wins, _ = judge(cost, by_host.cost)
+            wins = is_better_graph(cost, by_host.cost)
         self.loser = by_host.id
         if not wins:
             self.loser, self.function.id = self.function.id, by_host.id
@@ -659,6 +706,7 @@ class Selection:
         if self.forget(self.loser) or self.retire_calls == RETIRE_CALLS:
             self.step = winner
             self.deploy(winner)
+            torch.cuda.empty_cache()
         return winner(inputs)
 
     def _decide_on_graph(self, reason: str) -> None:
