@@ -216,9 +216,14 @@ def call(args):
         }
         results = (torch.arange(4.0), torch.ones(2), torch.randn(2, 3))
         with mock.patch.object(
-            allocation, "tensor_at", lambda address, *_: places[address]
+            allocation, "tensor_at", lambda address, like, _: places.get(address, like)
         ):
-            outputs = allocation.Copied(lambda inputs: results, placed, 0)([])
+            copied = allocation.Copied(lambda inputs: results, placed, 0)
+            outputs = copied([])
+        self.assertEqual(
+            [t.data_ptr() for t in copied.sources],
+            [results[i].data_ptr() for i in (0, 2)],
+        )
         self.assertEqual(outputs, list(results))
         self.assertIs(outputs[0], places[1000])
         self.assertIs(outputs[1], results[1])

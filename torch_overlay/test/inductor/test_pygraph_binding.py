@@ -1793,6 +1793,14 @@ class ProofTest(TestCase):
         other[3] = 3e-3
         self.assertFalse(same(t, other))
 
+    @parametrize("numel", (512, 32_000))
+    def test_few_large_elements_are_not_typical(self, numel):
+        "As in masked logits."
+        t, other = torch.randn(2, numel)
+        for i in range(0, numel, 100):
+            t[i] = other[i] = torch.finfo(torch.float32).min
+        self.assertFalse(same(t, other))
+
     def test_large_tensor_takes_little_memory(self):
         "Sums of bfloat16 as float64 would take four times what it does."
         with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 14):

@@ -694,9 +694,10 @@ class RecordTest(TestCase):
         self.check(body, returned=returned, mutated=mutated)
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
 
-    def test_output_that_is_not_written(self):
+    @parametrize("by", ("new", "empty"))
+    def test_output_that_is_not_written(self, by):
         fn = self.deploy(
-            "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, new())",
+            f"x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, {by}())",
             [self.randn(), self.randn()],
             returned=[0, 1],
         )

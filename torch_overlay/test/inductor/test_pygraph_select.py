@@ -577,6 +577,7 @@ class SelectionTest(SelectTestCase):
             binding = self.function.binding
             self.function.id = f"id of {binding}"
             entry.updated_nodes = 1 if binding == PRELUDE else select.PRELUDE_FROM_NODES
+            self.function.recordings += 1
             if binding == PRELUDE:
                 on_record()
             replay = self.candidate("prelude", *prelude) if binding == PRELUDE else self.replay
@@ -597,6 +598,15 @@ class SelectionTest(SelectTestCase):
         self.assertEqual((entry.choice, entry.updated_nodes), (PRELUDE, 1))
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
         self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
+
+    def test_prelude_that_is_not_recorded(self):
+        "Though the calls that would have been its replays were fast."
+
+        def declined() -> None:
+            self.function.recordings -= 1
+
+        self.assertEqual(self.with_prelude((10, 20), declined), ["replay"] * 3)
+        self.assertEqual(self.function.report.choice, NODE_UPDATE)
 
     def test_prelude_loses(self):
         self.assertEqual(self.with_prelude((40, 31)), ["replay"] * 3)

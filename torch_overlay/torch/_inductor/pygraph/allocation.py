@@ -169,6 +169,9 @@ class Copied:
 
     Args:
         placed: (what it is, address) by output
+
+    Attributes:
+        sources: where the last call's copies are from; not owned
     """
 
     def __init__(
@@ -178,10 +181,12 @@ class Copied:
         device_index: int,
     ) -> None:
         self.model = model
+        self.device_index = device_index
         self.copies = {
             i: _placed(allocation, address, device_index)
             for i, (allocation, address) in placed.items()
         }
+        self.sources: list[torch.Tensor] = []
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         outputs = self.model(inputs)
@@ -189,7 +194,11 @@ class Copied:
             return outputs
         outputs = list(outputs)
         for i, copy in self.copies.items():
-            copy_by_kernel(copy, outputs[i])  # type: ignore[arg-type]
+            source: torch.Tensor = outputs[i]  # type: ignore[assignment]
+            copy_by_kernel(copy, source)
+            self.sources.append(
+                tensor_at(source.data_ptr(), source, self.device_index)
+            )
             outputs[i] = copy
         return outputs
 

@@ -31,9 +31,9 @@ CHUNKS = 1024
 MAX_ELEMENTS = 1 << 22
 
 # Where kernels are not deterministic (atomics), the sum over a chunk may differ by this
-# fraction of the chunk's L1 norm, and of what it would be if all elements were alike: that
-# one element is almost zero, as a sum of others may be, does not make it more exact. NaN,
-# the poison, is in no tolerance.
+# fraction of the chunk's L1 norm, and of what a typical element's error adds up to: that an
+# element is almost zero, as a sum of others may be, does not make it more exact. NaN, the
+# poison, is in no tolerance.
 TOLERANCE = {
     torch.float64: 1e-6,
     torch.float32: 1e-3,
@@ -49,8 +49,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 class Fingerprint:
     """
     bits: int64 [chunks], sums of the elements' bits as integers.
-    total, norm: float64 [chunks], sums, and L1 norms with what the tensor's mean is of a
-        chunk; None where dtype has no TOLERANCE.
+    total, norm: float64 [chunks], sums, and L1 norms and the above; None where dtype has
+        no TOLERANCE.
     """
 
     bits: torch.Tensor
@@ -88,9 +88,12 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
         pieces,
         lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64),
     )
-    mean = norm[norm.isfinite()].sum() / flat.numel()
-    counts = torch.cat([mean.new_full((len(p),), p.shape[1]) for p in pieces])
-    return Fingerprint(bits, total, norm + counts * mean, tolerance)
+    counts = torch.cat([norm.new_full((len(p),), p.shape[1]) for p in pieces])
+    of_element = (norm / counts)[norm.isfinite()]
+    if of_element.numel():
+        # The median: a few elements that stand for minus infinity are not typical.
+        norm = norm + counts.sqrt() * of_element.median()
+    return Fingerprint(bits, total, norm, tolerance)
 
 
 def _sums(

@@ -578,9 +578,10 @@ class BoundGraphNode(CopyGraphNode):
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         stream = torch.cuda.current_stream(self.device)
         placed = PlacedAllocations(self.placed_allocations, self.device)
-        model = Copied(with_allocator(model, placed), self.placed_copies, self.device)
+        model = with_allocator(model, placed)
+        self.copied = Copied(model, self.placed_copies, self.device)
         try:
-            return super()._record(model, inputs)
+            return super()._record(self.copied, inputs)
         except Exception as e:
             failure = str(e).partition("\n")[0]
         clean_up_failed_capture(self, stream)
@@ -613,6 +614,8 @@ class BoundGraphNode(CopyGraphNode):
             for output, alias in zip(self.recording_outputs, self.output_storage_alias):
                 if alias is UnaliasedStorage and isinstance(output, torch.Tensor):
                     mark_unwritten(output)
+            for source in self.copied.sources:
+                mark_unwritten(source)
         try:
             super()._first_replay()
         except RuntimeError as e:

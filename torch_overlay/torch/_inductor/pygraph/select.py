@@ -487,6 +487,7 @@ class Recorded(NamedTuple):
     replay: ModelType
     id: FunctionID | None
     updated_nodes: int
+    recordings: int
     cost: Cost
     reason: str
 
@@ -604,6 +605,8 @@ class Selection:
         report = self.function.report
         report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
         self.function.reselect = None
+        if self.step == self._retire:
+            self.forget(self.loser)
         self.step = self._time_uncaptured
         self.deploy(self)
 
@@ -651,7 +654,12 @@ class Selection:
                 and entry.mode == "inference"
             ):
                 self.set_by_host = Recorded(
-                    self.replay, self.function.id, entry.updated_nodes, cost, reason
+                    self.replay,
+                    self.function.id,
+                    entry.updated_nodes,
+                    self.function.recordings,
+                    cost,
+                    reason,
                 )
                 return self._record_with_prelude(inputs)
             self._decide_on_graph(reason)
@@ -659,8 +667,7 @@ class Selection:
             return self.replay(inputs)
         decide(self.function, NO_GRAPH, reason)
         self._keep()
-        self.loser = self.function.id
-        self.step = self._retire
+        self._begin_to_retire(self.function.id)
         return self.uncaptured(inputs)
 
     def _record_with_prelude(self, inputs: list[InputType]) -> OutputType:
@@ -679,10 +686,14 @@ class Selection:
                 return self.replay_samples.call(self.replay, inputs)
             cost = self.replay_samples.cost()
             self.function.report.timings_us[PRELUDE] = cost.call.us
-            wins = is_better_graph(cost, by_host.cost)
-        self.loser = by_host.id
+            wins = (
+                self.function.recordings > by_host.recordings
+                and self.function.is_capturable
+                and is_better_graph(cost, by_host.cost)
+            )
+        loser = by_host.id
         if not wins:
-            self.loser, self.function.id = self.function.id, by_host.id
+            loser, self.function.id = self.function.id, by_host.id
             self.replay = by_host.replay
             self.function.bind_as(NODE_UPDATE)
             self.function.is_capturable = True
@@ -691,8 +702,12 @@ class Selection:
         self._keep()
         self._reset_samples()
         self.function.reselect = self._reselect
-        self.step = self._retire
+        self._begin_to_retire(loser)
         return self.replay(inputs)
+
+    def _begin_to_retire(self, loser: FunctionID | None) -> None:
+        self.loser, self.retire_calls = loser, 0
+        self.step = self._retire
 
     def _retire(self, inputs: list[InputType]) -> OutputType:
         "Drops what lost."
@@ -868,6 +883,9 @@ def deploy(
                     counters["pygraph"]["held_activations"] += 1
                 except DriverError as e:
                     # Nothing was launched.
+                    if selection.set_by_host is not None:
+                        function.bind_by_host(str(e))
+                        return uncaptured(inputs)
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
                     replace(uncaptured)
             return uncaptured(inputs)
