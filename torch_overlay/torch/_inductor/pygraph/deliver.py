@@ -361,8 +361,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # Of pinned memory that one event tells to be read: more where tensors are small.
-MAX_BATCH_BYTES = 1 << 16
-MAX_BATCH = 8
+MAX_BATCH_BYTES = 1 << 18
+MAX_BATCH = 16
 
 
 class _Staged:
