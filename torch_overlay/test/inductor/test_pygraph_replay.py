@@ -12,6 +12,8 @@ import ctypes
 import functools
 import gc
 import itertools
+import linecache
+import re
 import sys
 import threading
 import types
@@ -48,6 +50,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+from torch.testing._internal.fake_cuda import fake_cuda
 
 
 class Saves(torch.autograd.Function):
@@ -1331,6 +1334,58 @@ class DirectTest(TestCase):
             if isinstance(call, types.FunctionType):
                 self.assertIsNone(orders(call), name)
         self.assertIsNone(orders(eval("lambda self, args: None")))
+
+    def generated(self, fn: Any, *inputs: Any) -> Any:
+        "Runner.call, with the objects that it owns."
+        torch._dynamo.reset()
+        with fake_cuda() as graphs, torch.no_grad():
+            x = torch.empty(1024, device="cuda")
+            torch.compile(fn, options={"pygraph": True})(x, *inputs)
+        (graph,) = graphs
+        owned = re.findall(r"^\w+ = (?:Deliver|Stage|Upload)\(.*$", graph.source, re.M)
+        (runner,) = re.findall(
+            r"^class Runner:$.*?(?=^runner = )", graph.source, re.M | re.S
+        )
+        source, name = "\n".join([*owned, runner]), f"<{self.id()} {fn.__name__}>"
+        linecache.cache[name] = len(source), None, source.splitlines(True), name
+        self.addCleanup(linecache.cache.pop, name, None)
+        module = {**vars(deliver), "__name__": name}
+        exec(compile(source, name, "exec"), module)
+        return module["Runner"].call
+
+    def test_orders_of_generated_code(self):
+        def small(x, s, v):
+            return x * s + v.to("cuda")
+
+        def large(x, v, w):
+            return (x + v.to("cuda")) * w.to("cuda")
+
+        def both(x, s, v):
+            return x * s + v.to("cuda")
+
+        def computed(x, v):
+            return x / v.sum()
+
+        def view(x, v):
+            return x + v[1:].to("cuda")
+
+        s, v, w = torch.tensor(2.0), torch.ones(1024), torch.zeros(1024)
+        for fn, values, num_packed, num_staged in (
+            (small, (s, torch.ones(1)), [2], 0),
+            (large, (v, w), [], 2),
+            (both, (s, v), [1], 1),
+        ):
+            found = orders(self.generated(fn, *values))
+            self.assertEqual([len(args) for _, args in found.packs], num_packed)
+            self.assertEqual(len(found.stages), num_staged)
+            # x, and what is staged.
+            self.assertEqual(len(found.inputs), 1 + num_staged)
+            of_args = [i for _, args in found.packs for i in args]
+            of_args += [i for _, i in found.stages]
+            of_args += [i for i in found.inputs if i < found.num_args]
+            self.assertEqual(sorted(of_args), [0, 1, 2])
+        for fn, value in (computed, torch.ones(9)), (view, torch.ones(1025)):
+            self.assertIsNone(orders(self.generated(fn, value)))
 
     def test_hooks_of_saved_tensors(self):
         "Those that a graph inlines are not the same as none, or as others."
