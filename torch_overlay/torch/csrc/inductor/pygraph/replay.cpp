@@ -19,7 +19,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <map>
+#include <functional>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -519,7 +519,8 @@ struct Pack {
     }
     for (size_t i = 0; i < places.size(); ++i) {
       const auto& [offset, size] = places[i];
-      std::memcpy(to->address + offset, unpack(value(i)).const_data_ptr(), size);
+      const void* from = unpack(value(i)).const_data_ptr();
+      std::memcpy(to->address + offset, from, size);
     }
   }
 
@@ -533,8 +534,7 @@ struct Pack {
         PyList_CheckExact(args[0]) &&
         static_cast<size_t>(PyList_GET_SIZE(args[0])) == self.places.size()) {
       try {
-        self.copy(
-            [&](size_t i) { return PyList_GET_ITEM(args[0], i); });
+        self.copy([&](size_t i) { return PyList_GET_ITEM(args[0], i); });
         Py_RETURN_NONE;
       } catch (const Unusual&) {
       } catch (const std::exception&) {
@@ -587,6 +587,12 @@ PyTypeObject StageType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 // the CUDA runtime are.
 struct Stage {
   using ThreadAndStream = std::pair<uint64_t, uint64_t>;
+
+  struct Hash {
+    size_t operator()(const ThreadAndStream& key) const {
+      return std::hash<uint64_t>()(key.first ^ (key.second * 31));
+    }
+  };
 
   struct Staged {
     Ref copy;
@@ -777,7 +783,7 @@ struct Stage {
   Ref general;
   Ref device_index;
   Ref torch_c;
-  std::map<ThreadAndStream, Staged> staged;
+  std::unordered_map<ThreadAndStream, Staged, Hash> staged;
 };
 
 PyTypeObject WordsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
