@@ -19,6 +19,7 @@ import torch._inductor.cudagraph_trees as trees
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -779,6 +780,35 @@ class CompiledReplayTest(PyGraphTestCase):
                     kept.append((x, y, compiled(x, y)))
             for x, y, outputs in kept:
                 self.assertEqual(outputs, fn(x, y))
+
+    def test_cpu_values_go_around_the_layers(self):
+        "Each call has its own, however far the host is ahead."
+
+        def fn(x, v, s, by):
+            return x * s + v.to(DEVICE) * by
+
+        compiled = self.compiled(fn)
+        x, v = torch.full((1024,), 2.0, device=DEVICE), torch.empty(1024)
+        with torch.no_grad():
+
+            def call(n):
+                v.numpy()[:] = n
+                return compiled(x, v, torch.tensor(float(n)), n + 0.5)
+
+            for n in range(10):
+                call(n)
+            layers = mock.patch.object(
+                CompiledFxGraph, "__call__", side_effect=AssertionError("layers")
+            )
+            with layers, self.around_trees():
+                for sleep in (0, 1 << 26, 0):
+                    torch.cuda._sleep(sleep)
+                    results = [call(n // 2) for n in range(80)]
+                    v.fill_(-1)
+                    for i, result in enumerate(results):
+                        n = i // 2
+                        expected = torch.full_like(x, 2 * n + n * (n + 0.5))
+                        self.assertEqual(result, expected, atol=0, rtol=0)
 
     def test_training_goes_around_trees(self):
         module = MLP().to(DEVICE)

@@ -6,11 +6,14 @@ function of what is bound, and trees' part is looked at from outside.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import functools
 import gc
 import itertools
+import linecache
+import re
 import sys
 import threading
 import types
@@ -37,9 +40,9 @@ from torch._inductor.cudagraph_trees import (
     UnaliasedStorage,
 )
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.pygraph import native, record
+from torch._inductor.pygraph import deliver, native, record
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
-from torch._inductor.pygraph.direct import orders
+from torch._inductor.pygraph.direct import Orders, orders
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.replay import compiled_replay, is_steady, steady_replay
 from torch._inductor.test_case import run_tests, TestCase
@@ -47,6 +50,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+from torch.testing._internal.fake_cuda import fake_cuda
 
 
 class Saves(torch.autograd.Function):
@@ -762,6 +766,15 @@ class IdleWrappersTest(TestCase):
                 self.assertEqual(compiled(x), x @ x)
 
 
+# Of RunnerOfCpuValues.
+deliver_buf2: Any = None
+stage_buf0: Any = None
+
+
+def floats(words: Any) -> torch.Tensor:
+    return torch.frombuffer(array.array("Q", words), dtype=torch.float32).clone()
+
+
 class Runner:
     "As generated for a graph that is one partition, with another order of everything."
 
@@ -776,6 +789,31 @@ class Runner:
         (buf0, buf1) = self.partitions[0](partition0_args)
         del partition0_args
         return (buf1, buf0)
+
+
+class RunnerOfCpuValues:
+    "As generated where the second argument is delivered, and the third one is staged."
+
+    def __init__(self, partitions):
+        self.partitions = partitions
+
+    def call(self, args):
+        arg0_1, arg1_1, arg2_1 = args
+        args.clear()
+        # Topologically Sorted Source Nodes: [], Original ATen: []
+        buf0 = stage_buf0(arg2_1)
+        del arg2_1
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf1 = buf0
+            del buf0
+        deliver_buf2.pack([arg1_1])
+        del arg1_1
+        partition0_args = [buf1, arg0_1]
+        del buf1, arg0_1
+        (buf3, buf4) = self.partitions[0](partition0_args)
+        del partition0_args
+        return (buf4, buf3)
 
 
 class OtherRunners:
@@ -857,6 +895,67 @@ class OtherRunners:
         (buf0,) = self.partitions[0](partition0_args)
         return (buf0,)
 
+    def packs_a_view(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        deliver_buf2.pack([reinterpret_tensor(arg1_1, (4,), (1,), 0)])  # noqa: F821
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def packs_what_it_computes(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        buf1 = empty_strided_cpu((), (), torch.float32)  # noqa: F821
+        cpp_fused_sum_0(arg1_1, buf1)  # noqa: F821
+        deliver_buf2.pack([buf1])
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def packs_later(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        deliver_buf2.pack([arg1_1])
+        return (buf0,)
+
+    def packs_by_other_means(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        Deliver.pack([arg1_1])
+        partition0_args = [arg0_1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def copies_by_other_means(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        buf1 = upload_buf0(arg1_1)  # noqa: F821
+        partition0_args = [arg0_1, buf1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def has_other_work_on_a_device(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        buf1 = stage_buf0(arg1_1)
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf1.add_(1)
+        partition0_args = [arg0_1, buf1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0,)
+
+    def returns_what_is_staged(self, args):
+        (arg0_1, arg1_1) = args
+        args.clear()
+        buf1 = stage_buf0(arg1_1)
+        partition0_args = [arg0_1, buf1]
+        (buf0,) = self.partitions[0](partition0_args)
+        return (buf0, buf1)
+
 
 @unittest.skipIf(native.compiled is None, "requires _replay")
 class DirectTest(TestCase):
@@ -865,8 +964,10 @@ class DirectTest(TestCase):
     def setUp(self):
         super().setUp()
         torch._dynamo.reset()
-        self.runners: list[Runner] = []
+        self.runner: type[Any] = Runner
+        self.runners: list[Any] = []
         self.layers_run = self.launches = 0
+        self.is_capturing = False
         self.given: list[torch.Tensor] = []
         post_compile, call = CompiledFxGraph.post_compile, CompiledFxGraph.__call__
 
@@ -876,10 +977,12 @@ class DirectTest(TestCase):
             run = graph.current_callable
 
             def partition(inputs: list[Any]) -> Any:
+                if self.runner is RunnerOfCpuValues:
+                    inputs.append(floats(deliver_buf2.packed().words))
                 x, weight, bias = inputs
                 return run([weight, bias, x])[::-1]
 
-            graph.compiled_fn_runner = Runner([partition])
+            graph.compiled_fn_runner = self.runner([partition])
             graph.current_callable = graph.compiled_fn_runner.call
             self.runners.append(graph.compiled_fn_runner)
 
@@ -890,7 +993,7 @@ class DirectTest(TestCase):
         for target, name, value in (
             (CompiledFxGraph, "post_compile", with_runner),
             (CompiledFxGraph, "__call__", counted),
-            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
+            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.is_capturing),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
@@ -1063,6 +1166,115 @@ class DirectTest(TestCase):
         gc.collect()
         self.assertIsNone(node())
 
+    def give_cpu_values(self) -> None:
+        "Of RunnerOfCpuValues, whose device is the CPU."
+        enqueue = ctypes.CFUNCTYPE(
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
+            ctypes.c_void_p,
+        )(lambda to, host, nbytes, _: 0 * ctypes.memmove(to, host, nbytes))
+        address = ctypes.cast(enqueue, ctypes.c_void_p).value
+        self.addCleanup(lambda: enqueue)
+        guard = mock.Mock(side_effect=lambda index: contextlib.nullcontext())
+        for target, name, value in (
+            (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
+            (torch._C, "_cuda_getDevice", lambda: 0),
+            (torch.cuda, "current_device", lambda: None),
+            (torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing),
+            (torch.cuda, "current_stream", lambda device: None),
+            (torch.cuda, "set_device", lambda index: None),
+            (torch.cuda, "Event", mock.Mock),
+            (torch.cuda, "_DeviceGuard", guard),
+            (deliver, "bindings", mock.Mock(side_effect=ImportError)),
+            (deliver, "entry_point", lambda name: address),
+            (deliver, "pinned_copy", torch.clone),
+            (Deliver, "_target", lambda *_: mock.Mock(spec=[])),
+        ):
+            patch = mock.patch.object(target, name, value, create=True)
+            patch.start()
+            self.addCleanup(patch.stop)
+        stage = deliver.Stage(0)
+        stage.upload.device = torch.device("cpu")
+        module = sys.modules[__name__]
+        for name, value in (
+            ("stage_buf0", stage),
+            ("deliver_buf2", Deliver(0, (torch.float32, (8,)))),
+        ):
+            patch = mock.patch.object(module, name, value)
+            patch.start()
+            self.addCleanup(patch.stop)
+
+    def record_cpu_values(self) -> None:
+        node = self.record()
+        node.bound_input_idxs, node.output_storage_alias = (
+            [0],
+            [AliasesBoundMemory(k, 0, True) for k in (1, 2)],
+        )
+        node.static_input_data_ptrs = [None, self.weight.data_ptr()]
+        node.values.tokens(deliver_buf2)
+        results = []
+
+        def allocate() -> torch.Tensor:
+            results.append(torch.empty(8))
+            return results[-1]
+
+        def launch() -> None:
+            self.launches += 1
+            (staged,) = stage_buf0.kept.values()
+            x, *_, = node.binding.pointers
+            self.assertEqual(x, staged.copy.data_ptr())
+            bias = floats(node.binding.pointers[3:])
+            minus, plus = results[-2:]
+            minus.copy_(self.weight - staged.copy)
+            plus.copy_(self.weight * bias + staged.copy)
+
+        node.allocators, node.launch = [allocate] * 2, launch
+        owner = trees.thread_containers()
+        self.runners[0].partitions[0] = compiled_replay(
+            node, self.manager, CompilationMode.INFERENCE, self.partition, owner
+        )
+
+    def test_cpu_values(self):
+        self.runner = RunnerOfCpuValues
+        self.give_cpu_values()
+        compiled = self.compile()
+        for _ in range(3):
+            self.check(compiled, layers=1, launches=0)
+        self.record_cpu_values()
+        for _ in range(3 * deliver.MAX_BATCH):
+            self.check(compiled, layers=0, launches=1)
+        x = torch.randn(8)
+        for value in 0, 0, 5, -0.0:
+            # No version counter sees this.
+            x.numpy()[3] = value
+            self.check(compiled, layers=0, launches=1, x=x)
+        # What the replay leaves to the layers is given again.
+        self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
+        self.check(compiled, layers=0, launches=1)
+        self.is_capturing = True
+        self.check(compiled, layers=1, launches=0)
+        self.is_capturing = False
+        self.check(compiled, layers=0, launches=1)
+        thread = threading.Thread(target=self.check, args=(compiled, 1, 0))
+        thread.start()
+        thread.join()
+        self.assertEqual((self.layers_run, self.launches), (1, 0))
+
+    def test_nothing_of_cpu_values_is_leaked(self):
+        self.runner = RunnerOfCpuValues
+        self.give_cpu_values()
+        compiled = self.compile()
+        for _ in range(3):
+            self.check(compiled, layers=1, launches=0)
+        self.record_cpu_values()
+        bias, x = torch.randn(8), torch.randn(8)
+        compiled(self.weight, bias, x)
+        (staged,) = stage_buf0.kept.values()
+        objects = [self.weight, bias, x, staged.copy]
+        before = [sys.getrefcount(o) for o in objects]
+        for _ in range(20):
+            compiled(self.weight, bias, x.add_(1))
+        self.assertEqual([sys.getrefcount(o) for o in objects], before)
+
     def test_layers_that_have_work(self):
         def mutated(weight, bias, x):
             bias.add_(x)
@@ -1112,11 +1324,68 @@ class DirectTest(TestCase):
         self.assertEqual(len(calls), 2)
 
     def test_orders(self):
-        self.assertEqual(orders(Runner.call), (3, [2, 0, 1], 2, [1, 0]))
+        order = Orders(3, [], [], [2, 0, 1], 2, [1, 0])
+        self.assertEqual(orders(Runner.call), order)
+        self.give_cpu_values()
+        packs, stages = [(deliver_buf2.pack, [1])], [(stage_buf0.stage, 2)]
+        order = Orders(3, packs, stages, [3, 0], 2, [1, 0])
+        self.assertEqual(orders(RunnerOfCpuValues.call), order)
         for name, call in vars(OtherRunners).items():
             if isinstance(call, types.FunctionType):
                 self.assertIsNone(orders(call), name)
         self.assertIsNone(orders(eval("lambda self, args: None")))
+
+    def generated(self, fn: Any, *inputs: Any) -> Any:
+        "Runner.call, with the objects that it owns."
+        torch._dynamo.reset()
+        with fake_cuda() as graphs, torch.no_grad():
+            x = torch.empty(1024, device="cuda")
+            torch.compile(fn, options={"pygraph": True})(x, *inputs)
+        (graph,) = graphs
+        owned = re.findall(r"^\w+ = (?:Deliver|Stage|Upload)\(.*$", graph.source, re.M)
+        (runner,) = re.findall(
+            r"^class Runner:$.*?(?=^runner = )", graph.source, re.M | re.S
+        )
+        source, name = "\n".join([*owned, runner]), f"<{self.id()} {fn.__name__}>"
+        linecache.cache[name] = len(source), None, source.splitlines(True), name
+        self.addCleanup(linecache.cache.pop, name, None)
+        module = {**vars(deliver), "__name__": name}
+        exec(compile(source, name, "exec"), module)
+        return module["Runner"].call
+
+    def test_orders_of_generated_code(self):
+        def small(x, s, v):
+            return x * s + v.to("cuda")
+
+        def large(x, v, w):
+            return (x + v.to("cuda")) * w.to("cuda")
+
+        def both(x, s, v):
+            return x * s + v.to("cuda")
+
+        def computed(x, v):
+            return x / v.sum()
+
+        def view(x, v):
+            return x + v[1:].to("cuda")
+
+        s, v, w = torch.tensor(2.0), torch.ones(1024), torch.zeros(1024)
+        for fn, values, num_packed, num_staged in (
+            (small, (s, torch.ones(1)), [2], 0),
+            (large, (v, w), [], 2),
+            (both, (s, v), [1], 1),
+        ):
+            found = orders(self.generated(fn, *values))
+            self.assertEqual([len(args) for _, args in found.packs], num_packed)
+            self.assertEqual(len(found.stages), num_staged)
+            # x, and what is staged.
+            self.assertEqual(len(found.inputs), 1 + num_staged)
+            of_args = [i for _, args in found.packs for i in args]
+            of_args += [i for _, i in found.stages]
+            of_args += [i for i in found.inputs if i < found.num_args]
+            self.assertEqual(sorted(of_args), [0, 1, 2])
+        for fn, value in (computed, torch.ones(9)), (view, torch.ones(1025)):
+            self.assertIsNone(orders(self.generated(fn, value)))
 
     def test_hooks_of_saved_tensors(self):
         "Those that a graph inlines are not the same as none, or as others."

@@ -13,6 +13,7 @@ import functools
 import logging
 import re
 import subprocess
+import sys
 import tempfile
 import threading
 import unittest
@@ -624,8 +625,11 @@ class ModelledDriver:
     def __init__(self) -> None:
         self.launches = 0
         self.copies = 0
-        self.stream = 0
+        self.stream = self.device = 0
         self.captured: list[tuple[Any, int, bytes]] | None = None
+        # What is compiled is told so when it copies.
+        self.refuses = False
+        self.functions: list[Any] = []
         # What the device has not done yet, if it is behind the host.
         self.is_behind = False
         self.queue: list[Callable[[], Any]] = []
@@ -651,6 +655,21 @@ class ModelledDriver:
             raise AssertionError("on another stream")
         self.copy(to, host, nbytes)
         return (0,)
+
+    def entry_point(self, name: str) -> int:
+        if name != "cuMemcpyHtoDAsync":
+            raise AssertionError(f"{name} is not modelled")
+
+        def enqueue(to: int, host: int, nbytes: int, stream: int | None) -> int:
+            if self.refuses or (stream or 0) != self.stream:
+                return 1
+            self.copy(to, host, nbytes)
+            return 0
+
+        types = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(enqueue)
+        self.functions.append(function)
+        return ctypes.cast(function, ctypes.c_void_p).value
 
     def cuLaunchKernel(self, sizes, *args):
         *grid_and_block, shared, stream, parameters, extra = args
@@ -681,6 +700,7 @@ class ModelledDriver:
     def patches(self):
         return (
             mock.patch.object(deliver, "bindings", lambda: self),
+            mock.patch.object(deliver, "entry_point", self.entry_point),
             mock.patch.object(deliver, "_kernel", lambda sizes: sizes),
             mock.patch.object(
                 torch._C,
@@ -693,6 +713,14 @@ class ModelledDriver:
                 torch.cuda,
                 "is_current_stream_capturing",
                 lambda: self.captured is not None,
+            ),
+            mock.patch.object(
+                torch._C,
+                "_cuda_isCurrentStreamCapturing",
+                lambda: self.captured is not None,
+            ),
+            mock.patch.object(
+                torch._C, "_cuda_getDevice", lambda: self.device, create=True
             ),
             mock.patch.object(deliver, "pinned_copy", self.pinned_copy),
             mock.patch.object(
@@ -1013,6 +1041,83 @@ class DeliverTest(TestCase):
             self.driver.catch_up()
         self.assertEqual(staged.copy[0], 199.0)
         self.assertLessEqual(self.driver.launches, allocated + deliver.MAX_BATCH)
+
+    def test_stage_is_compiled_while_memory_is_left(self):
+        if native.compiled is None:
+            self.skipTest("requires _replay")
+        stage = self.stage()
+        by_python = []
+
+        def staged(value):
+            result = stage._stage(value)
+            by_python.append(value[0].item())
+            return result
+
+        compiled = native.compiled.Stage(staged, 0, vars(torch._C))
+        stage.compiled = stage.stage = compiled
+
+        def check(first, *, python):
+            by_python.clear()
+            value = torch.full((1000,), float(first))
+            copy = stage(value)
+            self.assertEqual(copy, value, atol=0, rtol=0)
+            self.assertEqual(by_python, [first] if python else [])
+            return copy
+
+        # Nothing is known, and each host is new.
+        for i in range(deliver.MAX_BATCH):
+            check(i, python=True)
+            check(i, python=False)
+        # The batch begins again, by Python.
+        for n in range(1, 4):
+            for i in range(deliver.MAX_BATCH):
+                check(100 * n + i, python=i == 0)
+                copies = self.driver.copies
+                check(100 * n + i, python=False)
+                self.assertEqual(self.driver.copies, copies)
+        # From in between: another device, stream, thread, size, what is no tensor.
+        check(401, python=True)
+        check(402, python=False)
+        self.driver.device = 1
+        check(403, python=True)
+        self.driver.device = 0
+        check(404, python=False)
+        self.driver.refuses = True
+        check(405, python=True)
+        self.driver.refuses = False
+        check(406, python=False)
+        self.driver.stream = 7
+        check(406, python=True)
+        self.driver.stream = 0
+        check(406, python=False)
+        thread = threading.Thread(target=check, args=(406,), kwargs={"python": True})
+        thread.start()
+        thread.join()
+        self.assertEqual(by_python, [406])
+        check(406, python=False)
+        self.assertEqual(len(stage.kept), 3)
+        self.driver.captured = []
+        by_python.clear()
+        stage(torch.ones(1000))
+        self.assertEqual(by_python, [1])
+        self.driver.captured = None
+        check(406, python=False)
+        with self.assertRaises(AttributeError):
+            stage(None)
+        with self.assertRaises(TypeError):
+            stage()
+        copy = check(0, python=True)
+        before = sys.getrefcount(copy)
+        for i in range(30):
+            stage(torch.full((1000,), float(i)))
+        self.assertEqual(sys.getrefcount(copy), before)
+
+    def test_stage_without_bindings(self):
+        with mock.patch.object(deliver, "entry_point", side_effect=ImportError):
+            stage = self.stage()
+            for i in range(20):
+                value = torch.full((1000,), float(i))
+                self.assertEqual(stage(value), value)
 
     def test_inference_mode_of_the_first_call(self):
         "It is not that of later ones, which write to the same memory."

@@ -34,7 +34,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.binding import WORD_BYTES
-from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.driver import bindings, check, entry_point
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, Placeholder
 
 
@@ -361,8 +361,8 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 # Of pinned memory that one event tells to be read: more where tensors are small.
-MAX_BATCH_BYTES = 1 << 16
-MAX_BATCH = 8
+MAX_BATCH_BYTES = 1 << 18
+MAX_BATCH = 16
 
 
 class _Staged:
@@ -385,6 +385,10 @@ class _Staged:
         self.used = 0
         # The oldest first.
         self.batches: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
+        # For what is compiled: a driver function, None if there is no way to it.
+        self.enqueue: int | None = None
+        with contextlib.suppress(ImportError, RuntimeError):
+            self.enqueue = entry_point("cuMemcpyHtoDAsync")
 
     def holds(self, value: torch.Tensor) -> bool:
         return self.used > 0 and same_bytes(self.batch[self.used - 1], value)
@@ -444,8 +448,19 @@ class Stage:
         self.upload = Upload(device_index)
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
+        # What is compiled calls _stage where it takes more than to compare and to copy by
+        # way of pinned memory that is there already.
+        self.stage: Callable[[torch.Tensor], torch.Tensor] = self._stage
+        self.compiled: Any = None
+        if native.compiled is not None:
+            functions = vars(torch._C)
+            self.compiled = native.compiled.Stage(self._stage, device_index, functions)
+            self.stage = self.compiled
 
     def __call__(self, value: torch.Tensor) -> torch.Tensor:
+        return self.stage(value)
+
+    def _stage(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             return self.upload(value)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
@@ -453,6 +468,12 @@ class Stage:
         kept = self.kept.get(key)
         if kept is None:
             kept = self.kept[key] = _Staged(value, self.upload.device)
+        if self.compiled is not None:
+            used = self.compiled.take(*key)
+            if used is not None:
+                kept.used = used
         if not kept.holds(value):
             kept.put(value, stream)
+        if self.compiled is not None and kept.enqueue is not None:
+            self.compiled.add(*key, kept.copy, kept.batch, kept.used, kept.enqueue)
         return kept.copy

@@ -11,7 +11,8 @@ in another order:
   disable gradients say so; Direct does. The number of outputs is compared once, here
 - CompiledFxGraph ends what the first call began, its metrics and the caches of its
   autotuning; a graph that is replayed was called before
-- the generated code: see orders
+- the generated code: see orders. It may also give CPU values to the GPU, which Direct has
+  the same objects do, in front of the replay
 
 Direct asks in each call whether the partition is a replay at present, and whether somebody
 profiles or records the order of graphs, who is to see every layer. All else goes through
@@ -21,6 +22,7 @@ the layers, as do calls that the replay was not recorded for.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import textwrap
 import types
@@ -55,16 +57,12 @@ def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
         or (found_orders := orders(call.__func__)) is None
     ):
         return disabled
-    num_args, inputs, num_partition_outputs, outputs = found_orders
-    if len(outputs) != num_outputs:
+    if len(found_orders.outputs) != num_outputs:
         return disabled
     return native.compiled.Direct(
         slow=disabled,
         partitions=runner.partitions,
-        num_args=num_args,
-        inputs=inputs,
-        num_outputs=num_partition_outputs,
-        outputs=outputs,
+        **vars(found_orders),
         set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
         profiler=vars(torch.autograd.profiler),
         debug=vars(torch._inductor.debug),
@@ -88,13 +86,33 @@ def graph_below(fn: Any) -> tuple[CompiledFxGraph, int] | None:
     return None if num_outputs is None else (fn, num_outputs)
 
 
-def orders(
-    call: types.FunctionType,
-) -> tuple[int, list[int], int, list[int]] | None:
+@dataclasses.dataclass
+class Orders:
     """
-    Of Runner.call that does nothing but to call its one partition: the number of its arguments,
-    which of them the partition gets, the number of the partition's outputs, and which of them it
-    returns. None if it does anything else, by comparison with the code of one that does not.
+    What Runner.call gives to its one partition, and what it returns, by index.
+
+    Args:
+        num_args: of the graph
+        packs: what delivers CPU values, with the arguments that it takes
+        stages: what copies a CPU value to the GPU, with the argument that it takes
+        inputs: of the partition: arguments of the graph, followed by what was staged
+        num_outputs: of the partition
+        outputs: of the graph: which of the partition's
+    """
+
+    num_args: int
+    packs: list[tuple[Any, list[int]]]
+    stages: list[tuple[Any, int]]
+    inputs: list[int]
+    num_outputs: int
+    outputs: list[int]
+
+
+def orders(call: types.FunctionType) -> Orders | None:
+    """
+    Of Runner.call that calls its one partition, and does nothing else but to give CPU values
+    among its arguments to the GPU. None if it does, by comparison with the code of one that
+    does not.
     """
     try:
         source = textwrap.dedent(inspect.getsource(call))
@@ -103,18 +121,14 @@ def orders(
     (function,) = ast.parse(source).body
     if not isinstance(function, ast.FunctionDef):
         return None
-    # Of names. The caller has the arguments anyway.
-    body = [s for s in function.body if not isinstance(s, ast.Delete)]
-    if len(body) != 5:
+    body = _without_deletions(function.body)
+    if len(body) < 5:
         return None
-    names = [
-        [n.id for n in ast.walk(s) if isinstance(n, ast.Name)]
-        for s in (body[0], body[2], body[3], body[4])
-    ]
-    args = [n for n in names[0] if n != "args"]
-    inputs = [n for n in names[1] if n != "partition0_args"]
-    produced = [n for n in names[2] if n not in ("self", "partition0_args")]
-    returned = names[3]
+    unpack, clear, *cpu_values, prepare, run, give = body
+    args = [n for n in _names(unpack) if n != "args"]
+    inputs = [n for n in _names(prepare) if n != "partition0_args"]
+    produced = [n for n in _names(run) if n not in ("self", "partition0_args")]
+    returned = _names(give)
     expected = f"""
 def call(self, args):
     {_tuple(args)} = args
@@ -123,21 +137,101 @@ def call(self, args):
     {_tuple(produced)} = self.partitions[0](partition0_args)
     return {_tuple(returned)}
 """
+    body = [unpack, clear, prepare, run, give]
     plain = ast.FunctionDef(**{**dict(ast.iter_fields(function)), "body": body})
+    if not (args and produced) or not _is_code(plain, expected):
+        return None
+
+    # Of each name, the place among arguments and what is staged.
+    places = {n: i for i, n in enumerate(args)}
+    if len(places) != len(args):
+        return None
+    packs, stages = [], []
+    for statement in cpu_values:
+        if (renamed := _renamed(statement)) is not None:
+            for new, old in renamed:
+                if new in places or old not in places:
+                    return None
+                places[new] = places[old]
+        elif isinstance(statement, ast.Expr) and _names(statement):
+            owner, *values = _names(statement)
+            pack = getattr(call.__globals__.get(owner), "pack", None)
+            if (
+                not _is_code(statement, f"{owner}.pack([{', '.join(values)}])")
+                or owner in places
+                or not isinstance(pack, native.compiled.Pack)
+                or not {*values} <= {*args}
+            ):
+                return None
+            packs.append((pack, [places[n] for n in values]))
+        elif isinstance(statement, ast.Assign) and len(_names(statement)) == 3:
+            result, owner, value = _names(statement)
+            stage = getattr(call.__globals__.get(owner), "stage", None)
+            if (
+                not _is_code(statement, f"{result} = {owner}({value})")
+                or owner in places
+                or result in places
+                or not isinstance(stage, native.compiled.Stage)
+                or value not in args
+            ):
+                return None
+            places[result] = len(args) + len(stages)
+            stages.append((stage, places[value]))
+        else:
+            return None
     if (
-        not (args and produced)
-        or ast.dump(plain) != ast.dump(ast.parse(expected).body[0])
-        or len({*args, *produced}) != len(args) + len(produced)
-        or not {*inputs} <= {*args}
+        len({*produced}) != len(produced)
+        or not {*produced}.isdisjoint(places)
+        or not {*inputs} <= {*places}
         or not {*returned} <= {*produced}
     ):
         return None
-    return (
-        len(args),
-        [args.index(n) for n in inputs],
-        len(produced),
-        [produced.index(n) for n in returned],
+    return Orders(
+        num_args=len(args),
+        packs=packs,
+        stages=stages,
+        inputs=[places[n] for n in inputs],
+        num_outputs=len(produced),
+        outputs=[produced.index(n) for n in returned],
     )
+
+
+def _without_deletions(body: list[ast.stmt]) -> list[ast.stmt]:
+    "Of names, which no later statement has. The caller has the arguments anyway."
+    return [
+        s
+        for s in body
+        if not isinstance(s, ast.Delete)
+        or not all(isinstance(t, ast.Name) for t in s.targets)
+    ]
+
+
+def _renamed(statement: ast.stmt) -> list[tuple[str, str]] | None:
+    "The new and the old names, of a block for one device that does nothing else."
+    if not isinstance(statement, ast.With):
+        return None
+    set_device, *body = _without_deletions(statement.body) or [ast.Pass()]
+    pairs = [_names(s) for s in body]
+    if any(len(pair) != 2 for pair in pairs):
+        return None
+    constants = [n.value for n in ast.walk(set_device) if isinstance(n, ast.Constant)]
+    if len(constants) != 1 or type(constants[0]) is not int:
+        return None
+    expected = [
+        f"with torch.cuda._DeviceGuard({constants[0]}):",
+        f"    torch.cuda.set_device({constants[0]})",
+        *(f"    {new} = {old}" for new, old in pairs),
+    ]
+    plain = ast.With(items=statement.items, body=[set_device, *body])
+    return pairs if _is_code(plain, "\n".join(expected)) else None
+
+
+def _names(statement: ast.stmt) -> list[str]:
+    return [n.id for n in ast.walk(statement) if isinstance(n, ast.Name)]
+
+
+def _is_code(statement: ast.stmt, source: str) -> bool:
+    return ast.dump(statement) == ast.dump(ast.parse(source).body[0])
 
 
 def _tuple(names: list[str]) -> str:

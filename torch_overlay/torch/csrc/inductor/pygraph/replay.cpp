@@ -19,6 +19,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -422,6 +423,62 @@ struct Allocator {
   c10::Device device{c10::kCUDA};
 };
 
+// Attributes, and members of modules, that a call looks up.
+struct Names {
+  PyObject* tree_manager_containers;
+  PyObject* current_node;
+  PyObject* path_state;
+  PyObject* extra_ref_check;
+  PyObject* is_outdated;
+  PyObject* backward_hooks;
+  PyObject* is_steady;
+  PyObject* graph;
+  PyObject* cached_tensor_outputs;
+  PyObject* mark_step_counter;
+  PyObject* generation;
+  PyObject* current_gen;
+  PyObject* running_forwards;
+  PyObject* pointers;
+  PyObject* update;
+  PyObject* is_profiler_enabled;
+  PyObject* record_graph_execution;
+  PyObject* is_stream_capturing;
+  PyObject* current_raw_stream;
+  PyObject* current_device;
+} names;
+
+bool intern_names() {
+  const std::pair<PyObject**, const char*> all[] = {
+      {&names.tree_manager_containers, "tree_manager_containers"},
+      {&names.current_node, "_current_node"},
+      {&names.path_state, "path_state"},
+      {&names.extra_ref_check, "extra_ref_check"},
+      {&names.is_outdated, "is_outdated"},
+      {&names.backward_hooks, "_backward_hooks"},
+      {&names.is_steady, "is_steady"},
+      {&names.graph, "graph"},
+      {&names.cached_tensor_outputs, "cached_tensor_outputs"},
+      {&names.mark_step_counter, "mark_step_counter"},
+      {&names.generation, "generation"},
+      {&names.current_gen, "current_gen"},
+      {&names.running_forwards, "running_forwards_with_pending_backwards"},
+      {&names.pointers, "pointers"},
+      {&names.update, "update"},
+      {&names.is_profiler_enabled, "_is_profiler_enabled"},
+      {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
+      {&names.is_stream_capturing, "_cuda_isCurrentStreamCapturing"},
+      {&names.current_raw_stream, "_cuda_getCurrentRawStream"},
+      {&names.current_device, "_cuda_getDevice"},
+  };
+  for (const auto& [name, text] : all) {
+    *name = PyUnicode_InternFromString(text);
+    if (*name == nullptr) {
+      return false;
+    }
+  }
+  return true;
+}
+
 PyTypeObject PackType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // Pack(general, places, num_words): Deliver.pack, with the (offset, size) of
@@ -453,23 +510,31 @@ struct Pack {
     return found == memories.end() ? nullptr : &found->second;
   }
 
+  // Of the tensors value(0), value(1), ...
+  template <typename F>
+  void copy(F&& value) const {
+    const Memory* to = memory();
+    if (to == nullptr) {
+      throw Unusual();
+    }
+    for (size_t i = 0; i < places.size(); ++i) {
+      const auto& [offset, size] = places[i];
+      const void* from = unpack(value(i)).const_data_ptr();
+      std::memcpy(to->address + offset, from, size);
+    }
+  }
+
   static PyObject* call(
       PyObject* object,
       PyObject* const* args,
       size_t nargs,
       PyObject* kwnames) {
     Pack& self = Boxed<Pack>::of(object);
-    const Memory* memory = self.memory();
-    if (memory != nullptr && PyVectorcall_NARGS(nargs) == 1 &&
-        kwnames == nullptr && PyList_CheckExact(args[0]) &&
+    if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr &&
+        PyList_CheckExact(args[0]) &&
         static_cast<size_t>(PyList_GET_SIZE(args[0])) == self.places.size()) {
       try {
-        for (size_t i = 0; i < self.places.size(); ++i) {
-          const auto& [offset, size] = self.places[i];
-          const void* data =
-              unpack(PyList_GET_ITEM(args[0], i)).const_data_ptr();
-          std::memcpy(memory->address + offset, data, size);
-        }
+        self.copy([&](size_t i) { return PyList_GET_ITEM(args[0], i); });
         Py_RETURN_NONE;
       } catch (const Unusual&) {
       } catch (const std::exception&) {
@@ -511,6 +576,214 @@ struct Pack {
   size_t num_words = 0;
   // By thread.
   std::unordered_map<uint64_t, Memory> memories;
+};
+
+PyTypeObject StageType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Stage(general, device_index, torch_c): Stage.__call__. A call compares, and
+// copies to the GPU what has changed, by way of the pinned memory that was
+// added for its thread and stream, while there is some left that is not read;
+// for the rest it calls `general`. `torch_c` is where torch's own functions of
+// the CUDA runtime are.
+struct Stage {
+  using ThreadAndStream = std::pair<uint64_t, uint64_t>;
+
+  struct Hash {
+    size_t operator()(const ThreadAndStream& key) const {
+      return std::hash<uint64_t>()(key.first ^ (key.second * 31));
+    }
+  };
+
+  struct Staged {
+    Ref copy;
+    // Its tensors are the hosts.
+    Ref batch;
+    uint64_t address;
+    size_t nbytes;
+    std::vector<void*> hosts;
+    // So many of the hosts, and at least one. The last has what was copied.
+    size_t used;
+    // cuMemcpyHtoDAsync
+    int (*enqueue)(uint64_t, const void*, size_t, void*);
+  };
+
+  Stage(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *function = nullptr, *index = nullptr, *functions = nullptr;
+    if (!PyArg_ParseTuple(
+            args,
+            "OO!O!",
+            &function,
+            &PyLong_Type,
+            &index,
+            &PyDict_Type,
+            &functions)) {
+      throw Error();
+    }
+    general = Ref::share(function);
+    device_index = Ref::share(index);
+    torch_c = Ref::share(functions);
+  }
+
+  PyObject* function(PyObject* name) const {
+    PyObject* found = PyDict_GetItem(torch_c.get(), name);
+    if (found == nullptr) {
+      throw Unusual();
+    }
+    return found;
+  }
+
+  // The copy of a value, and Unusual in a capture, which is the program's own.
+  Ref operator()(PyObject* value) {
+    Ref is_capturing =
+        checked(PyObject_CallNoArgs(function(names.is_stream_capturing)));
+    if (is_capturing.get() != Py_False) {
+      throw Unusual();
+    }
+    Ref stream = checked(PyObject_CallOneArg(
+        function(names.current_raw_stream), device_index.get()));
+    auto found =
+        staged.find({PyThread_get_thread_ident(), as_word(stream.get())});
+    if (found == staged.end() ||
+        !put(value, found->second, as_address(stream.get()))) {
+      return checked(PyObject_CallOneArg(general.get(), value));
+    }
+    return Ref::share(found->second.copy.get());
+  }
+
+  // False if it takes more than a copy from the next host.
+  bool put(PyObject* value, Staged& to, void* stream) const {
+    const at::TensorBase& tensor = unpack(value);
+    if (tensor.nbytes() != to.nbytes) {
+      return false;
+    }
+    const void* from = tensor.const_data_ptr();
+    if (std::memcmp(to.hosts[to.used - 1], from, to.nbytes) == 0) {
+      return true;
+    }
+    if (to.used == to.hosts.size()) {
+      return false;
+    }
+    // The context of a null stream is the current one.
+    Ref device = checked(PyObject_CallNoArgs(function(names.current_device)));
+    int is_current =
+        PyObject_RichCompareBool(device.get(), device_index.get(), Py_EQ);
+    if (is_current < 0) {
+      throw Error();
+    }
+    if (is_current == 0) {
+      return false;
+    }
+    // The driver may wait here, until the device has done some of what it has
+    // to do. Meanwhile others add theirs, which leaves this where it is.
+    int status = 0;
+    Py_BEGIN_ALLOW_THREADS;
+    void* host = to.hosts[to.used];
+    std::memcpy(host, from, to.nbytes);
+    status = to.enqueue(to.address, host, to.nbytes, stream);
+    Py_END_ALLOW_THREADS;
+    if (status != 0) {
+      // What is general tries again and says so.
+      return false;
+    }
+    ++to.used;
+    return true;
+  }
+
+  static PyObject* call(
+      PyObject* object,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    Stage& self = Boxed<Stage>::of(object);
+    if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr) {
+      try {
+        return self(args[0]).release();
+      } catch (const Error&) {
+        return nullptr;
+      } catch (const Unusual&) {
+      } catch (const std::exception&) {
+        // As in Pack::call.
+      }
+    }
+    return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+  }
+
+  // add(thread, stream, copy, batch, used, enqueue)
+  static PyObject* py_add(PyObject* self, PyObject* args) {
+    return guarded([&]() -> PyObject* {
+      PyObject *thread = nullptr, *stream = nullptr, *copy = nullptr,
+               *batch = nullptr, *used = nullptr, *enqueue = nullptr;
+      if (!PyArg_ParseTuple(
+              args,
+              "OOOO!OO",
+              &thread,
+              &stream,
+              &copy,
+              &PyList_Type,
+              &batch,
+              &used,
+              &enqueue)) {
+        return nullptr;
+      }
+      try {
+        const at::TensorBase& tensor = unpack(copy);
+        Staged added{
+            Ref::share(copy),
+            Ref::share(batch),
+            reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()),
+            tensor.nbytes(),
+            {},
+            as_word(used),
+            reinterpret_cast<decltype(Staged::enqueue)>(as_address(enqueue))};
+        for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batch); ++i) {
+          const at::TensorBase& host = unpack(PyList_GET_ITEM(batch, i));
+          if (host.nbytes() != added.nbytes) {
+            throw Unusual();
+          }
+          added.hosts.push_back(host.mutable_data_ptr());
+        }
+        if (added.used == 0 || added.used > added.hosts.size()) {
+          throw Unusual();
+        }
+        Boxed<Stage>::of(self).staged.insert_or_assign(
+            ThreadAndStream(as_word(thread), as_word(stream)),
+            std::move(added));
+      } catch (const Unusual&) {
+        PyErr_SetString(PyExc_ValueError, "no copy, or no memory of its size");
+        return nullptr;
+      }
+      Py_RETURN_NONE;
+    });
+  }
+
+  // take(thread, stream): undoes add. How much of the batch is used now, None
+  // if none was added.
+  static PyObject* py_take(PyObject* self, PyObject* args) {
+    return guarded([&]() -> PyObject* {
+      PyObject *thread = nullptr, *stream = nullptr;
+      if (!PyArg_ParseTuple(args, "OO", &thread, &stream)) {
+        return nullptr;
+      }
+      auto& all = Boxed<Stage>::of(self).staged;
+      auto taken =
+          all.extract(ThreadAndStream(as_word(thread), as_word(stream)));
+      if (taken.empty()) {
+        Py_RETURN_NONE;
+      }
+      return PyLong_FromSize_t(taken.mapped().used);
+    });
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    // Not what is staged, which is in no cycle, as in Pack.
+    f(general);
+  }
+
+  Ref general;
+  Ref device_index;
+  Ref torch_c;
+  std::unordered_map<ThreadAndStream, Staged, Hash> staged;
 };
 
 PyTypeObject WordsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -611,56 +884,6 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
   return torch
       ? PyObject_CallMethod(torch.get(), "_as_tensor_fullprec", "O", value)
       : nullptr;
-}
-
-// Attributes that a call looks up.
-struct Names {
-  PyObject* tree_manager_containers;
-  PyObject* current_node;
-  PyObject* path_state;
-  PyObject* extra_ref_check;
-  PyObject* is_outdated;
-  PyObject* backward_hooks;
-  PyObject* is_steady;
-  PyObject* graph;
-  PyObject* cached_tensor_outputs;
-  PyObject* mark_step_counter;
-  PyObject* generation;
-  PyObject* current_gen;
-  PyObject* running_forwards;
-  PyObject* pointers;
-  PyObject* update;
-  PyObject* is_profiler_enabled;
-  PyObject* record_graph_execution;
-} names;
-
-bool intern_names() {
-  const std::pair<PyObject**, const char*> all[] = {
-      {&names.tree_manager_containers, "tree_manager_containers"},
-      {&names.current_node, "_current_node"},
-      {&names.path_state, "path_state"},
-      {&names.extra_ref_check, "extra_ref_check"},
-      {&names.is_outdated, "is_outdated"},
-      {&names.backward_hooks, "_backward_hooks"},
-      {&names.is_steady, "is_steady"},
-      {&names.graph, "graph"},
-      {&names.cached_tensor_outputs, "cached_tensor_outputs"},
-      {&names.mark_step_counter, "mark_step_counter"},
-      {&names.generation, "generation"},
-      {&names.current_gen, "current_gen"},
-      {&names.running_forwards, "running_forwards_with_pending_backwards"},
-      {&names.pointers, "pointers"},
-      {&names.update, "update"},
-      {&names.is_profiler_enabled, "_is_profiler_enabled"},
-      {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
-  };
-  for (const auto& [name, text] : all) {
-    *name = PyUnicode_InternFromString(text);
-    if (*name == nullptr) {
-      return false;
-    }
-  }
-  return true;
 }
 
 PyTypeObject ReplayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -1168,6 +1391,8 @@ struct Direct {
         "slow",
         "partitions",
         "num_args",
+        "packs",
+        "stages",
         "inputs",
         "num_outputs",
         "outputs",
@@ -1175,17 +1400,20 @@ struct Direct {
         "profiler",
         "debug",
         nullptr};
-    PyObject *objects[5], *input_list = nullptr, *output_list = nullptr;
+    PyObject *objects[5], *pack_list = nullptr, *stage_list = nullptr,
+                          *input_list = nullptr, *output_list = nullptr;
     Py_ssize_t num_partition_outputs = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OO!nOnOOO!O!",
+            "$OO!nOOOnOOO!O!",
             const_cast<char**>(keywords),
             &objects[0],
             &PyList_Type,
             &objects[1],
             &num_args,
+            &pack_list,
+            &stage_list,
             &input_list,
             &num_partition_outputs,
             &output_list,
@@ -1201,6 +1429,31 @@ struct Direct {
       *owned[i] = Ref::share(objects[i]);
     }
     num_outputs = num_partition_outputs;
+    std::vector<Py_ssize_t> of_args;
+    Ref items = sequence(pack_list);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+      packs.emplace_back(
+          of_type(field(item, 0), PackType), std::vector<Py_ssize_t>());
+      auto& values = packs.back().second;
+      for (uint64_t k : as_words(field(item, 1))) {
+        values.push_back(static_cast<Py_ssize_t>(k));
+      }
+      if (values.size() !=
+          Boxed<Pack>::of(packs.back().first.get()).places.size()) {
+        PyErr_SetString(PyExc_ValueError, "not as many values as are packed");
+        throw Error();
+      }
+      of_args.insert(of_args.end(), values.begin(), values.end());
+    }
+    items = sequence(stage_list);
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+      stages.emplace_back(
+          of_type(field(item, 0), StageType),
+          static_cast<Py_ssize_t>(as_word(field(item, 1))));
+      of_args.push_back(stages.back().second);
+    }
     for (uint64_t i : as_words(input_list)) {
       inputs.push_back(static_cast<Py_ssize_t>(i));
     }
@@ -1213,11 +1466,21 @@ struct Direct {
     auto is_beyond = [](Py_ssize_t end) {
       return [end](Py_ssize_t i) { return i < 0 || i >= end; };
     };
-    if (std::any_of(inputs.begin(), inputs.end(), is_beyond(num_args)) ||
+    const auto num_values = num_args + static_cast<Py_ssize_t>(stages.size());
+    if (std::any_of(of_args.begin(), of_args.end(), is_beyond(num_args)) ||
+        std::any_of(inputs.begin(), inputs.end(), is_beyond(num_values)) ||
         std::any_of(outputs.begin(), outputs.end(), is_beyond(num_outputs))) {
       PyErr_SetString(PyExc_IndexError, "no such argument or output");
       throw Error();
     }
+  }
+
+  static Ref of_type(PyObject* object, PyTypeObject& type) {
+    if (!Py_IS_TYPE(object, &type)) {
+      PyErr_Format(PyExc_TypeError, "a %s is needed", type.tp_name);
+      throw Error();
+    }
+    return Ref::share(object);
   }
 
   static PyObject* call(
@@ -1255,13 +1518,28 @@ struct Direct {
   // recorded for goes the slow way from its beginning: arguments are the
   // caller's for as long as the call takes, so that none can be lost.
   PyObject* replay(PyObject* const* args) {
+    // Others may replace it while a stage lets them run.
+    Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
     NoDynamo no_dynamo(set_eval_frame.get());
     c10::AutoGradMode no_grad(false);
-    Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
+    // Both may be done again by the slow way: it packs the same bytes to the
+    // same places, and to a stage they are what it holds.
+    for (const auto& [pack, values] : packs) {
+      const auto& of_pack = values;
+      Boxed<Pack>::of(pack.get()).copy(
+          [&](size_t i) { return args[of_pack[i]]; });
+    }
+    c10::SmallVector<Ref, 4> staged;
+    for (const auto& [stage, value] : stages) {
+      staged.push_back(Boxed<Stage>::of(stage.get())(args[value]));
+    }
     while (true) {
       Ref list = checked(PyList_New(inputs.size()));
       for (size_t i = 0; i < inputs.size(); ++i) {
-        PyList_SET_ITEM(list.get(), i, Ref::share(args[inputs[i]]).release());
+        PyObject* input = inputs[i] < num_args
+            ? args[inputs[i]]
+            : staged[inputs[i] - num_args].get();
+        PyList_SET_ITEM(list.get(), i, Ref::share(input).release());
       }
       Replay& recording = Boxed<Replay>::of(fn.get());
       if (static_cast<Py_ssize_t>(recording.outputs.size()) != num_outputs) {
@@ -1298,6 +1576,12 @@ struct Direct {
     for (Ref* ref : {&slow, &partitions, &set_eval_frame, &profiler, &debug}) {
       f(*ref);
     }
+    for (auto& pack : packs) {
+      f(pack.first);
+    }
+    for (auto& stage : stages) {
+      f(stage.first);
+    }
   }
 
   Ref slow;
@@ -1306,7 +1590,11 @@ struct Direct {
   Ref profiler;
   Ref debug;
   Py_ssize_t num_args = 0;
+  // Each with its arguments, or argument.
+  std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
+  std::vector<std::pair<Ref, Py_ssize_t>> stages;
   Py_ssize_t num_outputs = 0;
+  // Of the arguments, followed by what is staged.
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;
   bool is_in_order = false;
@@ -1323,6 +1611,11 @@ PyGetSetDef nodes_getset[] = {
 PyMethodDef pack_methods[] = {
     {"add", Pack::py_add, METH_VARARGS, nullptr},
     {"remove", Pack::py_remove, METH_O, nullptr},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyMethodDef stage_methods[] = {
+    {"add", Stage::py_add, METH_VARARGS, nullptr},
+    {"take", Stage::py_take, METH_VARARGS, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef module_methods[] = {
@@ -1400,6 +1693,8 @@ PyMODINIT_FUNC PyInit__replay() {
   AllocatorType.tp_name = "torch._inductor.pygraph._replay.Allocator";
   PackType.tp_name = "torch._inductor.pygraph._replay.Pack";
   PackType.tp_methods = pack_methods;
+  StageType.tp_name = "torch._inductor.pygraph._replay.Stage";
+  StageType.tp_methods = stage_methods;
   WordsType.tp_name = "torch._inductor.pygraph._replay.Words";
   ReplayType.tp_name = "torch._inductor.pygraph._replay.Replay";
   ReplayType.tp_getset = replay_getset;
@@ -1410,6 +1705,7 @@ PyMODINIT_FUNC PyInit__replay() {
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
       !Boxed<Allocator>::ready(AllocatorType, module.get()) ||
       !Boxed<Pack>::ready(PackType, module.get()) ||
+      !Boxed<Stage>::ready(StageType, module.get()) ||
       !Boxed<Words>::ready(WordsType, module.get()) ||
       !Boxed<Replay>::ready(ReplayType, module.get()) ||
       !Boxed<Direct>::ready(DirectType, module.get())) {
