@@ -16,6 +16,7 @@ import ctypes
 import dataclasses
 import itertools
 import tempfile
+import threading
 import types
 import unittest
 from pathlib import Path
@@ -541,6 +542,7 @@ class RecordTest(TestCase):
         stack = contextlib.ExitStack()
         self.addCleanup(stack.close)
         self.device = stack.enter_context(modelled_device())
+        self.hook: Callable[[], Any] = lambda: None
         self.forward: Deployed | None = None
         self.backward: Deployed | None = None
         self.addCleanup(trees.reset_cudagraph_trees)
@@ -554,6 +556,7 @@ class RecordTest(TestCase):
             "torch": torch,
             "empty": lambda: self.device.empty_strided((8,), (1,), torch.float32),
             "launch": self.device.launch,
+            "hook": lambda: self.hook(),
             allocation.ALLOCATOR: self.device.empty_strided,
             **{k.__name__: k for k in (sin, add, mul)},
         }
@@ -656,6 +659,39 @@ class RecordTest(TestCase):
             x, y = self.randn(), self.randn()
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def test_one_thread_at_a_time(self):
+        "Autograd runs a backward of outputs on the CPU beside another one."
+        fn = self.check(self.ADD)
+        other = self.deploy(
+            "hook(); x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a,)",
+            [self.randn(), self.randn()],
+        )
+        other(self.randn(), self.randn())
+        shared, replayed = trees.local.tree_manager_containers, threading.Event()
+        x, y, outputs = self.randn(), self.randn(), []
+
+        def replay():
+            trees.local.tree_manager_containers = shared
+            outputs.append(fn(x, y))
+            replayed.set()
+
+        thread = threading.Thread(target=replay)
+
+        def start():
+            self.hook = lambda: None
+            thread.start()
+            self.assertFalse(replayed.wait(0.3))
+
+        self.hook = start
+        a, b = self.randn(), self.randn()
+        (out,) = other(a, b)
+        thread.join()
+        self.assertEqual(on_host(out), on_host(a) + on_host(b))
+        self.assertEqual(on_host(outputs[0][0]), on_host(x).sin() + on_host(y))
+        (function, recorded) = report()
+        self.assertEqual([function.choice, recorded.choice], ["node_update"] * 2)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
 
     def test_output_passed_back_in(self):
         x = self.randn()

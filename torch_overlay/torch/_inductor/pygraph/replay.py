@@ -24,6 +24,8 @@ recordings would do, any of them is right.
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -59,6 +61,20 @@ class InputHeld(Exception):
     CPU values that another thread packs. The call has to run uncaptured; its inputs are as
     they were.
     """
+
+
+_locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.RLock] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def lock_of(manager: CUDAGraphTreeManager) -> threading.RLock:
+    """
+    What a thread holds while it records or replays. Trees are of one thread, and of those
+    that autograd uses on its behalf; but it runs the backward of outputs on the CPU in the
+    thread that called it, and that of others in one of its own, both at the same time.
+    """
+    return _locks.setdefault(manager, threading.RLock())
 
 
 def is_steady(node: BoundGraphNode) -> bool:
@@ -226,6 +242,7 @@ def compiled_replay(
         graph_type = type(node.graph)  # type: ignore[assignment]
     binding = node.binding
     nodes = getattr(binding, "nodes", None)
+    lock = lock_of(manager)
     return native.compiled.Replay(
         general=general,
         node=node,
@@ -237,6 +254,8 @@ def compiled_replay(
         local=cudagraph_trees.local,
         owner=owner,
         containers=thread_containers,
+        acquire=lock.acquire,
+        release=lock.release,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         launch=graph_type.replay,
         binding=nodes if isinstance(nodes, native.compiled.Nodes) else binding,

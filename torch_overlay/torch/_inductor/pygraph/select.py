@@ -51,6 +51,7 @@ from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import (
     CompiledReplays,
     InputHeld,
+    lock_of,
     steady_replay,
 )
 from torch._inductor.pygraph.report import (
@@ -850,19 +851,20 @@ def deploy(
         return uncaptured
 
     def record(inputs: list[InputType]) -> tuple[ModelType, OutputType]:
-        fn, outputs = cudagraphify(
-            model,
-            inputs,
-            aligned_static_idxs,
-            device_index=device_index,
-            is_backward=is_backward,
-            is_inference=is_inference,
-            mutated_input_idxs=mutated_input_idxs,
-            pygraph=function,
-            **kwargs,
-        )
-
         manager = get_manager(device_index)
+        lock = lock_of(manager)
+        with lock:
+            fn, outputs = cudagraphify(
+                model,
+                inputs,
+                aligned_static_idxs,
+                device_index=device_index,
+                is_backward=is_backward,
+                is_inference=is_inference,
+                mutated_input_idxs=mutated_input_idxs,
+                pygraph=function,
+                **kwargs,
+            )
         roots = manager.roots.get(function.id)
         replays = CompiledReplays(function, manager, mode, owner)
 
@@ -875,9 +877,10 @@ def deploy(
                 and not torch.cuda.is_current_stream_capturing()
             ):
                 try:
-                    outputs = fn(inputs)
-                    if (compiled := replays.add(replay)) is not None:
-                        selection.shorten(compiled)
+                    with lock:
+                        outputs = fn(inputs)
+                        if (compiled := replays.add(replay)) is not None:
+                            selection.shorten(compiled)
                     return outputs
                 except InputHeld:
                     counters["pygraph"]["held_activations"] += 1
@@ -905,7 +908,9 @@ def deploy(
     def forget(id: FunctionID | None) -> bool:
         from torch._inductor.pygraph import record
 
-        return record.forget(get_manager(device_index), id)
+        manager = get_manager(device_index)
+        with lock_of(manager):
+            return record.forget(manager, id)
 
     kept = remembered = None
     if code_hash is not None and force is None:

@@ -914,8 +914,8 @@ struct Replay {
         "parent",       "restore",  "function",   "live_outputs",
         "alignment",    "pool",
         "allocators",   "outputs",  "dropped",    "dead_before",
-        "dead_after",   nullptr};
-    PyObject *objects[18], *static_inputs = nullptr, *bound_inputs = nullptr,
+        "dead_after",   "acquire",  "release",    nullptr};
+    PyObject *objects[20], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
                            *output_list = nullptr, *dropped_inputs = nullptr,
                            *before = nullptr, *after = nullptr;
@@ -923,7 +923,7 @@ struct Replay {
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOOOOOKOOOOOO",
+            "$OOOOOOOOOOOOOOOOOOOOKOOOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -951,7 +951,9 @@ struct Replay {
             &output_list,
             &dropped_inputs,
             &before,
-            &after)) {
+            &after,
+            &objects[18],
+            &objects[19])) {
       throw Error();
     }
     Ref* owned[] = {
@@ -972,7 +974,9 @@ struct Replay {
         &parent,
         &restore,
         &function,
-        &live_outputs};
+        &live_outputs,
+        &acquire,
+        &release};
     for (size_t i = 0; i < std::size(owned); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
@@ -1037,6 +1041,31 @@ struct Replay {
     return result;
   }
 
+  // The lock of the manager, which the general path waits for where another
+  // thread has it.
+  class Held {
+   public:
+    explicit Held(const Replay& replay) : replay_(replay) {
+      Ref got = checked(PyObject_CallOneArg(replay.acquire.get(), Py_False));
+      if (got.get() != Py_True) {
+        throw Unusual();
+      }
+    }
+    Held(const Held&) = delete;
+    Held& operator=(const Held&) = delete;
+    ~Held() {
+      PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
+      PyErr_Fetch(&type, &value, &traceback);
+      if (!Ref(PyObject_CallNoArgs(replay_.release.get()))) {
+        PyErr_WriteUnraisable(replay_.release.get());
+      }
+      PyErr_Restore(type, value, traceback);
+    }
+
+   private:
+    const Replay& replay_;
+  };
+
   static PyObject* call(
       PyObject* object,
       PyObject* const* args,
@@ -1069,6 +1098,7 @@ struct Replay {
       throw Unusual();
     }
     check_thread();
+    Held held(*this);
     Ref last = attribute(manager.get(), names.current_node);
     check_path(last.get());
     for (const auto& [i, pointer] : statics) {
@@ -1308,6 +1338,8 @@ struct Replay {
           &restore,
           &function,
           &live_outputs,
+          &acquire,
+          &release,
           &last_seen}) {
       f(*ref);
     }
@@ -1338,6 +1370,8 @@ struct Replay {
   Ref owner;
   Ref containers;
   Ref is_capturing;
+  Ref acquire;
+  Ref release;
   Ref launch;
   Ref binding;
   Ref values;
