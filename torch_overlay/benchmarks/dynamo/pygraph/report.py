@@ -533,6 +533,9 @@ def overview(record: Row, pages: str = "") -> str:
         others.append(
             f"- Tests that need a GPU: {counts}{'' if tests['complete'] else ', not complete'} ({_run(tests)})."
         )
+    if "bindings" in record:
+        page = f"[bindings]({pages}/bindings.md)" if pages else "bindings"
+        others.append(f"- What each way to give a graph its inputs takes: {page} ({_run(record['bindings'])}).")
     if record.get("programs"):
         others.append(f"- {of_programs(record['programs'])} ({_run(record['programs'][-1])}).")
     return "\n\n".join([*parts, *filter(None, ["\n".join(others)])])
@@ -639,7 +642,7 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     if totals:
         parts.append("\n".join(f"- {line}" for line in totals))
     parts += [f"![{title}]({file})" for title, file in plots.items()]
-    parts += [
+    parts += rows and [
         "Microseconds a call: medians of interleaved rounds in one process, with new input buffers in each call. "
         "`host` is the time until a call of PyGraph's returns. `x best` is the median over the rounds of PyGraph's time "
         "to the best candidate's, and its confidence interval of 95 %; a miss counts if all of it is above 1.02.",
@@ -651,7 +654,7 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
         if having:
             parts += [f"## {title}", text, _table(having, columns, True)]
     parts += _beside_cases(more or {})
-    if not small:
+    if rows and not small:
         parts += ["## The workloads", _table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
     if notes:

@@ -111,8 +111,9 @@ RETIRE_CALLS = 4
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
 
-# Step 5. Setting a node takes 0.3 us of the host and 0.4 of the device, the kernel in front
-# of a graph that does so itself 5 us (suite bindings); that costs one recording more.
+# Step 5. Of 32 nodes that move, setting them takes 5 us of each call in a row, and 10 of the
+# host; the kernel in front of a graph that does so itself 3 and 5 (suite bindings). To find
+# out costs one recording more.
 PRELUDE_FROM_NODES = 32
 
 # How often a function is recorded along one path, calls of it that wait for a backward.
