@@ -1076,7 +1076,9 @@ struct Replay {
         PyList_CheckExact(args[0])) {
       bool has_dropped = false;
       try {
-        return self.run(args[0], has_dropped);
+        if (self.fits(args[0])) {
+          return self.run(args[0], has_dropped);
+        }
       } catch (const Error&) {
         return nullptr;
       } catch (const Unusual&) {
@@ -1092,20 +1094,23 @@ struct Replay {
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  // Sets has_dropped once inputs are gone that the general path needs.
+  // Whether it was recorded for these static inputs, by which recordings of one
+  // function differ as a rule: to throw would take longer than all of run.
+  bool fits(PyObject* inputs) const {
+    return static_cast<size_t>(PyList_GET_SIZE(inputs)) >= num_inputs &&
+        std::all_of(statics.begin(), statics.end(), [&](const auto& input) {
+             return address_of(PyList_GET_ITEM(inputs, input.first)) ==
+                 input.second;
+           });
+  }
+
+  // Of inputs that fit. Sets has_dropped once inputs are gone that the general
+  // path needs.
   PyObject* run(PyObject* inputs, bool& has_dropped) {
-    if (static_cast<size_t>(PyList_GET_SIZE(inputs)) < num_inputs) {
-      throw Unusual();
-    }
     check_thread();
     Held held(*this);
     Ref last = attribute(manager.get(), names.current_node);
     check_path(last.get());
-    for (const auto& [i, pointer] : statics) {
-      if (address_of(PyList_GET_ITEM(inputs, i)) != pointer) {
-        throw Unusual();
-      }
-    }
 
     c10::SmallVector<Ref, 16> tensors;
     c10::SmallVector<uint64_t, 32> pointers;
@@ -1576,17 +1581,17 @@ struct Direct {
         PyList_SET_ITEM(list.get(), i, Ref::share(input).release());
       }
       Replay& recording = Boxed<Replay>::of(fn.get());
-      if (static_cast<Py_ssize_t>(recording.outputs.size()) != num_outputs) {
-        throw Unusual();
-      }
-      try {
-        bool has_dropped = false;
-        return in_order(recording.run(list.get(), has_dropped));
-      } catch (const Unusual&) {
-        fn = Ref::share(recording.general.get());
-        if (!Py_IS_TYPE(fn.get(), &ReplayType)) {
-          throw;
+      if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
+          recording.fits(list.get())) {
+        try {
+          bool has_dropped = false;
+          return in_order(recording.run(list.get(), has_dropped));
+        } catch (const Unusual&) {
         }
+      }
+      fn = Ref::share(recording.general.get());
+      if (!Py_IS_TYPE(fn.get(), &ReplayType)) {
+        throw Unusual();
       }
     }
   }
