@@ -285,7 +285,7 @@ def compiled_replay(
 
 # Recordings of one function that compiled code replays: as many are tried at most before
 # trees are.
-MAX_COMPILED = 8
+MAX_COMPILED = 32
 
 
 class CompiledReplays:
