@@ -19,7 +19,7 @@ import threading
 import types
 import unittest
 import weakref
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -51,6 +51,10 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.testing._internal.fake_cuda import fake_cuda
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class Saves(torch.autograd.Function):
@@ -816,145 +820,76 @@ class RunnerOfCpuValues:
         return (buf4, buf3)
 
 
-class OtherRunners:
-    "Each does more than to give its arguments to one partition and to return its outputs."
+VIEW = "reinterpret_tensor(arg1_1, (4,), (1,), 0)"
 
-    def asserts(self, args):
-        (arg0_1,) = args
-        args.clear()
-        assert_size_stride(arg0_1, (8,), (1,))  # noqa: F821
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
+# Each does more than to give its arguments to one partition and to return its outputs: what
+# differs from runner_call's defaults.
+OTHER_RUNNERS: dict[str, dict[str, Any]] = {
+    "asserts": {"before": ["assert_size_stride(arg0_1, (8,), (1,))"]},
+    "returns_an_argument": {"returned": "buf0, arg0_1"},
+    "returns_a_constant": {"returned": "buf0, None"},
+    "returns_a_view": {"returned": "reinterpret_tensor(buf0, (4,), (1,), 0)"},
+    "gives_a_view": {"inputs": VIEW},
+    "runs_a_kernel": {"after": ["extern_kernels.mm(buf0, buf0, out=buf0)"]},
+    "reuses_a_name": {"produced": "arg0_1", "returned": "arg0_1"},
+    "has_two_partitions": {
+        "after": [
+            "partition1_args = [buf0]",
+            "(buf1,) = self.partitions[1](partition1_args)",
+        ],
+        "returned": "buf1",
+    },
+    "has_a_size": {"before": ["s0 = arg0_1"], "inputs": "arg1_1, s0"},
+    "deletes_an_item": {"before": ["del self.partitions[1]"]},
+    "packs_a_view": {"before": [f"deliver_buf2.pack([{VIEW}])"]},
+    "packs_what_it_computes": {
+        "before": [
+            "buf1 = empty_strided_cpu((), (), torch.float32)",
+            "cpp_fused_sum_0(arg1_1, buf1)",
+            "deliver_buf2.pack([buf1])",
+        ]
+    },
+    "packs_later": {"after": ["deliver_buf2.pack([arg1_1])"]},
+    "packs_by_other_means": {"before": ["Deliver.pack([arg1_1])"]},
+    "copies_by_other_means": {
+        "before": ["buf1 = upload_buf0(arg1_1)"],
+        "inputs": "arg0_1, buf1",
+    },
+    "has_other_work_on_a_device": {
+        "before": [
+            "buf1 = stage_buf0(arg1_1)",
+            "with torch.cuda._DeviceGuard(0):",
+            "    torch.cuda.set_device(0)",
+            "    buf1.add_(1)",
+        ],
+        "inputs": "arg0_1, buf1",
+    },
+    "returns_what_is_staged": {
+        "before": ["buf1 = stage_buf0(arg1_1)"],
+        "inputs": "arg0_1, buf1",
+        "returned": "buf0, buf1",
+    },
+}
 
-    def returns_an_argument(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0, arg0_1)
 
-    def returns_a_constant(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0, None)
-
-    def returns_a_view(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (reinterpret_tensor(buf0, (4,), (1,), 0),)  # noqa: F821
-
-    def gives_a_view(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [reinterpret_tensor(arg0_1, (4,), (1,), 0)]  # noqa: F821
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def runs_a_kernel(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        extern_kernels.mm(buf0, buf0, out=buf0)  # noqa: F821
-        return (buf0,)
-
-    def reuses_a_name(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (arg0_1,) = self.partitions[0](partition0_args)
-        return (arg0_1,)
-
-    def has_two_partitions(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        partition1_args = [buf0]
-        (buf1,) = self.partitions[1](partition1_args)
-        return (buf1,)
-
-    def has_a_size(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        s0 = arg0_1
-        partition0_args = [arg1_1, s0]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def deletes_an_item(self, args):
-        (arg0_1,) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        del self.partitions[1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def packs_a_view(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        deliver_buf2.pack([reinterpret_tensor(arg1_1, (4,), (1,), 0)])  # noqa: F821
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def packs_what_it_computes(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        buf1 = empty_strided_cpu((), (), torch.float32)  # noqa: F821
-        cpp_fused_sum_0(arg1_1, buf1)  # noqa: F821
-        deliver_buf2.pack([buf1])
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def packs_later(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        deliver_buf2.pack([arg1_1])
-        return (buf0,)
-
-    def packs_by_other_means(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        Deliver.pack([arg1_1])
-        partition0_args = [arg0_1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def copies_by_other_means(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        buf1 = upload_buf0(arg1_1)  # noqa: F821
-        partition0_args = [arg0_1, buf1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def has_other_work_on_a_device(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        buf1 = stage_buf0(arg1_1)
-        with torch.cuda._DeviceGuard(0):
-            torch.cuda.set_device(0)
-            buf1.add_(1)
-        partition0_args = [arg0_1, buf1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0,)
-
-    def returns_what_is_staged(self, args):
-        (arg0_1, arg1_1) = args
-        args.clear()
-        buf1 = stage_buf0(arg1_1)
-        partition0_args = [arg0_1, buf1]
-        (buf0,) = self.partitions[0](partition0_args)
-        return (buf0, buf1)
+def runner_call(
+    before: Sequence[str] = (),
+    inputs: str = "arg0_1",
+    produced: str = "buf0",
+    after: Sequence[str] = (),
+    returned: str = "buf0",
+) -> str:
+    "The source of a Runner.call of two arguments."
+    lines = [
+        "(arg0_1, arg1_1) = args",
+        "args.clear()",
+        *before,
+        f"partition0_args = [{inputs}]",
+        f"({produced},) = self.partitions[0](partition0_args)",
+        *after,
+        f"return ({returned},)",
+    ]
+    return "\n    ".join(["def call(self, args):", *lines]) + "\n"
 
 
 @unittest.skipIf(native.compiled is None, "requires _replay")
@@ -1330,10 +1265,21 @@ class DirectTest(TestCase):
         packs, stages = [(deliver_buf2.pack, [1])], [(stage_buf0.stage, 2)]
         order = Orders(3, packs, stages, [3, 0], 2, [1, 0])
         self.assertEqual(orders(RunnerOfCpuValues.call), order)
-        for name, call in vars(OtherRunners).items():
-            if isinstance(call, types.FunctionType):
-                self.assertIsNone(orders(call), name)
+        call = self.executed(runner_call(), globals())["call"]
+        self.assertEqual(orders(call), Orders(2, [], [], [0], 1, [0]))
+        for name, differences in OTHER_RUNNERS.items():
+            call = self.executed(runner_call(**differences), globals())["call"]
+            self.assertIsNone(orders(call), name)
         self.assertIsNone(orders(eval("lambda self, args: None")))
+
+    def executed(self, source: str, names: dict[str, Any]) -> dict[str, Any]:
+        "The module of a source that inspect finds."
+        file = f"<{self.id()} {hash(source)}>"
+        linecache.cache[file] = len(source), None, source.splitlines(True), file
+        self.addCleanup(linecache.cache.pop, file, None)
+        module = {**names, "__name__": file}
+        exec(compile(source, file, "exec"), module)
+        return module
 
     def generated(self, fn: Any, *inputs: Any) -> Any:
         "Runner.call, with the objects that it owns."
@@ -1346,12 +1292,7 @@ class DirectTest(TestCase):
         (runner,) = re.findall(
             r"^class Runner:$.*?(?=^runner = )", graph.source, re.M | re.S
         )
-        source, name = "\n".join([*owned, runner]), f"<{self.id()} {fn.__name__}>"
-        linecache.cache[name] = len(source), None, source.splitlines(True), name
-        self.addCleanup(linecache.cache.pop, name, None)
-        module = {**vars(deliver), "__name__": name}
-        exec(compile(source, name, "exec"), module)
-        return module["Runner"].call
+        return self.executed("\n".join([*owned, runner]), vars(deliver))["Runner"].call
 
     def test_orders_of_generated_code(self):
         def small(x, s, v):

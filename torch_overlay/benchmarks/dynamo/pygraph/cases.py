@@ -150,7 +150,7 @@ SUITES = {
         optimizer=True,
         dropout=True,
         solo=(),
-        cold=(),
+        cold=False,
         profile=False,
         must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
     ),

@@ -49,8 +49,9 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 class Fingerprint:
     """
     bits: int64 [chunks], sums of the elements' bits as integers.
-    total, norm: float64 [chunks], sums, and L1 norms and the above; None where dtype has
-        no TOLERANCE.
+    total: float64 [chunks], sums of the elements; None where dtype has no TOLERANCE.
+    norm: float64 [chunks], what TOLERANCE is a fraction of: L1 norms, and the root of the
+        number of elements times the median of the chunks' mean magnitudes.
     """
 
     bits: torch.Tensor

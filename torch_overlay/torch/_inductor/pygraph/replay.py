@@ -222,9 +222,10 @@ def compiled_replay(
     owner: object,
 ) -> ModelType:
     """
-    The same as one call of native.compiled. Unlike steady_replay it sees to the thread itself, whose containers have to be ``owner``,
-    and to captures of the program. Calls ``general`` too where an input lies in the
-    graphs' pool, and where a node refused, to find out what to do about it.
+    The same as one call of native.compiled. Unlike steady_replay it sees to the thread
+    itself, whose containers have to be ``owner``, to captures of the program, and to the
+    lock. Calls ``general`` too where an input lies in the graphs' pool, where another
+    thread has the lock, and where a node refused, to find out what to do about it.
 
     Of the nodes of a function on one path it has to be the first; see Function.may_run.
     """

@@ -13,7 +13,6 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 3. Otherwise one call records, and the next ones are timed as replays.
 4. The graph stays if it is faster by more than the noise. If not, it is timed once more,
    since what else the machine did meanwhile would count against it, and then dropped.
-
 5. A graph many of whose nodes are set in each call is recorded once more, to set them
    itself (prelude.py), and timed as that too.
 
@@ -100,9 +99,8 @@ DEVICE_SAMPLES = 3
 CYCLES_PER_US = 2000
 MAX_DELAY_US = 10_000.0
 
-# Calls that record do not count: a function that is called with several sets of weights, or
-# after several others, is recorded for each. But one that is recorded more often than that
-# pays for it.
+# Calls that record do not count, up to so many: a function that is called with several sets
+# of weights, or after several others, is recorded for each, but not for ever.
 MAX_RECORDING_CALLS = 200
 
 # For how many calls a graph that lost is kept, if its outputs are.
@@ -123,7 +121,7 @@ MAX_TIMES_ON_PATH = 16
 MARGIN = 0.98
 CONFIDENCE = 2.0
 
-# What the program may gain or lose by a function, of the time that the function takes.
+# The most that the program can gain or lose by a function, in times of the function's own.
 MAX_DIFFERENCE = 10
 
 # Ways to bind external inputs by address. TABLE is only forced.
@@ -148,7 +146,7 @@ class Function:
         is_backward: those are gradients
         outputs_outlive: set for good when gradients were held beyond their step
         is_outdated: it was recorded before that
-        recordings: how often it was recorded
+        recordings: how often its capture began
         is_capturable: cleared for good when a capture failed
         reselect: called when the graph that was selected cannot be bound any more
         alignment: of the external inputs' addresses in bytes, the least seen

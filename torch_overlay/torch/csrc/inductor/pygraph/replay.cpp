@@ -119,6 +119,22 @@ c10::SmallVector<uint64_t, 32> as_words(PyObject* values) {
   return words;
 }
 
+Ref as_list(const uint64_t* words, size_t count) {
+  Ref list = checked(PyList_New(static_cast<Py_ssize_t>(count)));
+  for (size_t i = 0; i < count; ++i) {
+    Ref word = checked(PyLong_FromUnsignedLongLong(words[i]));
+    PyList_SET_ITEM(list.get(), i, word.release());
+  }
+  return list;
+}
+
+void check_no_arguments(size_t nargs, PyObject* kwnames) {
+  if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
+    PyErr_SetString(PyExc_TypeError, "it takes no arguments");
+    throw Error();
+  }
+}
+
 // A member of the tuple that describes something.
 PyObject* field(PyObject* description, Py_ssize_t i) {
   PyObject* value = PyTuple_Check(description)
@@ -409,10 +425,7 @@ struct Allocator {
       size_t nargs,
       PyObject* kwnames) {
     return guarded([&]() -> PyObject* {
-      if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
-        PyErr_SetString(PyExc_TypeError, "an allocator takes no arguments");
-        return nullptr;
-      }
+      check_no_arguments(nargs, kwnames);
       return THPVariable_Wrap(Boxed<Allocator>::of(self).allocate());
     });
   }
@@ -838,20 +851,10 @@ struct Words {
       size_t nargs,
       PyObject* kwnames) {
     return guarded([&]() -> PyObject* {
-      if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
-        PyErr_SetString(PyExc_TypeError, "words take no arguments");
-        return nullptr;
-      }
+      check_no_arguments(nargs, kwnames);
       c10::SmallVector<uint64_t, 32> words;
       Boxed<Words>::of(self).append_to(words);
-      Ref list = checked(PyList_New(words.size()));
-      for (size_t i = 0; i < words.size(); ++i) {
-        PyList_SET_ITEM(
-            list.get(),
-            i,
-            checked(PyLong_FromUnsignedLongLong(words[i])).release());
-      }
-      return list.release();
+      return as_list(words.data(), words.size()).release();
     });
   }
 
@@ -1286,13 +1289,7 @@ struct Replay {
       }
       return;
     }
-    Ref list = checked(PyList_New(pointers.size()));
-    for (size_t i = 0; i < pointers.size(); ++i) {
-      PyList_SET_ITEM(
-          list.get(),
-          i,
-          checked(PyLong_FromUnsignedLongLong(pointers[i])).release());
-    }
+    Ref list = as_list(pointers.data(), pointers.size());
     Ref held = attribute(binding.get(), names.pointers);
     int equal = PyObject_RichCompareBool(list.get(), held.get(), Py_EQ);
     if (equal < 0) {
