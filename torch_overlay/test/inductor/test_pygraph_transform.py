@@ -87,6 +87,20 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty(x.shape[1:], dtype=x.dtype)
 
 
+@torch.library.custom_op(
+    "test_pygraph_transform::pair",
+    mutates_args=(),
+    tags=(torch._C.Tag.cudagraph_unsafe,),
+)
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + 1, x - 1
+
+
+@pair.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
 ops = torch.ops.test_pygraph_transform
 
 
@@ -134,6 +148,13 @@ def long_chain(x, a, b):
     y = (x * a).sum(0).cpu()
     z = x * (y.sum() * b)
     return z.sum().cpu() + a, z
+
+
+def values_around_a_copy(x, s):
+    x = x[..., torch.arange(4)]
+    y = (x * x).to("cpu")[0][0]
+    z = x / (s.abs() + 1)
+    return z.sum(-1), (y > y).cuda()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,7 +293,7 @@ PROGRAMS = {
     ),
     "copy_of_transposed": Program(
         transposed,
-        lambda: (cuda(32, 16), cpu(16, 32)),
+        lambda: (cuda(64, 16), cpu(16, 64)),
         staged=1,
     ),
     "copy_returned": Program(
@@ -304,6 +325,17 @@ PROGRAMS = {
     ),
     "long_chain": Program(
         long_chain, lambda: (cuda(8, 8), cpu(), cpu()), partitions=2, delivered=2
+    ),
+    "values_around_a_copy": Program(
+        values_around_a_copy,
+        lambda: (cuda(3, 4), cpu()),
+        partitions=2,
+        delivered=2,
+    ),
+    "custom_op_with_two_results": Program(
+        lambda x: tuple(y.sin() for y in ops.pair(x.cos())),
+        lambda: (cuda(8, 8),),
+        partitions=2,
     ),
     "custom_op_on_both": Program(
         lambda x, s: ops.on_both(x.sin(), s) + s,
@@ -425,6 +457,18 @@ class GeneratedCodeTest(TestCase):
             )
             self.assertEqual(copies, inputs)
 
+    def test_elements_of_a_result_stay_with_it(self):
+        "A graph is given tensors, and no lists, in whatever order nodes are."
+        for program in "values_around_a_copy", "custom_op_with_two_results":
+            (graph,) = compile_for_h200(
+                PROGRAMS[program],
+                **{"triton.reorder_for_reducing_graph_partitions": False},
+            )
+            lists = re.findall(r"(buf\d+) = (?:deliver_\w+\.launch|torch\.ops\.)", graph.source)
+            self.assertTrue(lists)
+            for args in re.findall(r"partition\d+_args = \[(.*)\]", graph.source):
+                self.assertTrue({*lists}.isdisjoint(re.findall(r"\w+", args)), args)
+
     def test_one_launch_for_each_time(self):
         program = PROGRAMS["long_chain"]
         (graph,) = compile_for_h200(program)
@@ -469,7 +513,7 @@ class GeneratedCodeTest(TestCase):
                 s.to("cuda"),
                 v.to("cuda").index_put((x.argmax(),), s),
             ),
-            lambda: (cuda(256), cpu(256), cpu()),
+            lambda: (cuda(1024), cpu(1024), cpu()),
         )
         (graph,) = compile_for_h200(program)
         kept = re.findall(r"(buf\d+) = (?:deliver|stage)_buf", graph.source)
@@ -567,7 +611,7 @@ class GeneratedCodeTest(TestCase):
 
         reset_report()
         self.addCleanup(reset_report)
-        inputs = lambda: (cuda(8), cpu(), cpu(8), cpu(8, 64), cpu(big))  # noqa: E731
+        inputs = lambda: (cuda(8), cpu(), cpu(8), cpu(8, 128), cpu(big))  # noqa: E731
         compile_for_h200(Program(fn, inputs))
         (graph,) = report().graphs
         first = fn.__code__.co_firstlineno
@@ -576,7 +620,7 @@ class GeneratedCodeTest(TestCase):
         expected = {
             ("delivered", "float32[]", at[1]),
             ("made on the GPU", "int64[8]", at[2]),
-            ("staged", "float32[8, 64]", at[3]),
+            ("staged", "float32[8, 128]", at[3]),
             ("uploaded", f"float32[{big}]", at[4]),
         }
         self.assertEqual(found, expected)
@@ -673,13 +717,15 @@ class ModelledDriver:
 
     def cuLaunchKernel(self, sizes, *args):
         *grid_and_block, shared, stream, parameters, extra = args
-        if grid_and_block != [1] * 6 or (shared, extra) != (0, 0):
+        nbytes = deliver.offsets(sizes, deliver.PIECE_BYTES)[-1]
+        threads = nbytes // deliver.PIECE_BYTES
+        expected = [1, 1, 1, threads, 1, 1]
+        if grid_and_block != expected or (shared, extra) != (0, 0):
             raise AssertionError(f"launched as {args}")
         if stream != self.stream:
             raise AssertionError("on another stream")
         pointers = ctypes.cast(parameters, ctypes.POINTER(ctypes.c_void_p))
         (destination,) = ctypes.cast(pointers[0], ctypes.POINTER(ctypes.c_void_p))[:1]
-        nbytes = deliver.offsets(sizes, deliver.PIECE_BYTES)[-1]
         words = ctypes.string_at(pointers[1], nbytes)
         if self.captured is not None:
             self.captured.append((sizes, destination, words))
@@ -690,12 +736,15 @@ class ModelledDriver:
     def run(self, sizes, destination, words):
         self.launches += 1
         source = ctypes.create_string_buffer(bytes(words))
-        copies = re.findall(
-            r"\[words\+(\d+)\];\s*st.global.v2.u64 \[%to\+(\d+)\]", deliver.ptx(sizes)
+        gaps = re.findall(
+            r"setp.ge.u32 %behind, %piece, (\d+);\s*@%behind add.s64 %to, %to, (\d+);",
+            deliver.ptx(sizes),
         )
-        for start, offset in copies:
-            address = ctypes.addressof(source) + int(start)
-            ctypes.memmove(destination + int(offset), address, 16)
+        for start in range(0, len(words), deliver.PIECE_BYTES):
+            piece = start // deliver.PIECE_BYTES
+            offset = start + sum(int(gap) for first, gap in gaps if piece >= int(first))
+            address = ctypes.addressof(source) + start
+            ctypes.memmove(destination + offset, address, deliver.PIECE_BYTES)
 
     def patches(self):
         return (
@@ -1170,7 +1219,7 @@ class DeliverTest(TestCase):
         ptxas = Path(triton.__file__).parent / "backends/nvidia/bin/ptxas"
         if not ptxas.exists():
             self.skipTest("this Triton comes without ptxas")
-        for sizes in (1,), (8, 24, 512), (16,) * 255:
+        for sizes in (1,), (8, 24, 2048), (16,) * 255:
             self.assertLessEqual(
                 deliver.offsets(sizes, deliver.PIECE_BYTES)[-1],
                 deliver.MAX_DELIVERED_BYTES,

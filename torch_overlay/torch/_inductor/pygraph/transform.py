@@ -53,20 +53,20 @@ from torch.utils._sympy.symbol import symbol_is_type, SymT
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     import sympy
 
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
-    from torch._inductor.scheduler import BaseSchedulerNode
+    from torch._inductor.scheduler import BaseSchedulerNode, SchedulerBuffer
 
 
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# What is delivered. A kernel's parameters are copied several times on their way, so that
-# for more than this a copy engine is the better choice.
-MAX_SMALL_BYTES = 512
+# What is delivered, half of what one launch can take: to store as many bytes of its
+# parameters takes a kernel less time than a copy engine takes to start.
+MAX_SMALL_BYTES = 2048
 
 # What is staged: memory of this size stays allocated on either side, and the comparison
 # takes the host as long as launching a few kernels does. Larger tensors are uploaded.
@@ -646,19 +646,13 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     CPU and GPU: that it is one. A GPU node can not be if what it reads is on the CPU or
     only known to the host, or if it gives a CPU tensor, which it has to wait for.
     """
-    if is_host_copy(node.node):
+    if isinstance(node.node, (Pack, HostCopy)):
         return BRINGS_CPU_VALUES
     if not node.is_gpu():
         # What other nodes on the CPU do, upstream says.
         return COPIES_TO_CPU if isinstance(node.node, ir.DeviceCopy) else None
     ir_node = node.node
-    if isinstance(ir_node, ir.MultiOutput):
-        # The element of a result stays with what gives it.
-        ir_node = ir_node.inputs[0]
-        reads = ir_node.get_reads()
-    else:
-        reads = node.read_writes.reads
-    for dep in reads:
+    for dep in node.read_writes.reads:
         if isinstance(dep, WeakDep):
             continue
         buffer = V.graph.try_get_buffer(dep.name)
@@ -690,7 +684,31 @@ def is_float(symbol: sympy.Symbol) -> bool:
     return symbol_is_type(symbol, (SymT.FLOAT, SymT.UNBACKED_FLOAT))
 
 
-def is_host_copy(node: Any) -> bool:
-    if isinstance(node, ir.MultiOutput):
-        node = node.inputs[0]
-    return isinstance(node, (Pack, HostCopy))
+def operator_of(
+    node: BaseSchedulerNode, name_to_buf: Mapping[str, SchedulerBuffer]
+) -> BaseSchedulerNode | None:
+    """What gives the result that this node takes an element of, if it does."""
+    if not isinstance(node.node, ir.MultiOutput):
+        return None
+    return name_to_buf[node.node.inputs[0].get_name()].defining_op
+
+
+def results_in_one_place(
+    nodes: list[BaseSchedulerNode], name_to_buf: Mapping[str, SchedulerBuffer]
+) -> list[BaseSchedulerNode]:
+    """
+    In an order in which elements of results are taken right behind their operators: the
+    list that an operator gives can not be handed to a graph.
+    """
+    # By operator; an element may itself be a list.
+    elements: dict[BaseSchedulerNode, list[BaseSchedulerNode]] = {n: [] for n in nodes}
+    others = []
+    for node in nodes:
+        elements.get(operator_of(node, name_to_buf), others).append(node)
+
+    def with_elements(node: BaseSchedulerNode) -> Iterator[BaseSchedulerNode]:
+        yield node
+        for element in elements[node]:
+            yield from with_elements(element)
+
+    return [each for node in others for each in with_elements(node)]
