@@ -21,6 +21,7 @@ from torch._inductor.pygraph.allocation import (
     PlacedAllocations,
     with_allocator,
 )
+from torch._inductor.pygraph.placeholder import storage_extent
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.utils._ordered_set import OrderedSet
@@ -182,6 +183,23 @@ def call(args):
             trace.of([t, other]), {1: Allocation((4,), (1,), torch.float32)}
         )
 
+    def test_output_in_memory_that_is_used_again(self):
+        "Each call allocates what it returns, not what the buffer was first."
+        trace = AllocationTrace()
+        t = trace((4, 2), (2, 1), torch.float32)
+        for output in (
+            t.as_strided((2, 4), (1, 2)),
+            t.view(8),
+            t.view(torch.int32),
+            t.view(torch.bfloat16),
+        ):
+            found = Allocation(tuple(output.shape), output.stride(), output.dtype)
+            self.assertEqual(trace.of([output]), {0: found})
+            self.assertEqual(trace.of([t[1:], output, t[0]]), {0: found})
+        plain = Allocation((4, 2), (2, 1), torch.float32)
+        for part in t[1:], t[:1], t.as_strided((4, 4), (1, 1)):
+            self.assertEqual(trace.of([part]), {0: plain})
+
     def test_what_operators_allocated(self):
         trace = AllocationTrace()
         own = trace((4,), (1,), torch.float32)
@@ -244,7 +262,7 @@ def call(args):
 
         with mock.patch.object(allocation, "tensor_at", tensor_at):
             allocate = PlacedAllocations(
-                {n: (a, 1000 + n) for n, a in placed.items()}, 0
+                {n: (storage_extent(memory[1000 + n]), 1000 + n) for n in placed}, 0
             )
             outputs = with_allocator(self.call, allocate)([self.x])
         self.assertEqual(outputs, self.call([self.x]))
@@ -256,7 +274,7 @@ def call(args):
         self.assertEqual(outputs[2].data_ptr(), memory[1003][4:].data_ptr())
 
     def test_other_allocation_than_expected(self):
-        other = Allocation((4, 2), (1, 4), torch.float32)
+        other = Allocation((4, 3), (3, 1), torch.float32)
         outputs, memory = self.placed({1: other})
         self.assertNotEqual(outputs[0].data_ptr(), memory[1001].data_ptr())
 

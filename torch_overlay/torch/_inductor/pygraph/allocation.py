@@ -22,10 +22,9 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.placeholder import tensor_at
+from torch._inductor.pygraph.placeholder import storage_extent, tensor_at
 from torch._inductor.pygraph.proof import as_bytes, mark_unwritten
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -43,6 +42,10 @@ class Allocation(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+
+    def like(self) -> torch.Tensor:
+        size, stride, dtype = self
+        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
 
     def allocator(self, device_index: int) -> Callable[[], torch.Tensor]:
         if native.compiled is not None:
@@ -101,13 +104,20 @@ class AllocationTrace:
         return StorageWeakRef(t.untyped_storage()) in self.ordinals
 
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
-        """The allocations that outputs lie in, by their place in the order."""
-        found = OrderedSet(
-            self.ordinals[StorageWeakRef(t.untyped_storage())]
-            for t in outputs
-            if isinstance(t, torch.Tensor) and t.numel() > 0 and self.holds(t)
-        )
-        return {n: self.allocations[n] for n in sorted(found)}
+        """
+        The allocations that outputs lie in, by their place in the order. One that an output
+        fills is described as that output: memory that is used again is often returned in
+        another shape than it was allocated in.
+        """
+        found = {}
+        for t in outputs:
+            if isinstance(t, torch.Tensor) and t.numel() > 0 and self.holds(t):
+                n = self.ordinals[StorageWeakRef(t.untyped_storage())]
+                found.setdefault(n, self.allocations[n])
+                nbytes = storage_extent(found[n].like())
+                if t.storage_offset() == 0 and storage_extent(t) == nbytes:
+                    found[n] = Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+        return dict(sorted(found.items()))
 
     def others(
         self,
@@ -142,11 +152,11 @@ class PlacedAllocations:
     Allocates as the wrapper does, except for some, which are put at given addresses.
 
     Args:
-        placed: (what is expected, address) by place in the order of allocations
+        placed: (size in bytes, address) by place in the order of allocations
     """
 
     def __init__(
-        self, placed: Mapping[int, tuple[Allocation, int]], device_index: int
+        self, placed: Mapping[int, tuple[int, int]], device_index: int
     ) -> None:
         self.placed = placed
         self.device_index = device_index
@@ -157,9 +167,10 @@ class PlacedAllocations:
     ) -> torch.Tensor:
         expected, address = self.placed.get(self.count, (None, 0))
         self.count += 1
-        if expected is None or expected != (tuple(size), tuple(stride), dtype):
+        like = Allocation(tuple(size), tuple(stride), dtype).like()
+        if expected != storage_extent(like):
             return empty_strided_cuda(size, stride, dtype)
-        return _placed(expected, address, self.device_index)
+        return tensor_at(address, like, self.device_index)
 
 
 class Copied:
@@ -183,7 +194,7 @@ class Copied:
         self.model = model
         self.device_index = device_index
         self.copies = {
-            i: _placed(allocation, address, device_index)
+            i: tensor_at(address, allocation.like(), device_index)
             for i, (allocation, address) in placed.items()
         }
         self.sources: list[torch.Tensor] = []
@@ -208,11 +219,3 @@ def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
     dtype = torch.int32 if to.nbytes % 4 == 0 else torch.uint8
     words = as_bytes(source).view(dtype)
     torch.bitwise_or(words, 0, out=as_bytes(to).view(dtype))
-
-
-def _placed(
-    allocation: Allocation, address: int, device_index: int
-) -> torch.Tensor:
-    size, stride, dtype = allocation
-    like = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-    return tensor_at(address, like, device_index)

@@ -50,6 +50,7 @@ PIECE_BYTES = 16
 # Of all the values of one launch, in pieces. A kernel's parameters take 4096 bytes.
 MAX_DELIVERED_BYTES = 4096 - PIECE_BYTES
 
+# A thread for each piece.
 _PTX = """
 .version 7.0
 .target sm_52
@@ -60,10 +61,19 @@ _PTX = """
     .param .align 16 .b8 words[{nbytes}]
 )
 {{
-    .reg .b64 %to, %low, %high;
+    .reg .pred %behind;
+    .reg .b32 %piece;
+    .reg .b64 %offset, %from, %to, %low, %high;
+    mov.u32 %piece, %tid.x;
+    mul.wide.u32 %offset, %piece, {piece_bytes};
+    mov.b64 %from, words;
+    add.s64 %from, %from, %offset;
+    ld.param.v2.u64 {{%low, %high}}, [%from];
     ld.param.u64 %to, [destination];
     cvta.to.global.u64 %to, %to;
-{copies}
+    add.s64 %to, %to, %offset;
+{gaps}
+    st.global.v2.u64 [%to], {{%low, %high}};
     ret;
 }}
 """
@@ -85,16 +95,18 @@ def ptx(sizes: Sequence[int]) -> str:
     whole pieces, and stores them MAX_ALIGNMENT apart: a graph that had one less aligned
     input would accept that of all.
     """
-    copies = []
     *starts, _ = offsets(sizes, MAX_ALIGNMENT)
     *pieces, nbytes = offsets(sizes, PIECE_BYTES)
-    for size, start, piece in zip(sizes, starts, pieces):
-        for i in range(0, size, PIECE_BYTES):
-            copies += (
-                f"    ld.param.v2.u64 {{%low, %high}}, [words+{piece + i}];",
-                f"    st.global.v2.u64 [%to+{start + i}], {{%low, %high}};",
+    gaps = []
+    apart = 0
+    for start, piece in zip(starts, pieces):
+        if start - piece > apart:
+            gaps += (
+                f"    setp.ge.u32 %behind, %piece, {piece // PIECE_BYTES};",
+                f"    @%behind add.s64 %to, %to, {start - piece - apart};",
             )
-    return _PTX.format(nbytes=nbytes, copies="\n".join(copies))
+            apart = start - piece
+    return _PTX.format(nbytes=nbytes, piece_bytes=PIECE_BYTES, gaps="\n".join(gaps))
 
 
 @functools.cache
@@ -208,6 +220,7 @@ class _Target:
         ]
         self.packed = packed
         self.kernel = _kernel(tuple(sizes))
+        self.threads = offsets(sizes, PIECE_BYTES)[-1] // PIECE_BYTES
         self.destination = ctypes.c_uint64(self.buffer.data_ptr())
         self.parameters = (ctypes.c_void_p * 2)(
             ctypes.addressof(self.destination), packed.address
@@ -220,7 +233,7 @@ class _Target:
             check(
                 bindings().cuLaunchKernel(
                     self.kernel,
-                    *(1, 1, 1, 1, 1, 1, 0),
+                    *(1, 1, 1, self.threads, 1, 1, 0),
                     stream,
                     self.parameters_address,
                     0,

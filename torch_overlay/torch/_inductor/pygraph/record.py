@@ -512,7 +512,7 @@ class BoundGraphNode(CopyGraphNode):
         outputs = placeholders[len(requests) - len(owned) :]
         addresses = [placeholder.address for placeholder in outputs]
         self.placed_allocations = {
-            n: (allocation, address)
+            n: (storage_extent(allocation.like()), address)
             for (n, allocation), address in zip(allocations.items(), addresses)
         }
         self.placed_copies = {
@@ -756,6 +756,9 @@ class BoundGraphNode(CopyGraphNode):
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
         self.is_steady = is_steady(self)
+        if not self.is_steady:
+            # Trees replay it, slower.
+            counters["pygraph"]["unsteady_recordings"] += 1
 
     def remove_node_cached_tensors(self) -> None:
         super().remove_node_cached_tensors()
