@@ -404,6 +404,19 @@ class OutputTest(PyGraphTestCase):
         self.assertEqual(counters["pygraph"]["bound_outputs"], 3)
         self.assertBound()
 
+    def test_in_memory_that_is_used_again(self):
+        "Allocated in another shape than it is returned in; compiled code replays that too."
+        conv = torch.nn.Conv2d(64, 64, 3, padding=1).to(DEVICE)
+        linear = torch.nn.Linear(64, 64).to(DEVICE)
+        for fn, size in (
+            (lambda x: conv(x).relu(), (2, 64, 8, 8)),
+            (lambda x: F.layer_norm(linear(x) + x, (64,)), (4, 8, 64)),
+        ):
+            self.check_kept(fn, lambda: (randn(*size),))
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 2)
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+        self.assertBound(functions=2)
+
     def test_allocated_by_a_convolution(self):
         "In another order than the input's, and replayed by compiled code."
         module = torch.nn.Conv2d(8, 16, 3, bias=False).to(DEVICE)
