@@ -455,6 +455,7 @@ class SelectionTest(SelectTestCase):
         is_forced: bool = False,
     ) -> Selection:
         self.function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        self.function.id = "id"
         self.deployed: list[Callable] = []
         self.forgotten: list[Any] = []
         self.uncaptured = self.candidate("uncaptured", *uncaptured)
@@ -492,7 +493,6 @@ class SelectionTest(SelectTestCase):
         selection = self.selection()
         # The first call compiles, and the last decides.
         self.assertEqual(self.call(selection, 1 + TIMED), ["uncaptured"] * (1 + TIMED))
-        self.assertTrue(selection.uncaptured_samples.complete)
         self.assertEqual(self.simulation.cleared, 0)
         self.assertEqual(self.call(selection), ["record"])
         self.assertEqual(self.simulation.cleared, 1)
@@ -635,6 +635,30 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.function.report.choice, NODE_UPDATE)
         self.assertIn("a node refused", self.function.report.reason)
 
+    def test_recording_with_prelude_raises(self):
+        "The graph that was there already stays, and what it was called."
+        selection = self.selection(graph=(40, 30))
+        recorded = selection.record
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            self.function.report.updated_nodes = select.PRELUDE_FROM_NODES
+            self.function.id = f"id of {self.function.binding}"
+            if self.function.binding == PRELUDE:
+                raise torch.OutOfMemoryError("out of memory")
+            return recorded(inputs)
+
+        selection.record = record
+        self.call(selection, 1 + TIMED + 1 + TIMED)
+        with self.assertRaises(torch.OutOfMemoryError):
+            self.call(selection)
+        self.assertEqual(self.call(selection, 4), ["replay", "forget"] + ["replay"] * 3)
+        self.assertEqual(self.forgotten, ["id of prelude"])
+        self.assertEqual(self.deployed, [self.replay])
+        entry, function = self.function.report, self.function
+        self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE})
+        found = (entry.choice, function.binding, function.id)
+        self.assertEqual(found, (NODE_UPDATE, NODE_UPDATE, "id of node_update"))
+
     def test_prelude_of_few_nodes_or_of_a_forward(self):
         for mode, nodes in (("inference", 0), ("forward", 1)):
             selection = self.selection(graph=(40, 30))
@@ -709,7 +733,6 @@ class SelectionTest(SelectTestCase):
     def test_other_thread(self):
         selection = self.selection()
         ran = self.call(selection, 3)
-        step, samples = selection.step, len(selection.uncaptured_samples.host)
         errors = []
 
         def work() -> None:
@@ -725,8 +748,31 @@ class SelectionTest(SelectTestCase):
         thread.join()
         self.assertEqual(errors, [])
         self.assertEqual(ran, ["uncaptured"] * 53)
-        self.assertEqual(selection.step, step)
-        self.assertEqual(len(selection.uncaptured_samples.host), samples)
+        # None of them was a step, or was timed.
+        self.assertEqual(self.call(selection, TIMED - 2), ["uncaptured"] * (TIMED - 2))
+        self.assertEqual(self.call(selection), ["record"])
+
+    def test_two_threads_at_once(self):
+        "As backwards run, one on the CPU and one on the device."
+        containers = trees.thread_containers()
+        outputs: list[Any] = []
+
+        def work() -> None:
+            outputs.append(selection([torch.tensor(1.0)]))
+
+        thread = threading.Thread(target=work)
+
+        def forget() -> bool:
+            thread.start()
+            thread.join(0.1)
+            return True
+
+        selection = self.selection(graph=(110, 10), forget=forget)
+        with mock.patch.object(select, "thread_containers", lambda: containers):
+            self.call(selection, 1 + TIMED + 1 + 2 * TIMED + 2)
+            thread.join()
+        self.assertEqual(outputs, [[torch.tensor(2.0)]])
+        self.assertEqual(self.deployed, [self.uncaptured])
 
     def test_inside_of_a_capture(self):
         "The program captures a graph of its own."
