@@ -1197,15 +1197,12 @@ class FunctionTest(SelectTestCase):
         self.manager = mock.Mock(current_node=node, in_recording=False, in_warmup=False)
         self.manager.can_start_new_generation.return_value = new_generation
         self.manager.configure_mock(**states)
-        with mock.patch.object(record, "keep_last_generation") as self.keep:
-            return self.function.may_run(self.manager, [])
+        return self.function.may_run(self.manager)
 
     def test_may_run(self):
         self.assertTrue(self.may_run())
-        self.keep.assert_not_called()
         for state in ("in_recording", "in_warmup"):
             self.assertTrue(self.may_run(**{state: True}))
-            self.keep.assert_called_once_with(self.manager, [])
 
     def test_activations_that_are_kept(self):
         "The path that left them goes on, and no function runs over its own."
@@ -1288,27 +1285,6 @@ class InputsTest(TestCase):
         for name in ("argmax", "argmin_1", "argsort"):
             info = PlaceholderInfo(name, None, [], None)
             self.assertTrue(record.is_saved_activation(info), name)
-
-    def test_keep_last_generation(self):
-        pooled, other = torch.arange(12.0).view(3, 4), torch.zeros(4)
-        manager = mock.Mock()
-        address = pooled.untyped_storage().data_ptr()
-        manager.current_node._is_cuda_graph_recorded_tensor = (
-            lambda t: t.untyped_storage().data_ptr() == address
-        )
-        view = pooled.t()[1:]
-        inputs = [other, view, 7]
-        manager.can_start_new_generation.return_value = False
-        record.keep_last_generation(manager, inputs)
-        self.assertIs(inputs[1], view)
-        manager.can_start_new_generation.return_value = True
-        record.keep_last_generation(manager, inputs)
-        self.assertIs(inputs[0], other)
-        self.assertEqual(inputs[2], 7)
-        copy = inputs[1]
-        self.assertEqual((copy, copy.stride()), (view, view.stride()))
-        pooled.zero_()
-        self.assertNotEqual(copy.sum().item(), 0)
 
 
 instantiate_parametrized_tests(InputsTest)

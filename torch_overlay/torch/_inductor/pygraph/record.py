@@ -116,21 +116,6 @@ def times_on_path(manager: CUDAGraphTreeManager, function: Function) -> int:
     return count
 
 
-def keep_last_generation(
-    manager: CUDAGraphTreeManager, inputs: list[InputType]
-) -> None:
-    """
-    Copies inputs that the end of a generation is about to take away: outputs of the
-    path that is being recorded, by a function that is not ours.
-    """
-    node = manager.current_node
-    if node is None or not manager.can_start_new_generation():
-        return
-    for i, t in enumerate(inputs):
-        if isinstance(t, torch.Tensor) and node._is_cuda_graph_recorded_tensor(t):
-            inputs[i] = clone_preserve_strides(t)
-
-
 class PoolRanges:
     """Address ranges of a memory pool's segments."""
 

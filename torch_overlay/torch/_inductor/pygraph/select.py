@@ -193,10 +193,10 @@ class Function:
         """
         return self.returned_output_idxs if self.outputs_outlive else OrderedSet()
 
-    def may_run(self, manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
+    def may_run(self, manager: CUDAGraphTreeManager) -> bool:
         """
-        Called before trees end a path. False if the function has to run uncaptured this
-        time; inputs that would be lost are replaced by copies.
+        Called before trees end a path, which takes its outputs away. False if the function
+        has to run uncaptured this time.
         """
         from torch._inductor.pygraph import record
 
@@ -227,8 +227,6 @@ class Function:
                 return False
             if may_end:
                 manager.update_generation()
-        if manager.in_recording or manager.in_warmup:
-            record.keep_last_generation(manager, inputs)
         return True
 
     def bind_as(self, choice: str) -> None:
