@@ -787,7 +787,8 @@ def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> N
 def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     """
     Drops the recordings of a function that is not going to be replayed, and what follows
-    them in the tree. The memory pool goes with the last recording.
+    them in the tree. The memory pool goes with the last recording, once the caching
+    allocator's cache is emptied.
 
     Returns False, and does nothing, while an output of a recording is alive.
     """
@@ -804,7 +805,6 @@ def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     drop(manager, function_id)
     if not any(manager.roots.values()):
         renew_pool(manager)
-    torch.cuda.empty_cache()
     return True
 
 
