@@ -339,12 +339,12 @@ def pinned_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 class Upload:
-    """Copies a CPU tensor to the GPU, contiguous, in every call."""
+    """Copies a contiguous CPU tensor to the GPU in every call."""
 
     def __init__(self, device_index: int) -> None:
         self.device = torch.device("cuda", device_index)
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def upload(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             # By the program itself: what it captures is up to it, as in eager mode.
             return value.to(self.device)
@@ -445,7 +445,7 @@ class Stage:
 
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index
-        self.upload = Upload(device_index)
+        self.device = torch.device("cuda", device_index)
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
         # What is compiled calls _stage where it takes more than to compare and to copy by
@@ -453,21 +453,24 @@ class Stage:
         self.stage: Callable[[torch.Tensor], torch.Tensor] = self._stage
         self.compiled: Any = None
         if native.compiled is not None:
-            functions = vars(torch._C)
-            self.compiled = native.compiled.Stage(self._stage, device_index, functions)
+            self.compiled = native.compiled.Stage(
+                self._stage,
+                device_index,
+                torch._C._cuda_isCurrentStreamCapturing,
+                torch._C._cuda_getCurrentRawStream,
+                torch._C._cuda_getDevice,
+            )
             self.stage = self.compiled
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        return self.stage(value)
 
     def _stage(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
-            return self.upload(value)
+            # As in Upload.
+            return value.to(self.device)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         key = (threading.get_ident(), stream)
         kept = self.kept.get(key)
         if kept is None:
-            kept = self.kept[key] = _Staged(value, self.upload.device)
+            kept = self.kept[key] = _Staged(value, self.device)
         if self.compiled is not None:
             used = self.compiled.take(*key)
             if used is not None:

@@ -165,10 +165,10 @@ def call(self, args):
                 return None
             packs.append((pack, [places[n] for n in values]))
         elif isinstance(statement, ast.Assign) and len(_names(statement)) == 3:
-            result, owner, value = _names(statement)
+            result, value, owner = _names(statement)
             stage = getattr(call.__globals__.get(owner), "stage", None)
             if (
-                not _is_code(statement, f"{result} = {owner}({value})")
+                not _is_code(statement, f"{result} = {owner}.stage({value})")
                 or owner in places
                 or result in places
                 or not isinstance(stage, native.compiled.Stage)

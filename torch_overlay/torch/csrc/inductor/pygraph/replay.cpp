@@ -166,6 +166,14 @@ const at::TensorBase& unpack(PyObject* object) {
   return reinterpret_cast<THPVariable*>(object)->cdata;
 }
 
+// A capture of the current stream is the program's own. `is_capturing` is
+// torch's function that tells.
+void check_not_captured(const Ref& is_capturing) {
+  if (checked(PyObject_CallNoArgs(is_capturing.get())).get() != Py_False) {
+    throw Unusual();
+  }
+}
+
 uint64_t address_of(PyObject* tensor) {
   return reinterpret_cast<uint64_t>(unpack(tensor).mutable_data_ptr());
 }
@@ -455,9 +463,6 @@ struct Names {
   PyObject* update;
   PyObject* is_profiler_enabled;
   PyObject* record_graph_execution;
-  PyObject* is_stream_capturing;
-  PyObject* current_raw_stream;
-  PyObject* current_device;
 } names;
 
 bool intern_names() {
@@ -479,9 +484,6 @@ bool intern_names() {
       {&names.update, "update"},
       {&names.is_profiler_enabled, "_is_profiler_enabled"},
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
-      {&names.is_stream_capturing, "_cuda_isCurrentStreamCapturing"},
-      {&names.current_raw_stream, "_cuda_getCurrentRawStream"},
-      {&names.current_device, "_cuda_getDevice"},
   };
   for (const auto& [name, text] : all) {
     *name = PyUnicode_InternFromString(text);
@@ -593,11 +595,11 @@ struct Pack {
 
 PyTypeObject StageType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// Stage(general, device_index, torch_c): Stage.__call__. A call compares, and
-// copies to the GPU what has changed, by way of the pinned memory that was
-// added for its thread and stream, while there is some left that is not read;
-// for the rest it calls `general`. `torch_c` is where torch's own functions of
-// the CUDA runtime are.
+// Stage(general, device_index, is_capturing, current_stream, current_device):
+// Stage.stage. A call compares, and copies to the GPU what has changed, by way
+// of the pinned memory that was added for its thread and stream, while there is
+// some left that is not read; for the rest it calls `general`. The last three
+// are torch's own functions of the CUDA runtime.
 struct Stage {
   using ThreadAndStream = std::pair<uint64_t, uint64_t>;
 
@@ -621,39 +623,30 @@ struct Stage {
   };
 
   Stage(PyObject* args, PyObject* /*kwargs*/) {
-    PyObject *function = nullptr, *index = nullptr, *functions = nullptr;
+    PyObject *function = nullptr, *index = nullptr, *captures = nullptr,
+             *stream = nullptr, *device = nullptr;
     if (!PyArg_ParseTuple(
             args,
-            "OO!O!",
+            "OO!OOO",
             &function,
             &PyLong_Type,
             &index,
-            &PyDict_Type,
-            &functions)) {
+            &captures,
+            &stream,
+            &device)) {
       throw Error();
     }
     general = Ref::share(function);
     device_index = Ref::share(index);
-    torch_c = Ref::share(functions);
+    is_capturing = Ref::share(captures);
+    current_stream = Ref::share(stream);
+    current_device = Ref::share(device);
   }
 
-  PyObject* function(PyObject* name) const {
-    PyObject* found = PyDict_GetItem(torch_c.get(), name);
-    if (found == nullptr) {
-      throw Unusual();
-    }
-    return found;
-  }
-
-  // The copy of a value, and Unusual in a capture, which is the program's own.
+  // The copy of a value, outside of captures.
   Ref operator()(PyObject* value) {
-    Ref is_capturing =
-        checked(PyObject_CallNoArgs(function(names.is_stream_capturing)));
-    if (is_capturing.get() != Py_False) {
-      throw Unusual();
-    }
-    Ref stream = checked(PyObject_CallOneArg(
-        function(names.current_raw_stream), device_index.get()));
+    Ref stream = checked(
+        PyObject_CallOneArg(current_stream.get(), device_index.get()));
     auto found =
         staged.find({PyThread_get_thread_ident(), as_word(stream.get())});
     if (found == staged.end() ||
@@ -677,7 +670,7 @@ struct Stage {
       return false;
     }
     // The context of a null stream is the current one.
-    Ref device = checked(PyObject_CallNoArgs(function(names.current_device)));
+    Ref device = checked(PyObject_CallNoArgs(current_device.get()));
     int is_current =
         PyObject_RichCompareBool(device.get(), device_index.get(), Py_EQ);
     if (is_current < 0) {
@@ -710,6 +703,7 @@ struct Stage {
     Stage& self = Boxed<Stage>::of(object);
     if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr) {
       try {
+        check_not_captured(self.is_capturing);
         return self(args[0]).release();
       } catch (const Error&) {
         return nullptr;
@@ -790,12 +784,17 @@ struct Stage {
   template <typename F>
   void visit(F&& f) {
     // Not what is staged, which is in no cycle, as in Pack.
-    f(general);
+    for (Ref* ref :
+         {&general, &is_capturing, &current_stream, &current_device}) {
+      f(*ref);
+    }
   }
 
   Ref general;
   Ref device_index;
-  Ref torch_c;
+  Ref is_capturing;
+  Ref current_stream;
+  Ref current_device;
   std::unordered_map<ThreadAndStream, Staged, Hash> staged;
 };
 
@@ -1080,6 +1079,7 @@ struct Replay {
       bool has_dropped = false;
       try {
         if (self.fits(args[0])) {
+          check_not_captured(self.is_capturing);
           return self.run(args[0], has_dropped);
         }
       } catch (const Error&) {
@@ -1107,8 +1107,9 @@ struct Replay {
            });
   }
 
-  // Of inputs that fit. Sets has_dropped once inputs are gone that the general
-  // path needs.
+  // Of inputs that fit, outside of captures: what the program captures must not
+  // depend on the pool's memory. Sets has_dropped once inputs are gone that the
+  // general path needs.
   PyObject* run(PyObject* inputs, bool& has_dropped) {
     check_thread();
     Held held(*this);
@@ -1203,8 +1204,7 @@ struct Replay {
   }
 
   // A graph is updated and launched by the thread that recorded it, and by
-  // autograd's on its behalf. One that the program itself captures right now
-  // must not depend on the pool's memory.
+  // autograd's on its behalf.
   void check_thread() const {
     Ref known(PyObject_GetAttr(local.get(), names.tree_manager_containers));
     if (!known) {
@@ -1212,9 +1212,6 @@ struct Replay {
       known = checked(PyObject_CallNoArgs(containers.get()));
     }
     if (known.get() != owner.get()) {
-      throw Unusual();
-    }
-    if (checked(PyObject_CallNoArgs(is_capturing.get())).get() != Py_False) {
       throw Unusual();
     }
   }
@@ -1556,6 +1553,8 @@ struct Direct {
   PyObject* replay(PyObject* const* args) {
     // Others may replace it while a stage lets them run.
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
+    // For the stages too.
+    check_not_captured(Boxed<Replay>::of(fn.get()).is_capturing);
     NoDynamo no_dynamo(set_eval_frame.get());
     c10::AutoGradMode no_grad(false);
     // Both may be done again by the slow way: it packs the same bytes to the
