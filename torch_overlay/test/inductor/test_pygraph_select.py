@@ -718,7 +718,6 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.function.report.choice, NO_GRAPH)
         self.assertIn("capture failed: reason", self.function.report.reason)
 
-    # The step is taken before it has succeeded.
     def test_recording_raises(self):
         "The program may free memory and call again."
         selection = self.selection()

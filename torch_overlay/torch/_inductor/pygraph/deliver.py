@@ -35,7 +35,11 @@ import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.binding import WORD_BYTES
 from torch._inductor.pygraph.driver import bindings, check, entry_point
-from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, Placeholder
+from torch._inductor.pygraph.placeholder import (
+    MAX_ALIGNMENT,
+    Placeholder,
+    round_up,
+)
 
 
 if TYPE_CHECKING:
@@ -67,10 +71,6 @@ _PTX = """
     ret;
 }}
 """
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 def offsets(sizes: Iterable[int], alignment: int) -> list[int]:

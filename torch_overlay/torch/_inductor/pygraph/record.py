@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import operator
 import re
 import threading
 import warnings
@@ -91,9 +92,7 @@ ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 
 
 def common_alignment(pointers: Sequence[int]) -> int:
-    combined = 0
-    for pointer in pointers:
-        combined |= pointer
+    combined = functools.reduce(operator.or_, pointers, 0)
     return next(a for a in ALIGNMENTS if combined % a == 0)
 
 
@@ -685,10 +684,7 @@ class BoundGraphNode(CopyGraphNode):
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
         if pointers != self.input_pointers:
-            combined = 0
-            for pointer in pointers:
-                combined |= pointer
-            if combined % self.alignment:
+            if functools.reduce(operator.or_, pointers, 0) % self.alignment:
                 status = CheckInvariantStatus.BoundInputAlignmentMismatch
                 return status, lambda: f"{status}"
             self.input_pointers = pointers
