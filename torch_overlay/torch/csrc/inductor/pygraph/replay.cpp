@@ -17,6 +17,7 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -106,16 +107,17 @@ void* as_address(PyObject* value) {
   return reinterpret_cast<void*>(as_word(value));
 }
 
-Ref sequence(PyObject* value) {
-  return checked(PySequence_Fast(value, "a sequence is needed"));
+template <typename F>
+void for_each(PyObject* values, F&& f) {
+  Ref items = checked(PySequence_Fast(values, "a sequence is needed"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+    f(PySequence_Fast_GET_ITEM(items.get(), i));
+  }
 }
 
 c10::SmallVector<uint64_t, 32> as_words(PyObject* values) {
-  Ref items = sequence(values);
   c10::SmallVector<uint64_t, 32> words;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-    words.push_back(as_word(PySequence_Fast_GET_ITEM(items.get(), i)));
-  }
+  for_each(values, [&](PyObject* word) { words.push_back(as_word(word)); });
   return words;
 }
 
@@ -274,9 +276,7 @@ struct Node {
     if (field(description, 4) != Py_None) {
       context = as_address(field(description, 4));
     }
-    Ref items = sequence(field(description, 5));
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* word = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(field(description, 5), [&](PyObject* word) {
       long long offset = PyLong_AsLongLong(field(word, 2));
       if (PyErr_Occurred()) {
         throw Error();
@@ -285,7 +285,7 @@ struct Node {
           {static_cast<uint64_t*>(as_address(field(word, 0))),
            as_word(field(word, 1)),
            static_cast<uint64_t>(offset)});
-    }
+    });
   }
 
   bool call() const {
@@ -318,16 +318,15 @@ struct Nodes {
     }
     auto words = as_words(held);
     pointers.assign(words.begin(), words.end());
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      nodes.emplace_back(PySequence_Fast_GET_ITEM(items.get(), i));
+    for_each(descriptions, [&](PyObject* item) {
+      nodes.emplace_back(item);
       for (const auto& word : nodes.back().words) {
         if (word.input >= pointers.size()) {
           PyErr_SetString(PyExc_IndexError, "a word of no input");
           throw Error();
         }
       }
-    }
+    });
     keep = Ref::share(owner);
   }
 
@@ -513,11 +512,9 @@ struct Pack {
     }
     general = Ref::share(function);
     num_words = count;
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* place = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(descriptions, [&](PyObject* place) {
       places.emplace_back(as_word(field(place, 0)), as_word(field(place, 1)));
-    }
+    });
   }
 
   const Memory* memory() const {
@@ -809,15 +806,13 @@ struct Words {
       throw Error();
     }
     general = Ref::share(function);
-    Ref items = sequence(list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* pack = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(list, [&](PyObject* pack) {
       if (!Py_IS_TYPE(pack, &PackType)) {
         PyErr_SetString(PyExc_TypeError, "a Pack is needed");
         throw Error();
       }
       packs.push_back(Ref::share(pack));
-    }
+    });
   }
 
   void append_to(c10::SmallVector<uint64_t, 32>& words) const {
@@ -909,23 +904,47 @@ struct Replay {
 
   Replay(PyObject* args, PyObject* kwargs) {
     static const char* keywords[] = {
-        "general",      "node",     "manager",    "executing",
-        "mark_step",    "tracker",  "pending",    "local",
-        "owner",        "containers", "is_capturing", "launch",
-        "binding",      "values",   "static",     "bound",
-        "parent",       "restore",  "function",   "live_outputs",
-        "alignment",    "pool",
-        "allocators",   "outputs",  "dropped",    "dead_before",
-        "dead_after",   "acquire",  "release",    nullptr};
+        "general",
+        "node",
+        "manager",
+        "executing",
+        "mark_step",
+        "tracker",
+        "pending",
+        "local",
+        "owner",
+        "containers",
+        "is_capturing",
+        "launch",
+        "binding",
+        "values",
+        "parent",
+        "restore",
+        "function",
+        "live_outputs",
+        "acquire",
+        "release",
+        "static",
+        "bound",
+        "alignment",
+        "pool",
+        "allocators",
+        "outputs",
+        "dropped",
+        "dead_before",
+        "dead_after",
+        nullptr};
+    auto owned = refs();
     PyObject *objects[20], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
                            *output_list = nullptr, *dropped_inputs = nullptr,
                            *before = nullptr, *after = nullptr;
+    static_assert(std::size(objects) == std::tuple_size_v<decltype(owned)>);
     unsigned long long needed_alignment = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOOOOOKOOOOOOOO",
+            "$OOOOOOOOOOOOOOOOOOOOOOKOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -941,54 +960,31 @@ struct Replay {
             &objects[11],
             &objects[12],
             &objects[13],
-            &static_inputs,
-            &bound_inputs,
             &objects[14],
             &objects[15],
             &objects[16],
             &objects[17],
+            &objects[18],
+            &objects[19],
+            &static_inputs,
+            &bound_inputs,
             &needed_alignment,
             &pool_bounds,
             &allocator_list,
             &output_list,
             &dropped_inputs,
             &before,
-            &after,
-            &objects[18],
-            &objects[19])) {
+            &after)) {
       throw Error();
     }
-    Ref* owned[] = {
-        &general,
-        &node,
-        &manager,
-        &executing,
-        &mark_step,
-        &tracker,
-        &pending,
-        &local,
-        &owner,
-        &containers,
-        &is_capturing,
-        &launch,
-        &binding,
-        &values,
-        &parent,
-        &restore,
-        &function,
-        &live_outputs,
-        &acquire,
-        &release};
-    for (size_t i = 0; i < std::size(owned); ++i) {
+    for (size_t i = 0; i < owned.size(); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
     alignment = needed_alignment;
-    Ref items = sequence(static_inputs);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* input = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(static_inputs, [&](PyObject* input) {
       statics.emplace_back(as_word(field(input, 0)), as_word(field(input, 1)));
       num_inputs = std::max(num_inputs, statics.back().first + 1);
-    }
+    });
     for (uint64_t i : as_words(bound_inputs)) {
       bound.push_back(i);
       num_inputs = std::max<size_t>(num_inputs, i + 1);
@@ -1001,21 +997,16 @@ struct Replay {
     dead_after = path_outputs(after);
     auto bounds = as_words(pool_bounds);
     pool.assign(bounds.begin(), bounds.end());
-    items = sequence(allocator_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      allocators.push_back(
-          Ref::share(PySequence_Fast_GET_ITEM(items.get(), i)));
-    }
-    items = sequence(output_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(allocator_list, [&](PyObject* allocate) {
+      allocators.push_back(Ref::share(allocate));
+    });
+    for_each(output_list, [&](PyObject* output) {
       PyObject* k = field(output, 0);
       if (k == Py_None) {
         // (None, None) is cached, (None, (constant,)) is not.
         PyObject* constant = field(output, 1);
         if (constant == Py_None) {
-          outputs.push_back(
-              {Output::CACHED, static_cast<size_t>(i), Ref()});
+          outputs.push_back({Output::CACHED, outputs.size(), Ref()});
         } else {
           outputs.push_back(
               {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
@@ -1027,19 +1018,17 @@ struct Replay {
           throw Error();
         }
       }
-    }
+    });
   }
 
   static std::vector<PathOutput> path_outputs(PyObject* descriptions) {
     std::vector<PathOutput> result;
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(descriptions, [&](PyObject* output) {
       result.push_back(
           {Ref::share(field(output, 0)),
            Ref::share(field(output, 1)),
            static_cast<Py_ssize_t>(as_word(field(output, 2)))});
-    }
+    });
     return result;
   }
 
@@ -1316,32 +1305,37 @@ struct Replay {
     set_attribute(manager.get(), names.current_gen, generation.get());
   }
 
+  // Arguments of the constructor, in their order.
+  std::array<Ref*, 20> refs() {
+    return {
+        &general,
+        &node,
+        &manager,
+        &executing,
+        &mark_step,
+        &tracker,
+        &pending,
+        &local,
+        &owner,
+        &containers,
+        &is_capturing,
+        &launch,
+        &binding,
+        &values,
+        &parent,
+        &restore,
+        &function,
+        &live_outputs,
+        &acquire,
+        &release};
+  }
+
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref :
-         {&general,
-          &node,
-          &manager,
-          &executing,
-          &mark_step,
-          &tracker,
-          &pending,
-          &local,
-          &owner,
-          &containers,
-          &is_capturing,
-          &launch,
-          &binding,
-          &values,
-          &parent,
-          &restore,
-          &function,
-          &live_outputs,
-          &acquire,
-          &release,
-          &last_seen}) {
+    for (Ref* ref : refs()) {
       f(*ref);
     }
+    f(last_seen);
     for (auto* of_path : {&dead_before, &dead_after, &live_of_last}) {
       for (PathOutput& output : *of_path) {
         f(output.weakrefs);
@@ -1463,9 +1457,7 @@ struct Direct {
     }
     num_outputs = num_partition_outputs;
     std::vector<Py_ssize_t> of_args;
-    Ref items = sequence(pack_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(pack_list, [&](PyObject* item) {
       packs.emplace_back(
           of_type(field(item, 0), PackType), std::vector<Py_ssize_t>());
       auto& values = packs.back().second;
@@ -1478,15 +1470,13 @@ struct Direct {
         throw Error();
       }
       of_args.insert(of_args.end(), values.begin(), values.end());
-    }
-    items = sequence(stage_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+    });
+    for_each(stage_list, [&](PyObject* item) {
       stages.emplace_back(
           of_type(field(item, 0), StageType),
           static_cast<Py_ssize_t>(as_word(field(item, 1))));
       of_args.push_back(stages.back().second);
-    }
+    });
     for (uint64_t i : as_words(input_list)) {
       inputs.push_back(static_cast<Py_ssize_t>(i));
     }
