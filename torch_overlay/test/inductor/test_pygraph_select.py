@@ -1117,6 +1117,21 @@ class DeployTest(DeployTestCase):
         self.assertEqual((self.recorded, self.deployed), ([], []))
         self.manager.set_to_running_backward.assert_not_called()
 
+    def test_backward_in_a_thread_that_trees_do_not_know(self):
+        "It has no manager."
+        self.deploy(is_backward=True, is_inference=False)
+
+        def manager(device_index):
+            self.assertIsNotNone(trees.thread_containers())
+            return self.manager
+
+        ran = []
+        with mock.patch.object(select, "get_manager", manager):
+            thread = threading.Thread(target=lambda: ran.extend(self.call(2)))
+            thread.start()
+            thread.join()
+        self.assertEqual(ran, ["uncaptured"] * 2)
+
     def test_other_thread_after_deployment(self):
         self.deploy(force=NODE_UPDATE)
         def call_in_other_thread() -> None:

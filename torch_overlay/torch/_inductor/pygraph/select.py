@@ -812,8 +812,9 @@ def deploy(
     if is_backward:
 
         def run_backward(inputs: list[InputType]) -> OutputType:
-            # See [Backward Generation Handling]
-            get_manager(device_index).set_to_running_backward()
+            # See [Backward Generation Handling]. Other threads have another manager or none.
+            if thread_containers() is owner:
+                get_manager(device_index).set_to_running_backward()
             return model(inputs)
 
         uncaptured = run_backward
