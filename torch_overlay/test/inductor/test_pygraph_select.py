@@ -599,6 +599,28 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
         self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
 
+    def test_prelude_that_wins_and_is_not_bound_later(self):
+        "What lost goes, though it is selected again."
+        selection = self.selection(graph=(40, 30), forget=lambda: False)
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            self.function.id = f"id of {self.function.binding}"
+            self.function.report.updated_nodes = select.PRELUDE_FROM_NODES
+            self.function.recordings += 1
+            # That of the prelude is faster.
+            outputs = self.candidate("record")(inputs)
+            us = 10 if self.function.binding == PRELUDE else 40
+            return self.candidate("replay", us, us / 2), outputs
+
+        selection.record = record
+        self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED + 1)
+        self.assertEqual(self.function.report.choice, PRELUDE)
+        self.assertEqual(self.call(selection), ["forget", "replay"])
+        self.function.unbind("it moved")
+        self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
+        self.assertEqual(self.forgotten, ["id of node_update"] * 2)
+        self.assertEqual(self.deployed, [selection])
+
     def test_prelude_that_is_not_recorded(self):
         "Though the calls that would have been its replays were fast."
 

@@ -14,9 +14,10 @@ in another order:
 - the generated code: see orders. It may also give CPU values to the GPU, which Direct has
   the same objects do, in front of the replay
 
-Direct asks in each call whether the partition is a replay at present, and whether somebody
-profiles or records the order of graphs, who is to see every layer. All else goes through
-the layers, as do calls that the replay was not recorded for.
+Direct asks in each call whether the partition is a replay at present, whether the program
+captures the stream, and whether somebody profiles or records the order of graphs, who is to
+see every layer. All else goes through the layers, as do calls that the replay was not
+recorded for.
 """
 
 from __future__ import annotations

@@ -18,6 +18,7 @@ output of a function that is not ours, is staged, that is copied first, as trees
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import operator
@@ -29,12 +30,14 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     CompilationMode,
     CUDAGraphNode,
     is_live,
     RecordingAbandoned,
+    thread_containers,
     UnaliasedStorage,
 )
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
@@ -71,7 +74,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
@@ -259,10 +262,35 @@ class Rehearsal:
         return self.model(list(self.inputs))
 
 
+@contextlib.contextmanager
+def without_trees() -> Iterator[None]:
+    """
+    For what a function calls while it is recorded: a custom operator may call another
+    compiled function, whose replay would change the path that this one is about to join.
+    So this thread has no trees meanwhile, and what it calls runs uncaptured.
+    """
+    local = cudagraph_trees.local
+    is_local = hasattr(local, "tree_manager_containers")
+    containers = thread_containers()
+    local.tree_manager_containers = {}
+    try:
+        yield
+    finally:
+        if is_local:
+            local.tree_manager_containers = containers
+        else:
+            # It has them from the thread that autograd runs it for.
+            del local.tree_manager_containers
+
+
 class CopyGraphNode(CUDAGraphNode):
     """
     Copies its inputs into the pool, as trees do, and what it returns out of it.
     """
+
+    def __init__(self, *args: Any) -> None:
+        with without_trees():
+            super().__init__(*args)
 
     # Outputs in the pool that are copied out of it. Those in one list share a storage.
     returned_from_pool: list[list[int]]

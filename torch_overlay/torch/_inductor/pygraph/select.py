@@ -579,6 +579,10 @@ class Selection:
         return outputs
 
     def _select(self) -> Iterator[ModelType]:
+        if self.loser is not None:
+            # It was decided before that, for what lasted no longer.
+            self.forget(self.loser)
+            self.loser = None
         uncaptured = yield from self._time(NO_GRAPH)
         host, device = uncaptured.host.us, uncaptured.device.us
         if device > DEVICE_BOUND * host:
@@ -721,9 +725,6 @@ class Selection:
         report = self.function.report
         report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
         self.function.reselect = None
-        if self.loser is not None:
-            self.forget(self.loser)
-            self.loser = None
         self.is_deployed = False
         self.steps = self._select()
         self.deploy(self)
