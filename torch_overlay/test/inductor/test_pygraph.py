@@ -76,25 +76,30 @@ class PyGraphTestCase(TestCase):
     def compiled(self, fn, **options):
         return torch.compile(fn, options={**FORCED, **options})
 
-    def check(self, fn, make_inputs, calls=6, exact=True, **options):
+    def check(self, fn, make_inputs, calls=6, exact=True, keep=False, **options):
         """
         Compares fn compiled with PyGraph and without CUDA graphs: outputs, and inputs
-        afterwards, on fresh inputs for each call. Returns PyGraph's compiled function.
+        afterwards, on fresh inputs for each call; with ``keep``, when all calls are done.
+        Returns PyGraph's compiled function.
         """
         expected_fn = torch.compile(lambda *args: fn(*args))
         actual_fn = self.compiled(fn, **options)
         tolerance = {"atol": 0, "rtol": 0} if exact else {}
+        pairs = []
         with torch.no_grad():
-            for _ in range(calls):
+            for i in range(calls):
                 inputs = make_inputs()
                 copies = [
                     i.clone() if isinstance(i, torch.Tensor) else i for i in inputs
                 ]
                 expected = expected_fn(*copies)
-                actual = actual_fn(*inputs)
-                self.assertEqual(actual, expected, **tolerance)
-                self.assertEqual(list(inputs), copies, **tolerance)
-                del expected, actual
+                pairs += (actual_fn(*inputs), expected), (list(inputs), copies)
+                del expected
+                if not keep or i == calls - 1:
+                    for actual, expected in pairs:
+                        self.assertEqual(actual, expected, **tolerance)
+                    pairs.clear()
+                    del actual, expected
         return actual_fn
 
     def assertBound(self, functions=1):

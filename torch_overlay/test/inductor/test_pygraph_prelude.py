@@ -8,8 +8,9 @@ prelude does to a graph is tested on a modelled one in test_pygraph_binding.py.
 from __future__ import annotations
 
 import contextlib
-import gc
+import os
 import re
+import sys
 import tempfile
 import types
 import unittest
@@ -21,7 +22,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import prelude, report, reset_report, select, table
+from torch._inductor.pygraph import prelude, report, select, table
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
@@ -32,7 +33,12 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.testing._internal.fake_cuda import fake_cuda
-from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+
+
+# Make the helper files in test/ importable
+sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+
+from inductor.test_pygraph import MLP, PyGraphTestCase, randn
 
 
 try:
@@ -285,61 +291,14 @@ class IndirectFormTest(TestCase):
 BINDINGS = ("prelude", "table")
 
 
-def randn(*size, **kwargs):
-    return torch.randn(*size, device="cuda", **kwargs)
+@needs_compiler
+class ReplayTest(PyGraphTestCase):
+    def check(self, fn, make_inputs, force, **options):
+        "The outputs of all calls are kept."
+        super().check(fn, make_inputs, keep=True, pygraph_force=force, **options)
 
-
-class MLP(torch.nn.Module):
-    def __init__(self, dim=64, layers=3):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(
-            torch.nn.Linear(dim, dim) for _ in range(layers)
-        )
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = F.gelu(layer(x))
-        return x
-
-
-@unittest.skipUnless(HAS_CUDA_AND_TRITON and HAS_COMPILER, "requires CUDA and Triton")
-class ReplayTest(TestCase):
-    def setUp(self):
-        super().setUp()
-        torch._dynamo.reset()
-        torch.manual_seed(0)
-        counters.clear()
-        reset_report()
-
-    def tearDown(self):
-        super().tearDown()
-        torch._dynamo.reset()
-        gc.collect()
-
-    def compiled(self, fn, force, **options):
-        options = {"pygraph": True, "pygraph_force": force, **options}
-        return torch.compile(fn, options=options)
-
-    def check(self, fn, make_inputs, force, calls=6, exact=True, **options):
-        "On new inputs in each call, whose outputs are all kept."
-        expected_fn = torch.compile(lambda *args: fn(*args))
-        actual_fn = self.compiled(fn, force, **options)
-        tolerance = {"atol": 0, "rtol": 0} if exact else {}
-        kept = []
-        with torch.no_grad():
-            for _ in range(calls):
-                inputs = make_inputs()
-                copies = [i.clone() for i in inputs]
-                expected = expected_fn(*copies)
-                kept.append((actual_fn(*inputs), inputs, expected, copies))
-        for actual, inputs, expected, copies in kept:
-            self.assertEqual(actual, expected, **tolerance)
-            self.assertEqual(list(inputs), copies, **tolerance)
-
-    def assertBound(self, force, functions=1, host=1):
-        """
-        All functions replay, and the host sets ``host`` nodes of each.
-        """
+    def assertBoundAs(self, force, functions=1, host=1):
+        "All functions replay, and the host sets ``host`` nodes of each."
         self.assertEqual(counters["pygraph"]["bound_by_host"], 0, str(report()))
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
         self.assertEqual([r.choice for r in report()], [force] * functions)
@@ -358,7 +317,7 @@ class ReplayTest(TestCase):
         self.check(
             lambda a, b: (a.sin() + b, a * b), lambda: (randn(1000), randn(1000)), force
         )
-        self.assertBound(force)
+        self.assertBoundAs(force)
         if force == "table":
             self.assertKernels(indirect=1, updated=0)
         else:
@@ -376,7 +335,7 @@ class ReplayTest(TestCase):
             force,
             calls=4,
         )
-        self.assertBound(force)
+        self.assertBoundAs(force)
         self.assertGreater(counters["pygraph"]["device_updated_nodes"], 0)
         self.assertEqual(counters["pygraph"]["indirect_kernels"] > 0, force == "table")
 
@@ -387,7 +346,7 @@ class ReplayTest(TestCase):
             lambda: tuple(randn(2, 4, 256, 64, dtype=torch.bfloat16) for _ in range(3)),
             force,
         )
-        self.assertBound(force)
+        self.assertBoundAs(force)
 
     @parametrize("force", BINDINGS)
     def test_convolution(self, force):
@@ -408,7 +367,7 @@ class ReplayTest(TestCase):
             return F.layer_norm(x, (512,)), x.argmax(1)
 
         self.check(fn, lambda: (randn(256, 512), randn(512)), force, exact=False)
-        self.assertBound(force)
+        self.assertBoundAs(force)
 
     @parametrize("force", BINDINGS)
     @parametrize("count", (64, 600))
@@ -420,7 +379,7 @@ class ReplayTest(TestCase):
             force,
             calls=4,
         )
-        self.assertBound(force, host=1 if count <= CAPACITIES[-1] else 2)
+        self.assertBoundAs(force, host=1 if count <= CAPACITIES[-1] else 2)
 
     @parametrize("force", BINDINGS)
     def test_offsets_and_views(self, force):
@@ -447,7 +406,7 @@ class ReplayTest(TestCase):
 
     @parametrize("force", BINDINGS)
     def test_values_on_the_cpu(self, force):
-        compiled = self.compiled(lambda x, s, i: x * s + x[i], force)
+        compiled = self.compiled(lambda x, s, i: x * s + x[i], pygraph_force=force)
         for k in range(8):
             x, s = randn(64, 64), torch.tensor(float(k))
             i = torch.tensor([k, 2 * k])[:1]
@@ -459,7 +418,8 @@ class ReplayTest(TestCase):
     def test_training(self, force):
         expected, actual = MLP().cuda(), MLP().cuda()
         actual.load_state_dict(expected.state_dict())
-        expected_fn, actual_fn = torch.compile(expected), self.compiled(actual, force)
+        expected_fn = torch.compile(expected)
+        actual_fn = self.compiled(actual, pygraph_force=force)
         for _ in range(6):
             x = randn(8, 64)
             losses = [f(x).square().mean() for f in (expected_fn, actual_fn)]
@@ -476,7 +436,7 @@ class ReplayTest(TestCase):
     def test_users_kernel(self, force):
         "One kernel, called with an input here and an intermediate there."
         self.check(lambda x: scale(scale(x, 2.0) + 1, 3.0), lambda: (randn(1000),), force)
-        self.assertBound(force)
+        self.assertBoundAs(force)
         if force == "table":
             # The first call, the second with the output, and what lies between them not.
             self.assertKernels(updated=0)
@@ -485,7 +445,7 @@ class ReplayTest(TestCase):
     @parametrize("force", BINDINGS)
     def test_replays_that_wait(self, force):
         "One that is enqueued keeps its addresses when the next call sets its own."
-        compiled = self.compiled(lambda x, y: (x @ y).relu() + x, force)
+        compiled = self.compiled(lambda x, y: (x @ y).relu() + x, pygraph_force=force)
         for _ in range(4):
             x, y = randn(256, 256), randn(256, 256)
             compiled(x, y)
@@ -503,7 +463,7 @@ class ReplayTest(TestCase):
         self.assertFalse(enqueued.query(), "they ran before all were enqueued")
         for actual, wanted in zip(outputs, expected):
             self.assertEqual(actual, wanted)
-        self.assertBound(force)
+        self.assertBoundAs(force)
 
     def test_words_in_memory_of_the_host_would_be_seen(self):
         "What the test above is for: they are those of the last call when the graph runs."

@@ -693,6 +693,35 @@ class RecordTest(TestCase):
         self.assertEqual([function.choice, recorded.choice], ["node_update"] * 2)
         self.assertEqual(counters["pygraph"]["unbound"], 0)
 
+    @parametrize("force", ("node_update", "copy"))
+    def test_operator_that_calls_a_function(self, force):
+        "Another one, which is not replayed while this one is recorded."
+        inner = self.check(self.ADD, calls=5)
+        ran = []
+
+        def hook():
+            x, y = self.randn(), self.randn()
+            (out,) = inner(x, y)
+            if self.device.captured is None:
+                ran.append((self.values([out]), self.expected(inner, [x, y])[:1]))
+
+        self.hook = hook
+        outer = self.deploy(
+            "hook(); x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a,)",
+            [self.randn(), self.randn()],
+            force=force,
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            (out,) = outer(x, y)
+            self.assertEqual(on_host(out), on_host(x) + on_host(y))
+        for actual, expected in ran:
+            self.assertEqual(actual, expected)
+        manager = trees.get_manager(0)
+        roots = [len(nodes) for nodes in manager.roots.values()]
+        self.assertEqual((roots, manager.new_graph_id().id), ([1, 1], 2))
+        self.assertEqual([r.choice for r in report()], ["node_update", force])
+
     def test_output_passed_back_in(self):
         x = self.randn()
         fn = self.deploy(self.ADD, [x, x])

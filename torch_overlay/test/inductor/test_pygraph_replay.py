@@ -805,7 +805,7 @@ class RunnerOfCpuValues:
         arg0_1, arg1_1, arg2_1 = args
         args.clear()
         # Topologically Sorted Source Nodes: [], Original ATen: []
-        buf0 = stage_buf0(arg2_1)
+        buf0 = stage_buf0.stage(arg2_1)
         del arg2_1
         with torch.cuda._DeviceGuard(0):
             torch.cuda.set_device(0)
@@ -852,12 +852,12 @@ OTHER_RUNNERS: dict[str, dict[str, Any]] = {
     "packs_later": {"after": ["deliver_buf2.pack([arg1_1])"]},
     "packs_by_other_means": {"before": ["Deliver.pack([arg1_1])"]},
     "copies_by_other_means": {
-        "before": ["buf1 = upload_buf0(arg1_1)"],
+        "before": ["buf1 = upload_buf0.upload(arg1_1)"],
         "inputs": "arg0_1, buf1",
     },
     "has_other_work_on_a_device": {
         "before": [
-            "buf1 = stage_buf0(arg1_1)",
+            "buf1 = stage_buf0.stage(arg1_1)",
             "with torch.cuda._DeviceGuard(0):",
             "    torch.cuda.set_device(0)",
             "    buf1.add_(1)",
@@ -865,7 +865,7 @@ OTHER_RUNNERS: dict[str, dict[str, Any]] = {
         "inputs": "arg0_1, buf1",
     },
     "returns_what_is_staged": {
-        "before": ["buf1 = stage_buf0(arg1_1)"],
+        "before": ["buf1 = stage_buf0.stage(arg1_1)"],
         "inputs": "arg0_1, buf1",
         "returned": "buf0, buf1",
     },
@@ -903,6 +903,7 @@ class DirectTest(TestCase):
         self.runners: list[Any] = []
         self.layers_run = self.launches = 0
         self.is_capturing = False
+        self.asked = mock.Mock(side_effect=lambda: self.is_capturing)
         self.given: list[torch.Tensor] = []
         post_compile, call = CompiledFxGraph.post_compile, CompiledFxGraph.__call__
 
@@ -928,7 +929,7 @@ class DirectTest(TestCase):
         for target, name, value in (
             (CompiledFxGraph, "post_compile", with_runner),
             (CompiledFxGraph, "__call__", counted),
-            (torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.is_capturing),
+            (torch._C, "_cuda_isCurrentStreamCapturing", self.asked),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
@@ -1128,7 +1129,7 @@ class DirectTest(TestCase):
             patch.start()
             self.addCleanup(patch.stop)
         stage = deliver.Stage(0)
-        stage.upload.device = torch.device("cpu")
+        stage.device = torch.device("cpu")
         module = sys.modules[__name__]
         for name, value in (
             ("stage_buf0", stage),
@@ -1182,6 +1183,9 @@ class DirectTest(TestCase):
             # No version counter sees this.
             x.numpy()[3] = value
             self.check(compiled, layers=0, launches=1, x=x)
+        self.asked.reset_mock()
+        self.check(compiled, layers=0, launches=1)
+        self.asked.assert_called_once_with()
         # What the replay leaves to the layers is given again.
         self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
         self.check(compiled, layers=0, launches=1)

@@ -455,6 +455,7 @@ class SelectionTest(SelectTestCase):
         is_forced: bool = False,
     ) -> Selection:
         self.function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        self.function.id = "id"
         self.deployed: list[Callable] = []
         self.forgotten: list[Any] = []
         self.uncaptured = self.candidate("uncaptured", *uncaptured)
@@ -492,7 +493,6 @@ class SelectionTest(SelectTestCase):
         selection = self.selection()
         # The first call compiles, and the last decides.
         self.assertEqual(self.call(selection, 1 + TIMED), ["uncaptured"] * (1 + TIMED))
-        self.assertTrue(selection.uncaptured_samples.complete)
         self.assertEqual(self.simulation.cleared, 0)
         self.assertEqual(self.call(selection), ["record"])
         self.assertEqual(self.simulation.cleared, 1)
@@ -599,6 +599,28 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
         self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
 
+    def test_prelude_that_wins_and_is_not_bound_later(self):
+        "What lost goes, though it is selected again."
+        selection = self.selection(graph=(40, 30), forget=lambda: False)
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            self.function.id = f"id of {self.function.binding}"
+            self.function.report.updated_nodes = select.PRELUDE_FROM_NODES
+            self.function.recordings += 1
+            # That of the prelude is faster.
+            outputs = self.candidate("record")(inputs)
+            us = 10 if self.function.binding == PRELUDE else 40
+            return self.candidate("replay", us, us / 2), outputs
+
+        selection.record = record
+        self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED + 1)
+        self.assertEqual(self.function.report.choice, PRELUDE)
+        self.assertEqual(self.call(selection), ["forget", "replay"])
+        self.function.unbind("it moved")
+        self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
+        self.assertEqual(self.forgotten, ["id of node_update"] * 2)
+        self.assertEqual(self.deployed, [selection])
+
     def test_prelude_that_is_not_recorded(self):
         "Though the calls that would have been its replays were fast."
 
@@ -634,6 +656,30 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.deployed, [self.replay])
         self.assertEqual(self.function.report.choice, NODE_UPDATE)
         self.assertIn("a node refused", self.function.report.reason)
+
+    def test_recording_with_prelude_raises(self):
+        "The graph that was there already stays, and what it was called."
+        selection = self.selection(graph=(40, 30))
+        recorded = selection.record
+
+        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            self.function.report.updated_nodes = select.PRELUDE_FROM_NODES
+            self.function.id = f"id of {self.function.binding}"
+            if self.function.binding == PRELUDE:
+                raise torch.OutOfMemoryError("out of memory")
+            return recorded(inputs)
+
+        selection.record = record
+        self.call(selection, 1 + TIMED + 1 + TIMED)
+        with self.assertRaises(torch.OutOfMemoryError):
+            self.call(selection)
+        self.assertEqual(self.call(selection, 4), ["replay", "forget"] + ["replay"] * 3)
+        self.assertEqual(self.forgotten, ["id of prelude"])
+        self.assertEqual(self.deployed, [self.replay])
+        entry, function = self.function.report, self.function
+        self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE})
+        found = (entry.choice, function.binding, function.id)
+        self.assertEqual(found, (NODE_UPDATE, NODE_UPDATE, "id of node_update"))
 
     def test_prelude_of_few_nodes_or_of_a_forward(self):
         for mode, nodes in (("inference", 0), ("forward", 1)):
@@ -694,7 +740,6 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.function.report.choice, NO_GRAPH)
         self.assertIn("capture failed: reason", self.function.report.reason)
 
-    # The step is taken before it has succeeded.
     def test_recording_raises(self):
         "The program may free memory and call again."
         selection = self.selection()
@@ -709,7 +754,6 @@ class SelectionTest(SelectTestCase):
     def test_other_thread(self):
         selection = self.selection()
         ran = self.call(selection, 3)
-        step, samples = selection.step, len(selection.uncaptured_samples.host)
         errors = []
 
         def work() -> None:
@@ -725,8 +769,31 @@ class SelectionTest(SelectTestCase):
         thread.join()
         self.assertEqual(errors, [])
         self.assertEqual(ran, ["uncaptured"] * 53)
-        self.assertEqual(selection.step, step)
-        self.assertEqual(len(selection.uncaptured_samples.host), samples)
+        # None of them was a step, or was timed.
+        self.assertEqual(self.call(selection, TIMED - 2), ["uncaptured"] * (TIMED - 2))
+        self.assertEqual(self.call(selection), ["record"])
+
+    def test_two_threads_at_once(self):
+        "As backwards run, one on the CPU and one on the device."
+        containers = trees.thread_containers()
+        outputs: list[Any] = []
+
+        def work() -> None:
+            outputs.append(selection([torch.tensor(1.0)]))
+
+        thread = threading.Thread(target=work)
+
+        def forget() -> bool:
+            thread.start()
+            thread.join(0.1)
+            return True
+
+        selection = self.selection(graph=(110, 10), forget=forget)
+        with mock.patch.object(select, "thread_containers", lambda: containers):
+            self.call(selection, 1 + TIMED + 1 + 2 * TIMED + 2)
+            thread.join()
+        self.assertEqual(outputs, [[torch.tensor(2.0)]])
+        self.assertEqual(self.deployed, [self.uncaptured])
 
     def test_inside_of_a_capture(self):
         "The program captures a graph of its own."
@@ -1072,6 +1139,21 @@ class DeployTest(DeployTestCase):
         self.assertEqual((self.recorded, self.deployed), ([], []))
         self.manager.set_to_running_backward.assert_not_called()
 
+    def test_backward_in_a_thread_that_trees_do_not_know(self):
+        "It has no manager."
+        self.deploy(is_backward=True, is_inference=False)
+
+        def manager(device_index):
+            self.assertIsNotNone(trees.thread_containers())
+            return self.manager
+
+        ran = []
+        with mock.patch.object(select, "get_manager", manager):
+            thread = threading.Thread(target=lambda: ran.extend(self.call(2)))
+            thread.start()
+            thread.join()
+        self.assertEqual(ran, ["uncaptured"] * 2)
+
     def test_other_thread_after_deployment(self):
         self.deploy(force=NODE_UPDATE)
         def call_in_other_thread() -> None:
@@ -1151,15 +1233,12 @@ class FunctionTest(SelectTestCase):
         self.manager = mock.Mock(current_node=node, in_recording=False, in_warmup=False)
         self.manager.can_start_new_generation.return_value = new_generation
         self.manager.configure_mock(**states)
-        with mock.patch.object(record, "keep_last_generation") as self.keep:
-            return self.function.may_run(self.manager, [])
+        return self.function.may_run(self.manager)
 
     def test_may_run(self):
         self.assertTrue(self.may_run())
-        self.keep.assert_not_called()
         for state in ("in_recording", "in_warmup"):
             self.assertTrue(self.may_run(**{state: True}))
-            self.keep.assert_called_once_with(self.manager, [])
 
     def test_activations_that_are_kept(self):
         "The path that left them goes on, and no function runs over its own."
@@ -1242,27 +1321,6 @@ class InputsTest(TestCase):
         for name in ("argmax", "argmin_1", "argsort"):
             info = PlaceholderInfo(name, None, [], None)
             self.assertTrue(record.is_saved_activation(info), name)
-
-    def test_keep_last_generation(self):
-        pooled, other = torch.arange(12.0).view(3, 4), torch.zeros(4)
-        manager = mock.Mock()
-        address = pooled.untyped_storage().data_ptr()
-        manager.current_node._is_cuda_graph_recorded_tensor = (
-            lambda t: t.untyped_storage().data_ptr() == address
-        )
-        view = pooled.t()[1:]
-        inputs = [other, view, 7]
-        manager.can_start_new_generation.return_value = False
-        record.keep_last_generation(manager, inputs)
-        self.assertIs(inputs[1], view)
-        manager.can_start_new_generation.return_value = True
-        record.keep_last_generation(manager, inputs)
-        self.assertIs(inputs[0], other)
-        self.assertEqual(inputs[2], 7)
-        copy = inputs[1]
-        self.assertEqual((copy, copy.stride()), (view, view.stride()))
-        pooled.zero_()
-        self.assertNotEqual(copy.sum().item(), 0)
 
 
 instantiate_parametrized_tests(InputsTest)

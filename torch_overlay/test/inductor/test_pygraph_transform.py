@@ -1046,31 +1046,31 @@ class DeliverTest(TestCase):
 
     def stage(self):
         stage = deliver.Stage(0)
-        stage.upload.device = torch.device("cpu")
+        stage.device = torch.device("cpu")
         return stage
 
     def test_stage_copies_what_changed(self):
         stage = self.stage()
         value = torch.zeros(1000)
-        staged = stage(value)
-        self.assertIs(stage(value), staged)
-        self.assertIs(stage(value.clone()), staged)
+        staged = stage.stage(value)
+        self.assertIs(stage.stage(value), staged)
+        self.assertIs(stage.stage(value.clone()), staged)
         self.assertEqual(self.driver.copies, 1)
         # No version counter sees this.
         value.numpy()[-1] = 5
-        self.assertIs(stage(value), staged)
+        self.assertIs(stage.stage(value), staged)
         self.assertEqual(staged, value)
         self.assertEqual(self.driver.copies, 2)
         # Equal to ==, but not the same.
         value[0] = -0.0
-        self.assertTrue(stage(value)[0].signbit())
+        self.assertTrue(stage.stage(value)[0].signbit())
         value[0] = float("nan")
-        stage(value)
+        stage.stage(value)
         copies = self.driver.copies
-        stage(value)
+        stage.stage(value)
         self.assertEqual(self.driver.copies, copies)
         self.driver.stream = 7
-        self.assertIsNot(stage(value), staged)
+        self.assertIsNot(stage.stage(value), staged)
 
     @parametrize("numel", (3, 5000, 100_000))
     def test_stage_leaves_what_is_still_read(self, numel):
@@ -1079,14 +1079,14 @@ class DeliverTest(TestCase):
         self.driver.is_behind = True
         for behind in (100, 0, 30):
             for i in range(behind):
-                stage(torch.full((numel,), i + 0.5))
+                stage.stage(torch.full((numel,), i + 0.5))
             (staged,) = stage.kept.values()
             seen = []
             self.driver.catch_up(lambda: seen.append(staged.copy[-1].item()))
             self.assertEqual(seen, [i + 0.5 for i in range(behind)])
         allocated = self.driver.launches
         for i in range(200):
-            stage(torch.full((numel,), float(i)))
+            stage.stage(torch.full((numel,), float(i)))
             self.driver.catch_up()
         self.assertEqual(staged.copy[0], 199.0)
         self.assertLessEqual(self.driver.launches, allocated + deliver.MAX_BATCH)
@@ -1102,13 +1102,19 @@ class DeliverTest(TestCase):
             by_python.append(value[0].item())
             return result
 
-        compiled = native.compiled.Stage(staged, 0, vars(torch._C))
+        compiled = native.compiled.Stage(
+            staged,
+            0,
+            torch._C._cuda_isCurrentStreamCapturing,
+            torch._C._cuda_getCurrentRawStream,
+            torch._C._cuda_getDevice,
+        )
         stage.compiled = stage.stage = compiled
 
         def check(first, *, python):
             by_python.clear()
             value = torch.full((1000,), float(first))
-            copy = stage(value)
+            copy = stage.stage(value)
             self.assertEqual(copy, value, atol=0, rtol=0)
             self.assertEqual(by_python, [first] if python else [])
             return copy
@@ -1147,18 +1153,18 @@ class DeliverTest(TestCase):
         self.assertEqual(len(stage.kept), 3)
         self.driver.captured = []
         by_python.clear()
-        stage(torch.ones(1000))
+        stage.stage(torch.ones(1000))
         self.assertEqual(by_python, [1])
         self.driver.captured = None
         check(406, python=False)
         with self.assertRaises(AttributeError):
-            stage(None)
+            stage.stage(None)
         with self.assertRaises(TypeError):
-            stage()
+            stage.stage()
         copy = check(0, python=True)
         before = sys.getrefcount(copy)
         for i in range(30):
-            stage(torch.full((1000,), float(i)))
+            stage.stage(torch.full((1000,), float(i)))
         self.assertEqual(sys.getrefcount(copy), before)
 
     def test_stage_without_bindings(self):
@@ -1166,7 +1172,7 @@ class DeliverTest(TestCase):
             stage = self.stage()
             for i in range(20):
                 value = torch.full((1000,), float(i))
-                self.assertEqual(stage(value), value)
+                self.assertEqual(stage.stage(value), value)
 
     def test_inference_mode_of_the_first_call(self):
         "It is not that of later ones, which write to the same memory."
@@ -1177,9 +1183,9 @@ class DeliverTest(TestCase):
             ):
                 d = self.deliver(cpu(3))
                 with torch.inference_mode():
-                    self.assertFalse(stage(torch.zeros(100)).is_inference())
+                    self.assertFalse(stage.stage(torch.zeros(100)).is_inference())
                     self.give(d, torch.zeros(3))
-                self.assertEqual(stage(torch.ones(100)), torch.ones(100))
+                self.assertEqual(stage.stage(torch.ones(100)), torch.ones(100))
                 self.assertEqual(self.give(d, torch.ones(3)), [torch.ones(3)])
 
     def test_stage_of_several_threads(self):
@@ -1187,7 +1193,7 @@ class DeliverTest(TestCase):
         seen = []
 
         def run(value):
-            staged = stage(torch.full((100,), value))
+            staged = stage.stage(torch.full((100,), value))
             seen.append((staged, value))
             barrier.wait()
 
@@ -1206,12 +1212,12 @@ class DeliverTest(TestCase):
         "It copies as eager does, and keeps nothing of it."
         stage = self.stage()
         value = torch.zeros(100)
-        kept = stage(value)
+        kept = stage.stage(value)
         self.driver.captured = []
-        self.assertIsNot(stage(value), kept)
+        self.assertIsNot(stage.stage(value), kept)
         self.assertEqual(self.driver.copies, 1)
         self.driver.captured = None
-        self.assertIs(stage(value), kept)
+        self.assertIs(stage.stage(value), kept)
 
     def test_kernel_assembles(self):
         import triton

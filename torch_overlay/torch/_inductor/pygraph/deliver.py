@@ -35,7 +35,11 @@ import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.binding import WORD_BYTES
 from torch._inductor.pygraph.driver import bindings, check, entry_point
-from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, Placeholder
+from torch._inductor.pygraph.placeholder import (
+    MAX_ALIGNMENT,
+    Placeholder,
+    round_up,
+)
 
 
 if TYPE_CHECKING:
@@ -77,10 +81,6 @@ _PTX = """
     ret;
 }}
 """
-
-
-def round_up(nbytes: int, multiple: int) -> int:
-    return -(-nbytes // multiple) * multiple
 
 
 def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
@@ -352,12 +352,12 @@ def pinned_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 class Upload:
-    """Copies a CPU tensor to the GPU, contiguous, in every call."""
+    """Copies a contiguous CPU tensor to the GPU in every call."""
 
     def __init__(self, device_index: int) -> None:
         self.device = torch.device("cuda", device_index)
 
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
+    def upload(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             # By the program itself: what it captures is up to it, as in eager mode.
             return value.to(self.device)
@@ -458,7 +458,7 @@ class Stage:
 
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index
-        self.upload = Upload(device_index)
+        self.device = torch.device("cuda", device_index)
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
         # What is compiled calls _stage where it takes more than to compare and to copy by
@@ -466,21 +466,24 @@ class Stage:
         self.stage: Callable[[torch.Tensor], torch.Tensor] = self._stage
         self.compiled: Any = None
         if native.compiled is not None:
-            functions = vars(torch._C)
-            self.compiled = native.compiled.Stage(self._stage, device_index, functions)
+            self.compiled = native.compiled.Stage(
+                self._stage,
+                device_index,
+                torch._C._cuda_isCurrentStreamCapturing,
+                torch._C._cuda_getCurrentRawStream,
+                torch._C._cuda_getDevice,
+            )
             self.stage = self.compiled
-
-    def __call__(self, value: torch.Tensor) -> torch.Tensor:
-        return self.stage(value)
 
     def _stage(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
-            return self.upload(value)
+            # As in Upload.
+            return value.to(self.device)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         key = (threading.get_ident(), stream)
         kept = self.kept.get(key)
         if kept is None:
-            kept = self.kept[key] = _Staged(value, self.upload.device)
+            kept = self.kept[key] = _Staged(value, self.device)
         if self.compiled is not None:
             used = self.compiled.take(*key)
             if used is not None:

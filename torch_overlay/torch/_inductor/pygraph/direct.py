@@ -14,9 +14,10 @@ in another order:
 - the generated code: see orders. It may also give CPU values to the GPU, which Direct has
   the same objects do, in front of the replay
 
-Direct asks in each call whether the partition is a replay at present, and whether somebody
-profiles or records the order of graphs, who is to see every layer. All else goes through
-the layers, as do calls that the replay was not recorded for.
+Direct asks in each call whether the partition is a replay at present, whether the program
+captures the stream, and whether somebody profiles or records the order of graphs, who is to
+see every layer. All else goes through the layers, as do calls that the replay was not
+recorded for.
 """
 
 from __future__ import annotations
@@ -165,10 +166,10 @@ def call(self, args):
                 return None
             packs.append((pack, [places[n] for n in values]))
         elif isinstance(statement, ast.Assign) and len(_names(statement)) == 3:
-            result, owner, value = _names(statement)
+            result, value, owner = _names(statement)
             stage = getattr(call.__globals__.get(owner), "stage", None)
             if (
-                not _is_code(statement, f"{result} = {owner}({value})")
+                not _is_code(statement, f"{result} = {owner}.stage({value})")
                 or owner in places
                 or result in places
                 or not isinstance(stage, native.compiled.Stage)

@@ -55,7 +55,7 @@ class Placeholder:
     address: int
 
 
-def _round_up(nbytes: int, multiple: int) -> int:
+def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
@@ -85,7 +85,7 @@ class PlaceholderArena:
             DriverError: no address space or no page could be had.
         """
         spans = [
-            2 * GUARD_BYTES + _round_up(nbytes + alignment, PAGE_BYTES)
+            2 * GUARD_BYTES + round_up(nbytes + alignment, PAGE_BYTES)
             for nbytes, alignment in requests
         ]
         self._reserve(sum(spans))

@@ -18,8 +18,10 @@ output of a function that is not ours, is staged, that is copied first, as trees
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
+import operator
 import re
 import threading
 import warnings
@@ -28,12 +30,14 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import (
     AliasesBoundMemory,
     CompilationMode,
     CUDAGraphNode,
     is_live,
     RecordingAbandoned,
+    thread_containers,
     UnaliasedStorage,
 )
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
@@ -70,7 +74,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from typing import NoReturn
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
@@ -91,9 +95,7 @@ ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 
 
 def common_alignment(pointers: Sequence[int]) -> int:
-    combined = 0
-    for pointer in pointers:
-        combined |= pointer
+    combined = functools.reduce(operator.or_, pointers, 0)
     return next(a for a in ALIGNMENTS if combined % a == 0)
 
 
@@ -114,21 +116,6 @@ def times_on_path(manager: CUDAGraphTreeManager, function: Function) -> int:
         count += node.wrapped_function.pygraph is function
         node = node.parent
     return count
-
-
-def keep_last_generation(
-    manager: CUDAGraphTreeManager, inputs: list[InputType]
-) -> None:
-    """
-    Copies inputs that the end of a generation is about to take away: outputs of the
-    path that is being recorded, by a function that is not ours.
-    """
-    node = manager.current_node
-    if node is None or not manager.can_start_new_generation():
-        return
-    for i, t in enumerate(inputs):
-        if isinstance(t, torch.Tensor) and node._is_cuda_graph_recorded_tensor(t):
-            inputs[i] = clone_preserve_strides(t)
 
 
 class PoolRanges:
@@ -275,10 +262,35 @@ class Rehearsal:
         return self.model(list(self.inputs))
 
 
+@contextlib.contextmanager
+def without_trees() -> Iterator[None]:
+    """
+    For what a function calls while it is recorded: a custom operator may call another
+    compiled function, whose replay would change the path that this one is about to join.
+    So this thread has no trees meanwhile, and what it calls runs uncaptured.
+    """
+    local = cudagraph_trees.local
+    is_local = hasattr(local, "tree_manager_containers")
+    containers = thread_containers()
+    local.tree_manager_containers = {}
+    try:
+        yield
+    finally:
+        if is_local:
+            local.tree_manager_containers = containers
+        else:
+            # It has them from the thread that autograd runs it for.
+            del local.tree_manager_containers
+
+
 class CopyGraphNode(CUDAGraphNode):
     """
     Copies its inputs into the pool, as trees do, and what it returns out of it.
     """
+
+    def __init__(self, *args: Any) -> None:
+        with without_trees():
+            super().__init__(*args)
 
     # Outputs in the pool that are copied out of it. Those in one list share a storage.
     returned_from_pool: list[list[int]]
@@ -700,10 +712,7 @@ class BoundGraphNode(CopyGraphNode):
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
         if pointers != self.input_pointers:
-            combined = 0
-            for pointer in pointers:
-                combined |= pointer
-            if combined % self.alignment:
+            if functools.reduce(operator.or_, pointers, 0) % self.alignment:
                 status = CheckInvariantStatus.BoundInputAlignmentMismatch
                 return status, lambda: f"{status}"
             self.input_pointers = pointers
@@ -805,7 +814,8 @@ def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> N
 def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     """
     Drops the recordings of a function that is not going to be replayed, and what follows
-    them in the tree. The memory pool goes with the last recording.
+    them in the tree. The memory pool goes with the last recording, once the caching
+    allocator's cache is emptied.
 
     Returns False, and does nothing, while an output of a recording is alive.
     """
@@ -822,7 +832,6 @@ def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     drop(manager, function_id)
     if not any(manager.roots.values()):
         renew_pool(manager)
-    torch.cuda.empty_cache()
     return True
 
 

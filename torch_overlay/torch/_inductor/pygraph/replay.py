@@ -24,6 +24,8 @@ recordings would do, any of them is right.
 
 from __future__ import annotations
 
+import functools
+import operator
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -168,10 +170,7 @@ def steady_replay(
             return general(inputs)
         tensors: list[torch.Tensor] = [inputs[i] for i in bound_idxs]  # type: ignore[misc]
         pointers = [t.data_ptr() for t in tensors]
-        combined = 0
-        for pointer in pointers:
-            combined |= pointer
-        if combined % alignment:
+        if functools.reduce(operator.or_, pointers, 0) % alignment:
             return general(inputs)
         for allocate in allocators:
             tensors.append(t := allocate())

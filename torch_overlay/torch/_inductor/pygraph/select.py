@@ -27,10 +27,12 @@ See Samples for what is timed and judge for how it decides.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import logging
 import math
 import statistics
+import threading
 import time
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -73,7 +75,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
@@ -191,10 +193,10 @@ class Function:
         """
         return self.returned_output_idxs if self.outputs_outlive else OrderedSet()
 
-    def may_run(self, manager: CUDAGraphTreeManager, inputs: list[InputType]) -> bool:
+    def may_run(self, manager: CUDAGraphTreeManager) -> bool:
         """
-        Called before trees end a path. False if the function has to run uncaptured this
-        time; inputs that would be lost are replaced by copies.
+        Called before trees end a path, which takes its outputs away. False if the function
+        has to run uncaptured this time.
         """
         from torch._inductor.pygraph import record
 
@@ -225,8 +227,6 @@ class Function:
                 return False
             if may_end:
                 manager.update_generation()
-        if manager.in_recording or manager.in_warmup:
-            record.keep_last_generation(manager, inputs)
         return True
 
     def bind_as(self, choice: str) -> None:
@@ -481,17 +481,6 @@ def is_better_graph(a: Cost, b: Cost) -> bool:
     return gain > noise(a.call, b.call) and not is_less(b.program, a.program)
 
 
-class Recorded(NamedTuple):
-    """A function as a graph that was timed, while it is timed as another."""
-
-    replay: ModelType
-    id: FunctionID | None
-    updated_nodes: int
-    recordings: int
-    cost: Cost
-    reason: str
-
-
 class Selection:
     """
     Runs a function through the steps of the module's docstring.
@@ -516,26 +505,20 @@ class Selection:
         self.function = function
         self.entry = entry
         self.remembered = remembered
-        self.loser: FunctionID | None = None
-        self.retire_calls = 0
         self.forget = forget
         self.uncaptured = uncaptured
         self.record = record
         self.deploy = deploy
         self.owner = thread_containers()
         self.device_index = device_index
-        self.replay: ModelType | None = None
         self.is_forced = is_forced
-        self.step: ModelType = self._first_call
-        self._reset_samples()
-
-    def _reset_samples(self) -> None:
-        self.uncaptured_samples = Samples(self.device_index, self.function)
-        self.replay_samples = Samples(self.device_index, self.function)
-        self.uncaptured_cost: Cost | None = None
-        # Of the first time, if that was not enough.
-        self.replay_cost: Cost | None = None
-        self.set_by_host: Recorded | None = None
+        self.replay: ModelType | None = None
+        self.is_deployed = False
+        # What lost, until it is dropped.
+        self.loser: FunctionID | None = None
+        # What runs the next calls, one each. Autograd's threads may call at the same time.
+        self.steps = self._steps()
+        self.lock = threading.Lock()
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         if (
@@ -544,7 +527,9 @@ class Selection:
         ):
             return self.uncaptured(inputs)
         begin_call(self.function)
-        outputs = self.step(inputs)
+        with self.lock:
+            step = next(self.steps, None)
+        outputs = (step or self._chosen())(inputs)
         if self.function.is_backward and self.replay is None:
             _gradients[self.function] = [
                 StorageWeakRef(t.untyped_storage())
@@ -553,18 +538,23 @@ class Selection:
             ]
         return outputs
 
-    def _first_call(self, inputs: list[InputType]) -> OutputType:
-        if self.is_forced:
-            self.step = self._record_forced
-        elif self.remembered is not None:
-            self.step = self._deploy_remembered
-        else:
-            self.step = self._time_uncaptured
-        return self.uncaptured(inputs)
+    def _chosen(self) -> ModelType:
+        if self.replay is None or self.function.report.choice == NO_GRAPH:
+            return self.uncaptured
+        return self.replay
+
+    def _steps(self) -> Iterator[ModelType]:
+        # It compiles and tunes.
+        yield self.uncaptured
+        if not self.is_forced and self.remembered is None:
+            yield from self._select()
+        while not self.is_deployed:
+            # Until it does not raise: the program may free memory and call again.
+            yield self._record_forced if self.is_forced else self._deploy_remembered
 
     def _record_forced(self, inputs: list[InputType]) -> OutputType:
         self.replay, outputs = self.record(inputs)
-        self.step = self.replay
+        self.is_deployed = True
         self.deploy(self.replay)
         publish(self.function.report)
         return outputs
@@ -572,17 +562,129 @@ class Selection:
     def _deploy_remembered(self, inputs: list[InputType]) -> OutputType:
         if self.remembered is None:
             raise AssertionError("nothing is remembered")
-        if self.remembered.choice == NO_GRAPH:
-            self._decide(NO_GRAPH, self.uncaptured, self.remembered.reason)
+        choice, reason = self.remembered.choice, self.remembered.reason
+        if choice == NO_GRAPH:
+            self._decide(choice, reason)
+            self._stay()
             return self.uncaptured(inputs)
         outputs = self._record(inputs)
         if not self.function.is_capturable:
-            self._decide(NO_GRAPH, self.uncaptured, NOT_CAPTURABLE)
-        elif self._graph_choice() != self.remembered.choice:
+            self._decide(NO_GRAPH, NOT_CAPTURABLE)
+        elif self._graph_choice() != choice:
             self._reselect()
+            return outputs
         else:
-            self._decide_on_graph(self.remembered.reason)
+            self._decide(choice, reason)
+        self._stay()
         return outputs
+
+    def _select(self) -> Iterator[ModelType]:
+        if self.loser is not None:
+            # It was decided before that, for what lasted no longer.
+            self.forget(self.loser)
+            self.loser = None
+        uncaptured = yield from self._time(NO_GRAPH)
+        host, device = uncaptured.host.us, uncaptured.device.us
+        if device > DEVICE_BOUND * host:
+            self._decide(
+                NO_GRAPH, f"launching takes {host:.0f} us of the device's {device:.0f}"
+            )
+            self._keep()
+            self._stay()
+            return
+        yield self._record
+        while self.replay is None:
+            # It raised.
+            yield self._record
+        if not self.function.is_capturable:
+            # Not kept: that may be for what else the process does, or has no memory for.
+            self._decide(NO_GRAPH, NOT_CAPTURABLE)
+            self._stay()
+            return
+        graph = yield from self._time()
+        stays, reason = judge(graph, uncaptured)
+        if not stays:
+            graph = yield from self._time(before=graph)
+            stays, reason = judge(graph, uncaptured)
+        if not stays:
+            self.loser = self.function.id
+        elif self._sets_many_nodes():
+            self.loser = yield from self._try_prelude(graph)
+        self._decide(self._graph_choice() if stays else NO_GRAPH, reason)
+        self._keep()
+        if self.loser is not None:
+            yield from self._drop_loser()
+        self._stay()
+
+    def _time(
+        self, choice: str | None = None, before: Cost | None = None
+    ) -> Generator[ModelType, None, Cost]:
+        """
+        Of the graph, if no choice is given, which may begin to copy its inputs meanwhile.
+        The better of two times if it was timed before.
+        """
+        samples = Samples(self.device_index, self.function)
+        while not samples.complete:
+            run = self.uncaptured if choice == NO_GRAPH else self.replay
+            yield functools.partial(samples.call, run)
+        cost = samples.cost()
+        if before is not None:
+            cost = min(before, cost, key=lambda cost: cost.program)
+        timings = self.function.report.timings_us
+        timings[choice or self._graph_choice()] = cost.call.us
+        return cost
+
+    def _sets_many_nodes(self) -> bool:
+        entry = self.function.report
+        return (
+            self._graph_choice() == NODE_UPDATE
+            and entry.updated_nodes >= PRELUDE_FROM_NODES
+            # Another forward would be one more backward to record and to time.
+            and entry.mode == "inference"
+        )
+
+    def _try_prelude(
+        self, by_host: Cost
+    ) -> Generator[ModelType, None, FunctionID | None]:
+        """
+        Records the graph once more, to set its nodes itself, and leaves the better of the two.
+        Returns the id of the other.
+        """
+        function, report = self.function, self.function.report
+        replay, id, recordings = self.replay, function.id, function.recordings
+        updated_nodes = report.updated_nodes
+        function.binding, self.replay = PRELUDE, None
+        yield self._record
+        samples = Samples(self.device_index, function)
+        while (
+            self.replay is not None
+            and self._graph_choice() == PRELUDE
+            and not samples.complete
+        ):
+            yield functools.partial(samples.call, self.replay)
+        if samples.complete and self._graph_choice() == PRELUDE:
+            cost = samples.cost()
+            report.timings_us[PRELUDE] = cost.call.us
+            if (
+                function.recordings > recordings
+                and function.is_capturable
+                and is_better_graph(cost, by_host)
+            ):
+                return id
+        loser, function.id = function.id, id
+        self.replay = replay
+        function.bind_as(NODE_UPDATE)
+        function.is_capturable = True
+        report.updated_nodes = updated_nodes
+        return loser
+
+    def _drop_loser(self) -> Iterator[ModelType]:
+        # The graph's last outputs die when the program gets others, if at all.
+        for _ in range(RETIRE_CALLS):
+            yield self._chosen()
+            if self.forget(self.loser):
+                break
+        self.loser = None
 
     def _record(self, inputs: list[InputType]) -> OutputType:
         if self.replay is not None:
@@ -596,141 +698,8 @@ class Selection:
     def _graph_choice(self) -> str:
         return self.function.binding if self.function.binds_inputs else COPY
 
-    def _reselect(self) -> None:
-        """
-        The graph that was decided on copies its inputs now: whether that is still faster
-        than no graph was not measured.
-        """
-        counters["pygraph"]["reselected"] += 1
-        report = self.function.report
-        report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
-        self.function.reselect = None
-        if self.step == self._retire:
-            self.forget(self.loser)
-        self.step = self._time_uncaptured
-        self.deploy(self)
-
-    def _time_uncaptured(self, inputs: list[InputType]) -> OutputType:
-        if not self.uncaptured_samples.complete:
-            return self.uncaptured_samples.call(self.uncaptured, inputs)
-        self.uncaptured_cost = cost = self.uncaptured_samples.cost()
-        self.function.report.timings_us[NO_GRAPH] = cost.call.us
-        host, device = cost.host.us, cost.device.us
-        if device > DEVICE_BOUND * host:
-            self._decide(
-                NO_GRAPH,
-                self.uncaptured,
-                f"launching takes {host:.0f} us of the device's {device:.0f}",
-            )
-            self._keep()
-            return self.uncaptured(inputs)
-        outputs = self._record(inputs)
-        self.step = self._time_replay
-        if not self.function.is_capturable:
-            # Not kept: that may be for what else the process does, or has no memory for.
-            self._decide(NO_GRAPH, self.uncaptured, NOT_CAPTURABLE)
-        return outputs
-
-    def _time_replay(self, inputs: list[InputType]) -> OutputType:
-        if self.replay is None or self.uncaptured_cost is None:
-            raise AssertionError("nothing was recorded")
-        if not self.replay_samples.complete:
-            return self.replay_samples.call(self.replay, inputs)
-        cost = self.replay_samples.cost()
-        if self.replay_cost is not None:
-            cost = min(cost, self.replay_cost, key=lambda cost: cost.program)
-        self.function.report.timings_us[self._graph_choice()] = cost.call.us
-        stays, reason = judge(cost, self.uncaptured_cost)
-        if not stays and self.replay_cost is None:
-            self.replay_cost = cost
-            self.replay_samples = Samples(self.device_index, self.function)
-            return self.replay_samples.call(self.replay, inputs)
-        if stays:
-            entry = self.function.report
-            if (
-                self._graph_choice() == NODE_UPDATE
-                and entry.updated_nodes >= PRELUDE_FROM_NODES
-                # Another forward would be one more backward to record and to time.
-                and entry.mode == "inference"
-            ):
-                self.set_by_host = Recorded(
-                    self.replay,
-                    self.function.id,
-                    entry.updated_nodes,
-                    self.function.recordings,
-                    cost,
-                    reason,
-                )
-                return self._record_with_prelude(inputs)
-            self._decide_on_graph(reason)
-            self._keep()
-            return self.replay(inputs)
-        decide(self.function, NO_GRAPH, reason)
-        self._keep()
-        self._begin_to_retire(self.function.id)
-        return self.uncaptured(inputs)
-
-    def _record_with_prelude(self, inputs: list[InputType]) -> OutputType:
-        self.function.binding = PRELUDE
-        self.replay, outputs = self.record(inputs)
-        self.replay_samples = Samples(self.device_index, self.function)
-        self.step = self._time_prelude
-        return outputs
-
-    def _time_prelude(self, inputs: list[InputType]) -> OutputType:
-        if self.replay is None or self.set_by_host is None:
-            raise AssertionError("nothing was recorded")
-        by_host, wins = self.set_by_host, False
-        if self._graph_choice() == PRELUDE:
-            if not self.replay_samples.complete:
-                return self.replay_samples.call(self.replay, inputs)
-            cost = self.replay_samples.cost()
-            self.function.report.timings_us[PRELUDE] = cost.call.us
-            wins = (
-                self.function.recordings > by_host.recordings
-                and self.function.is_capturable
-                and is_better_graph(cost, by_host.cost)
-            )
-        loser = by_host.id
-        if not wins:
-            loser, self.function.id = self.function.id, by_host.id
-            self.replay = by_host.replay
-            self.function.bind_as(NODE_UPDATE)
-            self.function.is_capturable = True
-            self.function.report.updated_nodes = by_host.updated_nodes
-        decide(self.function, self._graph_choice(), by_host.reason)
-        self._keep()
-        self._reset_samples()
-        self.function.reselect = self._reselect
-        self._begin_to_retire(loser)
-        return self.replay(inputs)
-
-    def _begin_to_retire(self, loser: FunctionID | None) -> None:
-        self.loser, self.retire_calls = loser, 0
-        self.step = self._retire
-
-    def _retire(self, inputs: list[InputType]) -> OutputType:
-        "Drops what lost."
-        winner = self.replay
-        if self.function.report.choice == NO_GRAPH:
-            winner = self.uncaptured
-        if winner is None:
-            raise AssertionError("nothing was recorded")
-        # The graph's last outputs die when the program gets others, if at all.
-        self.retire_calls += 1
-        if self.forget(self.loser) or self.retire_calls == RETIRE_CALLS:
-            self.step = winner
-            self.deploy(winner)
-            torch.cuda.empty_cache()
-        return winner(inputs)
-
-    def _decide_on_graph(self, reason: str) -> None:
-        if self.replay is None:
-            raise AssertionError("nothing was recorded")
-        choice = self._graph_choice()
-        self._decide(choice, self.replay, reason)
-        # Lets go of the events, and begins anew should it be selected again.
-        self._reset_samples()
+    def _decide(self, choice: str, reason: str) -> None:
+        decide(self.function, choice, reason)
         if choice in BINDINGS:
             self.function.reselect = self._reselect
 
@@ -740,20 +709,31 @@ class Selection:
             decision = store.Decision(report.choice, report.reason, report.timings_us)
             self.entry.save(decision)
 
+    def _stay(self) -> None:
+        self.is_deployed = True
+        self.deploy(self._chosen())
+        # What tuning had, what was dropped, and uncaptured calls if it is a graph, is not
+        # needed again.
+        torch.cuda.empty_cache()
+
+    def _reselect(self) -> None:
+        """
+        The graph that was decided on copies its inputs now: whether that is still faster
+        than no graph was not measured.
+        """
+        counters["pygraph"]["reselected"] += 1
+        report = self.function.report
+        report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
+        self.function.reselect = None
+        self.is_deployed = False
+        self.steps = self._select()
+        self.deploy(self)
+
     def shorten(self, replay: ModelType) -> None:
         """Called with a shorter way to replay the same recordings, once there is one."""
-        is_deployed = self.step is self.replay
         self.replay = replay
-        if is_deployed:
-            self.step = replay
+        if self.is_deployed:
             self.deploy(replay)
-
-    def _decide(self, choice: str, fn: ModelType, reason: str) -> None:
-        decide(self.function, choice, reason)
-        self.step = fn
-        self.deploy(fn)
-        # What tuning had, and uncaptured calls if it is a graph, is not needed again.
-        torch.cuda.empty_cache()
 
 
 def decide(function: Function, choice: str, reason: str) -> None:
@@ -833,8 +813,9 @@ def deploy(
     if is_backward:
 
         def run_backward(inputs: list[InputType]) -> OutputType:
-            # See [Backward Generation Handling]
-            get_manager(device_index).set_to_running_backward()
+            # See [Backward Generation Handling]. Other threads have another manager or none.
+            if thread_containers() is owner:
+                get_manager(device_index).set_to_running_backward()
             return model(inputs)
 
         uncaptured = run_backward
@@ -885,7 +866,8 @@ def deploy(
                     counters["pygraph"]["held_activations"] += 1
                 except DriverError as e:
                     # Nothing was launched.
-                    if selection.set_by_host is not None:
+                    if function.binding == PRELUDE and entry.choice == UNDECIDED:
+                        # It is tried, against one that the host sets.
                         function.bind_by_host(str(e))
                         return uncaptured(inputs)
                     decide(function, NO_GRAPH, f"a replay failed: {e}")

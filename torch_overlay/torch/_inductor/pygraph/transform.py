@@ -190,13 +190,14 @@ class HostCopy(ir.FallbackKernel):
     """A copy to the GPU that may not be captured: by a Stage or an Upload."""
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
-        name = {
-            torch.ops.pygraph.stage.default: "Stage",
-            torch.ops.pygraph.upload.default: "Upload",
+        how = {
+            torch.ops.pygraph.stage.default: "stage",
+            torch.ops.pygraph.upload.default: "upload",
         }[self.op_overload]
-        self.python_kernel_name = f"{name.lower()}_{self.get_name()}"
+        owner = f"{how}_{self.get_name()}"
+        self.python_kernel_name = f"{owner}.{how}"
         device_index = str(self.outputs[0].get_device().index)
-        own(wrapper, self.python_kernel_name, name, device_index)
+        own(wrapper, owner, how.capitalize(), device_index)
         super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:

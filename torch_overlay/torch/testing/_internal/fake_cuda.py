@@ -161,10 +161,6 @@ class CompiledGraph:
         return tuple(i for i in self.inputs if i.external)
 
     @property
-    def mutated_external_inputs(self) -> tuple[GraphInput, ...]:
-        return tuple(i for i in self.inputs if i.external and i.mutated)
-
-    @property
     def cpu_inputs(self) -> tuple[GraphInput, ...]:
         return tuple(i for i in self.inputs if i.device == "cpu")
 

@@ -89,7 +89,7 @@ _ADVICE = (
         "Its forward was not captured, or cpp_wrapper is set: see there.",
     ),
     (
-        r"does not know this thread|do not know this thread",
+        r"do not know this thread",
         "Call it from the thread that imported torch, or compile it in the thread that "
         "calls it.",
     ),

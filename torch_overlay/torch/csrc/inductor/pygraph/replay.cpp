@@ -17,6 +17,7 @@
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -106,16 +107,17 @@ void* as_address(PyObject* value) {
   return reinterpret_cast<void*>(as_word(value));
 }
 
-Ref sequence(PyObject* value) {
-  return checked(PySequence_Fast(value, "a sequence is needed"));
+template <typename F>
+void for_each(PyObject* values, F&& f) {
+  Ref items = checked(PySequence_Fast(values, "a sequence is needed"));
+  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
+    f(PySequence_Fast_GET_ITEM(items.get(), i));
+  }
 }
 
 c10::SmallVector<uint64_t, 32> as_words(PyObject* values) {
-  Ref items = sequence(values);
   c10::SmallVector<uint64_t, 32> words;
-  for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-    words.push_back(as_word(PySequence_Fast_GET_ITEM(items.get(), i)));
-  }
+  for_each(values, [&](PyObject* word) { words.push_back(as_word(word)); });
   return words;
 }
 
@@ -164,6 +166,14 @@ const at::TensorBase& unpack(PyObject* object) {
     throw Unusual();
   }
   return reinterpret_cast<THPVariable*>(object)->cdata;
+}
+
+// A capture of the current stream is the program's own. `is_capturing` is
+// torch's function that tells.
+void check_not_captured(const Ref& is_capturing) {
+  if (checked(PyObject_CallNoArgs(is_capturing.get())).get() != Py_False) {
+    throw Unusual();
+  }
 }
 
 uint64_t address_of(PyObject* tensor) {
@@ -266,9 +276,7 @@ struct Node {
     if (field(description, 4) != Py_None) {
       context = as_address(field(description, 4));
     }
-    Ref items = sequence(field(description, 5));
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* word = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(field(description, 5), [&](PyObject* word) {
       long long offset = PyLong_AsLongLong(field(word, 2));
       if (PyErr_Occurred()) {
         throw Error();
@@ -277,7 +285,7 @@ struct Node {
           {static_cast<uint64_t*>(as_address(field(word, 0))),
            as_word(field(word, 1)),
            static_cast<uint64_t>(offset)});
-    }
+    });
   }
 
   bool call() const {
@@ -310,16 +318,15 @@ struct Nodes {
     }
     auto words = as_words(held);
     pointers.assign(words.begin(), words.end());
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      nodes.emplace_back(PySequence_Fast_GET_ITEM(items.get(), i));
+    for_each(descriptions, [&](PyObject* item) {
+      nodes.emplace_back(item);
       for (const auto& word : nodes.back().words) {
         if (word.input >= pointers.size()) {
           PyErr_SetString(PyExc_IndexError, "a word of no input");
           throw Error();
         }
       }
-    }
+    });
     keep = Ref::share(owner);
   }
 
@@ -455,9 +462,6 @@ struct Names {
   PyObject* update;
   PyObject* is_profiler_enabled;
   PyObject* record_graph_execution;
-  PyObject* is_stream_capturing;
-  PyObject* current_raw_stream;
-  PyObject* current_device;
 } names;
 
 bool intern_names() {
@@ -479,9 +483,6 @@ bool intern_names() {
       {&names.update, "update"},
       {&names.is_profiler_enabled, "_is_profiler_enabled"},
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
-      {&names.is_stream_capturing, "_cuda_isCurrentStreamCapturing"},
-      {&names.current_raw_stream, "_cuda_getCurrentRawStream"},
-      {&names.current_device, "_cuda_getDevice"},
   };
   for (const auto& [name, text] : all) {
     *name = PyUnicode_InternFromString(text);
@@ -511,11 +512,9 @@ struct Pack {
     }
     general = Ref::share(function);
     num_words = count;
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* place = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(descriptions, [&](PyObject* place) {
       places.emplace_back(as_word(field(place, 0)), as_word(field(place, 1)));
-    }
+    });
   }
 
   const Memory* memory() const {
@@ -593,11 +592,11 @@ struct Pack {
 
 PyTypeObject StageType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
-// Stage(general, device_index, torch_c): Stage.__call__. A call compares, and
-// copies to the GPU what has changed, by way of the pinned memory that was
-// added for its thread and stream, while there is some left that is not read;
-// for the rest it calls `general`. `torch_c` is where torch's own functions of
-// the CUDA runtime are.
+// Stage(general, device_index, is_capturing, current_stream, current_device):
+// Stage.stage. A call compares, and copies to the GPU what has changed, by way
+// of the pinned memory that was added for its thread and stream, while there is
+// some left that is not read; for the rest it calls `general`. The last three
+// are torch's own functions of the CUDA runtime.
 struct Stage {
   using ThreadAndStream = std::pair<uint64_t, uint64_t>;
 
@@ -621,39 +620,30 @@ struct Stage {
   };
 
   Stage(PyObject* args, PyObject* /*kwargs*/) {
-    PyObject *function = nullptr, *index = nullptr, *functions = nullptr;
+    PyObject *function = nullptr, *index = nullptr, *captures = nullptr,
+             *stream = nullptr, *device = nullptr;
     if (!PyArg_ParseTuple(
             args,
-            "OO!O!",
+            "OO!OOO",
             &function,
             &PyLong_Type,
             &index,
-            &PyDict_Type,
-            &functions)) {
+            &captures,
+            &stream,
+            &device)) {
       throw Error();
     }
     general = Ref::share(function);
     device_index = Ref::share(index);
-    torch_c = Ref::share(functions);
+    is_capturing = Ref::share(captures);
+    current_stream = Ref::share(stream);
+    current_device = Ref::share(device);
   }
 
-  PyObject* function(PyObject* name) const {
-    PyObject* found = PyDict_GetItem(torch_c.get(), name);
-    if (found == nullptr) {
-      throw Unusual();
-    }
-    return found;
-  }
-
-  // The copy of a value, and Unusual in a capture, which is the program's own.
+  // The copy of a value, outside of captures.
   Ref operator()(PyObject* value) {
-    Ref is_capturing =
-        checked(PyObject_CallNoArgs(function(names.is_stream_capturing)));
-    if (is_capturing.get() != Py_False) {
-      throw Unusual();
-    }
-    Ref stream = checked(PyObject_CallOneArg(
-        function(names.current_raw_stream), device_index.get()));
+    Ref stream = checked(
+        PyObject_CallOneArg(current_stream.get(), device_index.get()));
     auto found =
         staged.find({PyThread_get_thread_ident(), as_word(stream.get())});
     if (found == staged.end() ||
@@ -677,7 +667,7 @@ struct Stage {
       return false;
     }
     // The context of a null stream is the current one.
-    Ref device = checked(PyObject_CallNoArgs(function(names.current_device)));
+    Ref device = checked(PyObject_CallNoArgs(current_device.get()));
     int is_current =
         PyObject_RichCompareBool(device.get(), device_index.get(), Py_EQ);
     if (is_current < 0) {
@@ -710,6 +700,7 @@ struct Stage {
     Stage& self = Boxed<Stage>::of(object);
     if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr) {
       try {
+        check_not_captured(self.is_capturing);
         return self(args[0]).release();
       } catch (const Error&) {
         return nullptr;
@@ -790,12 +781,17 @@ struct Stage {
   template <typename F>
   void visit(F&& f) {
     // Not what is staged, which is in no cycle, as in Pack.
-    f(general);
+    for (Ref* ref :
+         {&general, &is_capturing, &current_stream, &current_device}) {
+      f(*ref);
+    }
   }
 
   Ref general;
   Ref device_index;
-  Ref torch_c;
+  Ref is_capturing;
+  Ref current_stream;
+  Ref current_device;
   std::unordered_map<ThreadAndStream, Staged, Hash> staged;
 };
 
@@ -810,15 +806,13 @@ struct Words {
       throw Error();
     }
     general = Ref::share(function);
-    Ref items = sequence(list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* pack = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(list, [&](PyObject* pack) {
       if (!Py_IS_TYPE(pack, &PackType)) {
         PyErr_SetString(PyExc_TypeError, "a Pack is needed");
         throw Error();
       }
       packs.push_back(Ref::share(pack));
-    }
+    });
   }
 
   void append_to(c10::SmallVector<uint64_t, 32>& words) const {
@@ -910,23 +904,47 @@ struct Replay {
 
   Replay(PyObject* args, PyObject* kwargs) {
     static const char* keywords[] = {
-        "general",      "node",     "manager",    "executing",
-        "mark_step",    "tracker",  "pending",    "local",
-        "owner",        "containers", "is_capturing", "launch",
-        "binding",      "values",   "static",     "bound",
-        "parent",       "restore",  "function",   "live_outputs",
-        "alignment",    "pool",
-        "allocators",   "outputs",  "dropped",    "dead_before",
-        "dead_after",   "acquire",  "release",    nullptr};
+        "general",
+        "node",
+        "manager",
+        "executing",
+        "mark_step",
+        "tracker",
+        "pending",
+        "local",
+        "owner",
+        "containers",
+        "is_capturing",
+        "launch",
+        "binding",
+        "values",
+        "parent",
+        "restore",
+        "function",
+        "live_outputs",
+        "acquire",
+        "release",
+        "static",
+        "bound",
+        "alignment",
+        "pool",
+        "allocators",
+        "outputs",
+        "dropped",
+        "dead_before",
+        "dead_after",
+        nullptr};
+    auto owned = refs();
     PyObject *objects[20], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
                            *output_list = nullptr, *dropped_inputs = nullptr,
                            *before = nullptr, *after = nullptr;
+    static_assert(std::size(objects) == std::tuple_size_v<decltype(owned)>);
     unsigned long long needed_alignment = 0;
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOOOOOKOOOOOOOO",
+            "$OOOOOOOOOOOOOOOOOOOOOOKOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -942,54 +960,31 @@ struct Replay {
             &objects[11],
             &objects[12],
             &objects[13],
-            &static_inputs,
-            &bound_inputs,
             &objects[14],
             &objects[15],
             &objects[16],
             &objects[17],
+            &objects[18],
+            &objects[19],
+            &static_inputs,
+            &bound_inputs,
             &needed_alignment,
             &pool_bounds,
             &allocator_list,
             &output_list,
             &dropped_inputs,
             &before,
-            &after,
-            &objects[18],
-            &objects[19])) {
+            &after)) {
       throw Error();
     }
-    Ref* owned[] = {
-        &general,
-        &node,
-        &manager,
-        &executing,
-        &mark_step,
-        &tracker,
-        &pending,
-        &local,
-        &owner,
-        &containers,
-        &is_capturing,
-        &launch,
-        &binding,
-        &values,
-        &parent,
-        &restore,
-        &function,
-        &live_outputs,
-        &acquire,
-        &release};
-    for (size_t i = 0; i < std::size(owned); ++i) {
+    for (size_t i = 0; i < owned.size(); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
     alignment = needed_alignment;
-    Ref items = sequence(static_inputs);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* input = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(static_inputs, [&](PyObject* input) {
       statics.emplace_back(as_word(field(input, 0)), as_word(field(input, 1)));
       num_inputs = std::max(num_inputs, statics.back().first + 1);
-    }
+    });
     for (uint64_t i : as_words(bound_inputs)) {
       bound.push_back(i);
       num_inputs = std::max<size_t>(num_inputs, i + 1);
@@ -1002,21 +997,16 @@ struct Replay {
     dead_after = path_outputs(after);
     auto bounds = as_words(pool_bounds);
     pool.assign(bounds.begin(), bounds.end());
-    items = sequence(allocator_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      allocators.push_back(
-          Ref::share(PySequence_Fast_GET_ITEM(items.get(), i)));
-    }
-    items = sequence(output_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(allocator_list, [&](PyObject* allocate) {
+      allocators.push_back(Ref::share(allocate));
+    });
+    for_each(output_list, [&](PyObject* output) {
       PyObject* k = field(output, 0);
       if (k == Py_None) {
         // (None, None) is cached, (None, (constant,)) is not.
         PyObject* constant = field(output, 1);
         if (constant == Py_None) {
-          outputs.push_back(
-              {Output::CACHED, static_cast<size_t>(i), Ref()});
+          outputs.push_back({Output::CACHED, outputs.size(), Ref()});
         } else {
           outputs.push_back(
               {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
@@ -1028,19 +1018,17 @@ struct Replay {
           throw Error();
         }
       }
-    }
+    });
   }
 
   static std::vector<PathOutput> path_outputs(PyObject* descriptions) {
     std::vector<PathOutput> result;
-    Ref items = sequence(descriptions);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* output = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(descriptions, [&](PyObject* output) {
       result.push_back(
           {Ref::share(field(output, 0)),
            Ref::share(field(output, 1)),
            static_cast<Py_ssize_t>(as_word(field(output, 2)))});
-    }
+    });
     return result;
   }
 
@@ -1080,6 +1068,7 @@ struct Replay {
       bool has_dropped = false;
       try {
         if (self.fits(args[0])) {
+          check_not_captured(self.is_capturing);
           return self.run(args[0], has_dropped);
         }
       } catch (const Error&) {
@@ -1107,8 +1096,9 @@ struct Replay {
            });
   }
 
-  // Of inputs that fit. Sets has_dropped once inputs are gone that the general
-  // path needs.
+  // Of inputs that fit, outside of captures: what the program captures must not
+  // depend on the pool's memory. Sets has_dropped once inputs are gone that the
+  // general path needs.
   PyObject* run(PyObject* inputs, bool& has_dropped) {
     check_thread();
     Held held(*this);
@@ -1203,8 +1193,7 @@ struct Replay {
   }
 
   // A graph is updated and launched by the thread that recorded it, and by
-  // autograd's on its behalf. One that the program itself captures right now
-  // must not depend on the pool's memory.
+  // autograd's on its behalf.
   void check_thread() const {
     Ref known(PyObject_GetAttr(local.get(), names.tree_manager_containers));
     if (!known) {
@@ -1212,9 +1201,6 @@ struct Replay {
       known = checked(PyObject_CallNoArgs(containers.get()));
     }
     if (known.get() != owner.get()) {
-      throw Unusual();
-    }
-    if (checked(PyObject_CallNoArgs(is_capturing.get())).get() != Py_False) {
       throw Unusual();
     }
   }
@@ -1319,32 +1305,37 @@ struct Replay {
     set_attribute(manager.get(), names.current_gen, generation.get());
   }
 
+  // Arguments of the constructor, in their order.
+  std::array<Ref*, 20> refs() {
+    return {
+        &general,
+        &node,
+        &manager,
+        &executing,
+        &mark_step,
+        &tracker,
+        &pending,
+        &local,
+        &owner,
+        &containers,
+        &is_capturing,
+        &launch,
+        &binding,
+        &values,
+        &parent,
+        &restore,
+        &function,
+        &live_outputs,
+        &acquire,
+        &release};
+  }
+
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref :
-         {&general,
-          &node,
-          &manager,
-          &executing,
-          &mark_step,
-          &tracker,
-          &pending,
-          &local,
-          &owner,
-          &containers,
-          &is_capturing,
-          &launch,
-          &binding,
-          &values,
-          &parent,
-          &restore,
-          &function,
-          &live_outputs,
-          &acquire,
-          &release,
-          &last_seen}) {
+    for (Ref* ref : refs()) {
       f(*ref);
     }
+    f(last_seen);
     for (auto* of_path : {&dead_before, &dead_after, &live_of_last}) {
       for (PathOutput& output : *of_path) {
         f(output.weakrefs);
@@ -1466,9 +1457,7 @@ struct Direct {
     }
     num_outputs = num_partition_outputs;
     std::vector<Py_ssize_t> of_args;
-    Ref items = sequence(pack_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+    for_each(pack_list, [&](PyObject* item) {
       packs.emplace_back(
           of_type(field(item, 0), PackType), std::vector<Py_ssize_t>());
       auto& values = packs.back().second;
@@ -1481,15 +1470,13 @@ struct Direct {
         throw Error();
       }
       of_args.insert(of_args.end(), values.begin(), values.end());
-    }
-    items = sequence(stage_list);
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(items.get()); ++i) {
-      PyObject* item = PySequence_Fast_GET_ITEM(items.get(), i);
+    });
+    for_each(stage_list, [&](PyObject* item) {
       stages.emplace_back(
           of_type(field(item, 0), StageType),
           static_cast<Py_ssize_t>(as_word(field(item, 1))));
       of_args.push_back(stages.back().second);
-    }
+    });
     for (uint64_t i : as_words(input_list)) {
       inputs.push_back(static_cast<Py_ssize_t>(i));
     }
@@ -1556,6 +1543,8 @@ struct Direct {
   PyObject* replay(PyObject* const* args) {
     // Others may replace it while a stage lets them run.
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
+    // For the stages too.
+    check_not_captured(Boxed<Replay>::of(fn.get()).is_capturing);
     NoDynamo no_dynamo(set_eval_frame.get());
     c10::AutoGradMode no_grad(false);
     // Both may be done again by the slow way: it packs the same bytes to the
