@@ -661,32 +661,37 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
     def test_one_thread_at_a_time(self):
-        "Autograd runs a backward of outputs on the CPU beside another one."
+        """
+        Autograd runs a backward of outputs on the CPU beside another one. What is called
+        while the other thread records runs uncaptured: that thread may wait for it.
+        """
         fn = self.check(self.ADD)
         other = self.deploy(
             "hook(); x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a,)",
             [self.randn(), self.randn()],
         )
         other(self.randn(), self.randn())
-        shared, replayed = trees.local.tree_manager_containers, threading.Event()
+        shared = trees.local.tree_manager_containers
         x, y, outputs = self.randn(), self.randn(), []
 
         def replay():
             trees.local.tree_manager_containers = shared
             outputs.append(fn(x, y))
-            replayed.set()
 
-        thread = threading.Thread(target=replay)
+        manager = trees.get_manager(0)
 
         def start():
             self.hook = lambda: None
+            last = manager.current_node
+            thread = threading.Thread(target=replay)
             thread.start()
-            self.assertFalse(replayed.wait(0.3))
+            thread.join(10)
+            self.assertFalse(thread.is_alive())
+            self.assertIs(manager.current_node, last)
 
         self.hook = start
         a, b = self.randn(), self.randn()
         (out,) = other(a, b)
-        thread.join()
         self.assertEqual(on_host(out), on_host(a) + on_host(b))
         self.assertEqual(on_host(outputs[0][0]), on_host(x).sin() + on_host(y))
         (function, recorded) = report()

@@ -72,7 +72,8 @@ _locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.RLock] = (
 
 def lock_of(manager: CUDAGraphTreeManager) -> threading.RLock:
     """
-    What a thread holds while it records or replays. Trees are of one thread, and of those
+    What a thread holds while it records or replays; another one runs uncaptured meanwhile,
+    and never waits, since the first may wait for it. Trees are of one thread, and of those
     that autograd uses on its behalf; but it runs the backward of outputs on the CPU in the
     thread that called it, and that of others in one of its own, both at the same time.
     """

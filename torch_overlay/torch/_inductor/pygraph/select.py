@@ -494,7 +494,7 @@ class Selection:
         self,
         function: Function,
         uncaptured: ModelType,
-        record: Callable[[list[InputType]], tuple[ModelType, OutputType]],
+        record: Callable[[list[InputType]], tuple[ModelType | None, OutputType]],
         deploy: Callable[[ModelType], None],
         forget: Callable[[FunctionID | None], bool],
         device_index: int,
@@ -549,14 +549,16 @@ class Selection:
         if not self.is_forced and self.remembered is None:
             yield from self._select()
         while not self.is_deployed:
-            # Until it does not raise: the program may free memory and call again.
+            # Until it is recorded: the program may free memory, or another thread end, and
+            # it is called again.
             yield self._record_forced if self.is_forced else self._deploy_remembered
 
     def _record_forced(self, inputs: list[InputType]) -> OutputType:
         self.replay, outputs = self.record(inputs)
-        self.is_deployed = True
-        self.deploy(self.replay)
-        publish(self.function.report)
+        if self.replay is not None:
+            self.is_deployed = True
+            self.deploy(self.replay)
+            publish(self.function.report)
         return outputs
 
     def _deploy_remembered(self, inputs: list[InputType]) -> OutputType:
@@ -568,6 +570,8 @@ class Selection:
             self._stay()
             return self.uncaptured(inputs)
         outputs = self._record(inputs)
+        if self.replay is None:
+            return outputs
         if not self.function.is_capturable:
             self._decide(NO_GRAPH, NOT_CAPTURABLE)
         elif self._graph_choice() != choice:
@@ -594,7 +598,7 @@ class Selection:
             return
         yield self._record
         while self.replay is None:
-            # It raised.
+            # It raised, or another thread was recording.
             yield self._record
         if not self.function.is_capturable:
             # Not kept: that may be for what else the process does, or has no memory for.
@@ -830,10 +834,12 @@ def deploy(
         decide(function, NO_GRAPH, "forced")
         return uncaptured
 
-    def record(inputs: list[InputType]) -> tuple[ModelType, OutputType]:
+    def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         manager = get_manager(device_index)
         lock = lock_of(manager)
-        with lock:
+        if not lock.acquire(blocking=False):
+            return None, uncaptured(inputs)
+        try:
             fn, outputs = cudagraphify(
                 model,
                 inputs,
@@ -845,6 +851,8 @@ def deploy(
                 pygraph=function,
                 **kwargs,
             )
+        finally:
+            lock.release()
         roots = manager.roots.get(function.id)
         replays = CompiledReplays(function, manager, mode, owner)
 
@@ -853,25 +861,28 @@ def deploy(
             # autograd's on its behalf. One that the program itself captures right now
             # must not depend on the pool's memory.
             if (
-                thread_containers() is owner
-                and not torch.cuda.is_current_stream_capturing()
+                thread_containers() is not owner
+                or torch.cuda.is_current_stream_capturing()
+                or not lock.acquire(blocking=False)
             ):
-                try:
-                    with lock:
-                        outputs = fn(inputs)
-                        if (compiled := replays.add(replay)) is not None:
-                            selection.shorten(compiled)
-                    return outputs
-                except InputHeld:
-                    counters["pygraph"]["held_activations"] += 1
-                except DriverError as e:
-                    # Nothing was launched.
-                    if function.binding == PRELUDE and entry.choice == UNDECIDED:
-                        # It is tried, against one that the host sets.
-                        function.bind_by_host(str(e))
-                        return uncaptured(inputs)
+                return uncaptured(inputs)
+            try:
+                outputs = fn(inputs)
+                if (compiled := replays.add(replay)) is not None:
+                    selection.shorten(compiled)
+                return outputs
+            except InputHeld:
+                counters["pygraph"]["held_activations"] += 1
+            except DriverError as e:
+                # Nothing was launched.
+                if function.binding == PRELUDE and entry.choice == UNDECIDED:
+                    # It is tried, against one that the host sets.
+                    function.bind_by_host(str(e))
+                else:
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
                     replace(uncaptured)
+            finally:
+                lock.release()
             return uncaptured(inputs)
 
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
@@ -890,8 +901,13 @@ def deploy(
         from torch._inductor.pygraph import record
 
         manager = get_manager(device_index)
-        with lock_of(manager):
+        lock = lock_of(manager)
+        if not lock.acquire(blocking=False):
+            return False
+        try:
             return record.forget(manager, id)
+        finally:
+            lock.release()
 
     kept = remembered = None
     if code_hash is not None and force is None:
