@@ -751,6 +751,24 @@ class SelectionTest(SelectTestCase):
         selection.record = recorded
         self.call(selection, 2)
 
+    @parametrize("how", ("selected", "forced", "remembered"))
+    def test_recorded_when_no_other_thread_records(self, how):
+        selection = self.selection(is_forced=how == "forced")
+        if how == "remembered":
+            selection.remembered = select.store.Decision(
+                NODE_UPDATE, "measured", {}
+            )
+        recorded = selection.record
+        selection.record = lambda inputs: (None, self.uncaptured(inputs))
+        before = 1 + (TIMED if how == "selected" else 0)
+        self.assertEqual(
+            self.call(selection, before + 3), ["uncaptured"] * (before + 3)
+        )
+        self.assertEqual(self.deployed, [])
+        selection.record = recorded
+        self.assertEqual(self.call(selection), ["record"])
+        self.assertEqual(self.call(selection), ["replay"])
+
     def test_other_thread(self):
         selection = self.selection()
         ran = self.call(selection, 3)
