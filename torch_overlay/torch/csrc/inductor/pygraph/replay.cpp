@@ -889,6 +889,24 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
       : nullptr;
 }
 
+// Whether functorch.utils.unwrap_dead_wrappers has to look at one of a list.
+PyObject* has_functorch_wrappers(PyObject* /*module*/, PyObject* list) {
+  if (!PyList_CheckExact(list)) {
+    PyErr_SetString(PyExc_TypeError, "a list is needed");
+    return nullptr;
+  }
+  auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+  for (Py_ssize_t i = 0; i < PyList_GET_SIZE(list); ++i) {
+    PyObject* item = PyList_GET_ITEM(list, i);
+    if (PyObject_TypeCheck(item, type) &&
+        reinterpret_cast<THPVariable*>(item)->cdata.key_set().has(
+            c10::DispatchKey::FuncTorchGradWrapper)) {
+      Py_RETURN_TRUE;
+    }
+  }
+  Py_RETURN_FALSE;
+}
+
 PyTypeObject ReplayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // See replay.py, which makes it, for the arguments and for what is checked.
@@ -1656,6 +1674,7 @@ PyMethodDef stage_methods[] = {
 
 PyMethodDef module_methods[] = {
     {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
+    {"has_functorch_wrappers", has_functorch_wrappers, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef replay_getset[] = {
