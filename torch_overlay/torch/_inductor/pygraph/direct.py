@@ -27,6 +27,7 @@ import inspect
 import textwrap
 import types
 from typing import Any, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch._dynamo.eval_frame import innermost_fn
@@ -38,6 +39,11 @@ from torch._inductor.pygraph import native
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+# Of AOTAutograd's runtime wrapper of a training graph, by training.py: the arguments of
+# _replay.Training, which does the same.
+natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
 
 
 def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,7 +78,7 @@ def layers_below(fn: Any) -> tuple[Any, Any, int | None]:
 
 
 def _disabled(layer: Callable[[list[Any]], Any]) -> Callable[..., Any]:
-    "``layer`` with Dynamo disabled, in a frame."
+    "``layer`` with Dynamo disabled, in a frame, or without one if it is a training graph's."
     set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 
     def call(*args: Any) -> Any:
@@ -82,7 +88,11 @@ def _disabled(layer: Callable[[list[Any]], Any]) -> Callable[..., Any]:
         finally:
             set_eval_frame(prior)
 
-    return call
+    if native.compiled is None or layer not in natives:
+        return call
+    return native.compiled.Training(
+        slow=call, set_eval_frame=set_eval_frame, **natives[layer]
+    )
 
 
 def replay(

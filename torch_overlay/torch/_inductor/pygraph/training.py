@@ -27,36 +27,32 @@ from torch._functorch._aot_autograd.runtime_wrappers import (
 )
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._functorch._aot_autograd.utils import normalize_as_list
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch._inductor.pygraph import native
-from torch._inductor.pygraph.direct import boxed_replay, replay
+from torch._inductor.pygraph.direct import boxed_replay, natives, replay
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._functorch._aot_autograd.runtime_wrappers import (
+        _FirstInvocationContext,
+    )
     from torch._functorch._aot_autograd.schemas import (
         MemoryFormatMeta,
         ViewAndMutationMeta,
     )
 
 
-def specialize(
-    function: type[torch.autograd.Function], disable_amp: bool
-) -> Callable[[list[Any]], Any]:
-    """
-    What is to be called instead of ``function.apply``, with a list; ``function`` is a
-    CompiledFunction, and gets other methods if its graph is plain.
-    """
+def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> None:
+    "``function`` is a CompiledFunction; it gets other methods if its graph is plain."
     metadata = function.metadata
-    if is_plain(metadata):
-        node = function._backward_cls
-        # Of each call, what is never anything else.
-        node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []
-        function.forward = staticmethod(_forward(function.compiled_fw, metadata))
-        # What the engine calls, which else looks for CompiledFunction.backward.
-        node.apply = _backward(function, node.apply, disable_amp)
-    return _apply(function)
+    if not is_plain(metadata):
+        return
+    node = function._backward_cls
+    # Of each call, what is never anything else.
+    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []
+    function.forward = staticmethod(_forward(function.compiled_fw, metadata))
+    # What the engine calls, which else looks for CompiledFunction.backward.
+    node.apply = _backward(function, node.apply, disable_amp)
 
 
 def is_plain(metadata: ViewAndMutationMeta) -> bool:
@@ -99,30 +95,36 @@ def _tangents(metadata: ViewAndMutationMeta) -> list[int]:
 
 
 def runtime_wrapper(
-    apply: Callable[[list[Any]], Any],
+    apply: Callable[..., Any],
     general: Callable[[list[Any]], Any],
-    is_first: Callable[[], bool],
+    first: _FirstInvocationContext,
     num_outputs: int,
     mutated: list[int],
     to_detach: list[int],
     disable_amp: bool,
 ) -> Callable[[list[Any]], Any]:
     """
-    As ``general``, AOTAutograd's runtime wrapper around ``apply``, of a graph that needs no
-    epilogue. ``mutated`` are inputs that the graph mutates where autograd is to see it.
+    As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue.
+
+    Args:
+        apply: of its CompiledFunction
+        first: whether the next call is
+        mutated: inputs that the graph mutates where autograd is to see it
+        to_detach: inputs that never need gradients
     """
     is_grad_enabled = torch.is_grad_enabled
     set_grad_enabled = torch._C._set_grad_enabled
     is_view_replay_enabled = torch._C._is_view_replay_enabled
     set_view_replay_enabled = torch._C._set_view_replay_enabled
+    increment_version = torch.autograd.graph.increment_version
     profiler = torch.autograd.profiler
     disable_autocast = torch._C._DisableAutocast
 
-    def wrapper(args: list[Any]) -> Any:
-        if profiler._is_profiler_enabled or is_first():
+    def wrapper(args: list[Any]) -> list[Any]:
+        if profiler._is_profiler_enabled or first.is_needed():
             return general(args)
         if mutated:
-            torch.autograd.graph.increment_version([args[i] for i in mutated])
+            increment_version([args[i] for i in mutated])
         if to_detach:
             # See Note [Detaching inputs that never need gradients]
             args = list(args)
@@ -138,9 +140,9 @@ def runtime_wrapper(
         try:
             if disable_amp:
                 with disable_autocast():
-                    outs = apply(args)
+                    outs = apply(*args)
             else:
-                outs = apply(args)
+                outs = apply(*args)
         finally:
             set_view_replay_enabled(was_view_replay_enabled)
             if not was_grad_enabled:
@@ -149,31 +151,19 @@ def runtime_wrapper(
             raise AssertionError(f"expected {num_outputs} outputs, got {len(outs)}")
         return list(outs)
 
+    if not to_detach:
+        natives[wrapper] = dict(
+            # What autograd.Function.apply calls without transforms and setup_context.
+            apply=super(torch.autograd.Function, apply.__self__).apply,
+            first=first,
+            has_transforms=torch._C._are_functorch_transforms_active,
+            increment_version=increment_version,
+            mutated=mutated,
+            disable_amp=disable_amp,
+            num_outputs=num_outputs,
+            profiler=vars(profiler),
+        )
     return wrapper
-
-
-def _apply(function: type[torch.autograd.Function]) -> Callable[[list[Any]], Any]:
-    "autograd.Function.apply, of one that has no setup_context."
-    apply_with_transforms = function.apply
-    apply = super(torch.autograd.Function, function).apply
-    has_transforms = torch._C._are_functorch_transforms_active
-    if native.compiled is not None:
-        has_wrappers = native.compiled.has_functorch_wrappers
-    else:
-
-        def has_wrappers(args: list[Any]) -> bool:
-            return True
-
-    def boxed_apply(args: list[Any]) -> Any:
-        if has_transforms():
-            return apply_with_transforms(*args)
-        if has_wrappers(args):
-            # Of transforms that are gone.
-            args = unwrap_dead_wrappers(args)
-        return apply(*args)
-
-    boxed_apply._boxed_call = True
-    return boxed_apply
 
 
 def _forward(
