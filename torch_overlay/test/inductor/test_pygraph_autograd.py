@@ -419,6 +419,22 @@ class AutogradTest(TestCase):
                     self.assertEqual(x.grad.a, 2 * x.a.cos())
                     self.assertEqual(x.grad.b, 2 * x.b.cos())
 
+    def test_subclass_that_needs_no_gradient(self):
+        "The gradient that the graph takes is a plain tensor; its inputs are not all."
+        for pygraph in (False, True):
+            torch._dynamo.reset()
+            with config.patch(pygraph=pygraph):
+                compiled = torch.compile(
+                    lambda x, w: (x * 2, w.sin()), backend="aot_eager"
+                )
+                for _ in range(3):
+                    x = TwoTensor(torch.randn(4), torch.randn(4))
+                    w = torch.randn(4, requires_grad=True)
+                    doubled, y = compiled(x, w)
+                    self.assertEqual(doubled.b, 2 * x.b)
+                    y.sum().backward()
+                    self.assertEqual(w.grad, w.cos())
+
     def test_second_backward(self):
         def twice(y):
             y.sum().backward()
@@ -851,6 +867,22 @@ class AutogradTest(TestCase):
                     x.grad = None
                     step(x)
                     self.assertEqual(x.grad, x.cos())
+
+    def test_hooks_in_the_graph(self):
+        "Compiled autograd is given what they are."
+
+        def fn(x):
+            y = x.sin()
+            y.register_hook(lambda g: g * 3)
+            return y * 2
+
+        with config.patch(pygraph=True):
+            compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+            for _ in range(3):
+                x = torch.randn(4, requires_grad=True)
+                with compiled_autograd._enable(torch.compile(backend="aot_eager")):
+                    compiled(x).sum().backward()
+                self.assertEqual(x.grad, 6 * x.cos())
 
     @parametrize("use_reentrant", [False, True])
     @parametrize("inside", [False, True])

@@ -244,7 +244,6 @@ def call(self, args):
             return None
     if (
         len({*produced}) != len(produced)
-        or not {*produced}.isdisjoint(places)
         or not {*inputs} <= {*places}
         or not {*returned} <= {*produced}
     ):
