@@ -11,7 +11,9 @@ import copy
 import gc
 import sys
 import threading
+import unittest
 import weakref
+from dataclasses import replace
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -24,6 +26,7 @@ from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd import runtime_wrappers, utils
+from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import direct, native, training
@@ -58,7 +61,10 @@ def backend(compile_forward: Callable[..., Any], compile_backward: Callable[...,
         return compiler
 
     return aot_autograd(
-        fw_compiler=boxed(compile_forward), bw_compiler=boxed(compile_backward)
+        fw_compiler=boxed(compile_forward),
+        bw_compiler=boxed(compile_backward),
+        # As Inductor.
+        keep_inference_input_mutations=True,
     )
 
 
@@ -116,8 +122,8 @@ class AutogradTest(TestCase):
         fn: Callable[..., Any],
         *inputs: Any,
         use: Callable[..., Any] | None = None,
-        forward: bool = True,
-        backward: bool = True,
+        forward: bool | None = True,
+        backward: bool | None = True,
         calls: int = 4,
         eager: bool = True,
         **options: Any,
@@ -126,7 +132,7 @@ class AutogradTest(TestCase):
         In each of several calls, ``use(outputs)`` of ``fn`` has the same outcome, and leaves
         the same inputs and gradients, as in eager mode, if that is to be compared, and as
         without pygraph. ``forward`` and ``backward`` say whether later calls are without
-        CompiledFunction's own methods.
+        CompiledFunction's own methods; None is not to say.
         """
         use = use or (lambda outputs: self.differentiate(outputs))
         options = {"backend": "aot_eager", **options}
@@ -141,9 +147,9 @@ class AutogradTest(TestCase):
                 for i in range(calls):
                     with self.counted() as counts:
                         found[variant].append(self.step(f, run, inputs, use))
-                    if variant == "pygraph" and i > 1:
-                        self.assertEqual(counts[0] == 0, forward, "forward")
-                        self.assertEqual(counts[1] == 0, backward, "backward")
+                    for count, expected in zip(counts, (forward, backward)):
+                        if variant == "pygraph" and i > 1 and expected is not None:
+                            self.assertEqual(count == 0, expected)
         for other in found:
             self.assertEqual(found["pygraph"], found[other], msg=other)
         return found["pygraph"]
@@ -224,19 +230,35 @@ class AutogradTest(TestCase):
         args = torch.randn(4), torch.randn(4, requires_grad=True)
         self.check(fn, *args)
 
+        # And are given none, which would have to be made.
+        seen: list[Any] = []
+        with config.patch(pygraph=True):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn, backend="aot_eager")
+            for i in range(4):
+                plain, output = compiled(*args)
+                if i == 0:
+                    node = type(output.grad_fn)
+                    apply = node.apply
+                    node.apply = lambda ctx, *g: seen.append(g) or apply(ctx, *g)
+                output.sum().backward()
+        self.assertEqual(len(seen), 4)
+        self.assertTrue(all(of_plain is None for of_plain, _ in seen))
+
     def test_unsafe_views(self):
         def fn(x, w):
-            return torch.nn.functional.linear(x, w), x.matmul(w)
+            # Nobody else has what the first one is a view of.
+            return (x @ w).sin().view(-1), torch.nn.functional.linear(x, w)
 
         args = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-        self.check(fn, *args)
+        self.check(fn, *args, eager=False)
 
         def use(outputs):
             # It is not to be seen that one was a view.
             outputs[0].mul_(2)
             self.differentiate(outputs)
 
-        self.check(fn, *args, use=use)
+        self.check(fn, *args, use=use, eager=False)
 
     def test_outputs_that_alias(self):
         def input_and_view(x):
@@ -272,23 +294,26 @@ class AutogradTest(TestCase):
             y[0].mul_(2)
             return x * y
 
-        for requires_grad in (False, True):
-            x = torch.randn(3, 3, requires_grad=True)
-            y = torch.randn(3, 3)
-            for fn in (data, metadata, both, leaf_without_grad, of_a_view):
-                name = f"{fn.__name__} {requires_grad}"
-                with self.subTest(name):
-
-                    def outer(x, y, fn=fn, requires_grad=requires_grad):
-                        return fn(x, y * 1 if requires_grad else y)
-
-                    # Whether this needs an epilogue is not the test's to say.
-                    with mock.patch.object(self, "counted", self.uncounted):
-                        self.check(outer, x, y.clone().requires_grad_(requires_grad), forward=True, backward=True)
-
-    @contextlib.contextmanager
-    def uncounted(self) -> Any:
-        yield [0, 0]
+        x, y = torch.randn(3, 3, requires_grad=True), torch.randn(3, 3)
+        for fn in (data, metadata, both, leaf_without_grad, of_a_view):
+            with self.subTest(fn.__name__):
+                self.check(fn, x, y, forward=None, backward=None)
+                found = []
+                for variant in ("eager", "stock", "pygraph"):
+                    torch._dynamo.reset()
+                    with config.patch(pygraph=variant == "pygraph"):
+                        compiled = torch.compile(fn, backend="aot_eager")
+                        run = fn if variant == "eager" else compiled
+                        grads = []
+                        for _ in range(3):
+                            leaves = [t.detach().clone().requires_grad_() for t in (x, y)]
+                            other = leaves[1] * 1
+                            total = run(leaves[0], other).sum() + other.square().sum()
+                            total.backward()
+                            grads.append([other.detach(), *(t.grad for t in leaves)])
+                        found.append(grads)
+                self.assertEqual(found[2], found[0])
+                self.assertEqual(found[2], found[1])
 
     def test_buffers(self):
         module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
@@ -302,10 +327,20 @@ class AutogradTest(TestCase):
                 buffer.add_(1)
             return x.sin()
 
+        def unseen(gm: torch.fx.GraphModule) -> Any:
+            "As a kernel."
+            run = interpreted(gm)
+
+            def call(args: list[Any]) -> Any:
+                with torch.autograd._unsafe_preserve_version_counter(tuple(args)):
+                    return run(args)
+
+            return call
+
         for pygraph in (False, True):
             torch._dynamo.reset()
             with config.patch(pygraph=pygraph):
-                compiled = torch.compile(fn, backend="aot_eager")
+                compiled = torch.compile(fn, backend=backend(unseen, interpreted))
                 for _ in range(3):
                     x, buffer = torch.randn(4, requires_grad=True), torch.randn(4)
                     y, version = x * buffer, buffer._version
@@ -396,16 +431,24 @@ class AutogradTest(TestCase):
                 self.assertEqual(len({*strides[0]}), 1)
 
     def test_gradients_that_are_no_plain_tensors(self):
-        x = torch.randn(4, requires_grad=True)
-
-        def subclass(y):
-            y.backward(TwoTensor(torch.ones(4), torch.ones(4)))
-
-        def parameter(y):
-            y.backward(torch.nn.Parameter(torch.ones(4)))
-
-        for use in (subclass, parameter):
-            self.check(lambda x: x.sin(), x, use=use, backward=False, eager=False)
+        gradients = (
+            lambda: TwoTensor(torch.ones(4), torch.ones(4)),
+            lambda: torch.nn.Parameter(torch.ones(4)),
+        )
+        for gradient in gradients:
+            found = []
+            for pygraph in (False, True):
+                torch._dynamo.reset()
+                with config.patch(pygraph=pygraph):
+                    compiled = torch.compile(lambda x: x.sin(), backend="aot_eager")
+                    for g in (torch.ones(4), torch.ones(4), gradient()):
+                        x = torch.ones(4, requires_grad=True)
+                        with self.counted() as counts:
+                            used = outcome(lambda: compiled(x).backward(g))
+                    self.assertEqual(counts[1], 1)
+                    found.append((used, x.grad))
+            self.assertEqual(*found)
+            self.assertIn("we guessed its\nmetadata incorrectly", found[1][0][1])
 
     def test_subclasses(self):
         x = TwoTensor(torch.randn(4), torch.randn(4)).requires_grad_()
@@ -488,11 +531,15 @@ class AutogradTest(TestCase):
             fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition
         )
 
-    def test_double_backward(self):
+    @parametrize("retain_graph", [False, True])
+    def test_double_backward(self, retain_graph):
         x = torch.randn(4, requires_grad=True)
 
         def use(y):
-            (g,) = torch.autograd.grad(y.sum(), inputs[0], create_graph=True)
+            (g,) = torch.autograd.grad(
+                y.sum(), inputs[0], create_graph=True, retain_graph=retain_graph
+            )
+            self.assertTrue(g.requires_grad)
             values.append(g.detach())
             g.sum().backward()
 
@@ -733,6 +780,35 @@ class AutogradTest(TestCase):
             with self.assertRaisesRegex(AssertionError, "expected 2 outputs, got 1"):
                 compiled(x)
 
+    def test_backends_of_other_conventions(self):
+        "Functions of arguments, not of a list of them, and one gradient that is no list."
+
+        def unboxed(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            return lambda *args: gm(*args)
+
+        def bare(gm: torch.fx.GraphModule, inputs: Any) -> Any:
+            def call(args: list[Any]) -> Any:
+                outs = gm(*args)
+                return outs[0] if len(outs) == 1 else outs
+
+            call._boxed_call = True
+            return call
+
+        for forward, backward in ((bare, bare), (unboxed, bare), (bare, unboxed)):
+            with config.patch(pygraph=True):
+                torch._dynamo.reset()
+                compiled = torch.compile(
+                    lambda x: x.sin(),
+                    backend=aot_autograd(fw_compiler=forward, bw_compiler=backward),
+                )
+                for _ in range(4):
+                    x = torch.randn(1, requires_grad=True)
+                    compiled(x).sum().backward()
+                    self.assertEqual(x.grad, x.cos())
+                    x = torch.randn(4, requires_grad=True)
+                    compiled(x).sum().backward()
+                    self.assertEqual(x.grad, x.cos())
+
     def test_functorch(self):
         x = torch.randn(4, requires_grad=True)
 
@@ -809,6 +885,8 @@ class AutogradTest(TestCase):
             for x in (torch.randn(4), wrapper):
                 self.assertEqual(is_wrapper(x), x is wrapper)
                 run(x, w)
+            with self.assertRaisesRegex(RuntimeError, "setup_context"):
+                torch.vmap(lambda x: run(x, w))(torch.randn(3, 4))
         self.assertEqual(seen, [False] * 4)
 
     def test_deterministic_algorithms(self):
@@ -957,8 +1035,9 @@ class AutogradTest(TestCase):
 
         for n in (3, 5, 6):
             x, w = torch.randn(n, 4), torch.randn(n, 4, requires_grad=True)
-            with mock.patch.object(self, "counted", self.uncounted):
-                self.check(fn, x, w, dynamic=True, eager=False)
+            self.check(
+                fn, x, w, forward=None, backward=None, dynamic=True, eager=False
+            )
         with config.patch(pygraph=True):
             torch._dynamo.reset()
             compiled = torch.compile(fn, backend="aot_eager", dynamic=True)
@@ -985,8 +1064,9 @@ class AutogradTest(TestCase):
         def fn(x):
             return Scale.apply(x.sin(), 3)
 
-        with mock.patch.object(self, "counted", self.uncounted):
-            self.check(fn, torch.randn(4, requires_grad=True))
+        self.check(
+            fn, torch.randn(4, requires_grad=True), forward=None, backward=None
+        )
 
     def test_first_call_is_analyzed(self):
         "As without pygraph, for custom operators whose outputs alias inputs."
@@ -1115,6 +1195,41 @@ class AutogradTest(TestCase):
             with torch._dynamo.config.patch(error_on_recompile=True):
                 step(x)
 
+    def test_what_is_plain(self):
+        "What a graph may need beside tensors of its own keeps CompiledFunction's methods."
+        is_plain = training.is_plain
+        with (
+            config.patch(pygraph=True),
+            mock.patch.object(training, "is_plain", wraps=is_plain) as called,
+        ):
+            compiled = torch.compile(lambda x: x.sin(), backend="aot_eager")
+            compiled(torch.randn(4, requires_grad=True))
+        ((metadata,), _) = called.call_args
+        self.assertTrue(is_plain(metadata))
+        (tangent,) = metadata.subclass_tangent_meta
+        for name, value in (
+            ("num_mutated_inp_runtime_indices", 1),
+            ("num_outputs_aliased", 1),
+            ("num_intermediate_bases", 1),
+            ("tokens", {"ordered": torch.empty(0)}),
+            ("num_backward_tokens", 1),
+            ("is_rng_op_functionalized", True),
+            ("num_graphsafe_rng_states", 1),
+            ("num_symints_saved_for_bw", 1),
+            ("num_opaque_objects_saved_for_bw", 1),
+            ("num_tensors_saved_with_no_vc_check", 1),
+            ("dynamic_saved_tensors_idxs", {0: {0}}),
+            ("subclass_tangent_meta", []),
+            ("subclass_tangent_meta", [mock.Mock(SubclassCreationMeta)]),
+            ("subclass_tangent_meta", [replace(tangent, memory_format=None)]),
+        ):
+            other = copy.copy(metadata)
+            self.assertTrue(hasattr(other, name))
+            setattr(other, name, value)
+            self.assertFalse(is_plain(other), name)
+        with functorch_config.patch(debug_assert=True):
+            self.assertFalse(is_plain(metadata))
+
     def test_without_pygraph(self):
         "Nothing of this is made."
         utils.forwards_to.clear()
@@ -1186,6 +1301,19 @@ class AutogradTest(TestCase):
 
 
 instantiate_parametrized_tests(AutogradTest)
+
+
+@unittest.skipIf(native.compiled is None, "no other than AutogradTest")
+class PythonTest(AutogradTest):
+    "Where nothing is compiled."
+
+    test_inductor_is_native_False = test_inductor_is_native_True = None
+
+    def setUp(self) -> None:
+        super().setUp()
+        patch = mock.patch.object(native, "compiled", None)
+        patch.start()
+        self.addCleanup(patch.stop)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> None:
     "``function`` is a CompiledFunction; it gets other methods if its graph is plain."
     metadata = function.metadata
-    if not is_plain(metadata):
+    if not (_is_boxed(function.compiled_fw) and is_plain(metadata)):
         return
     node = function._backward_cls
     # Of each call, what is never anything else.
@@ -53,6 +53,10 @@ def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> No
     function.forward = staticmethod(_forward(function.compiled_fw, metadata))
     # What the engine calls, which else looks for CompiledFunction.backward.
     node.apply = _backward(function, node.apply, disable_amp)
+
+
+def _is_boxed(fn: Any) -> bool:
+    return getattr(fn, "_boxed_call", False)
 
 
 def is_plain(metadata: ViewAndMutationMeta) -> bool:
@@ -236,20 +240,23 @@ def _backward(
         for i, _ in tangents:
             if type(grads[i]) is not tensor:
                 return general(ctx, *grads)
-        if compiled_bw is None or compiled_bw is not function.compiled_bw:
+        if compiled_bw is None:
             # It is compiled in a first call, or called for the first time.
             outs = general(ctx, *grads)
-            # In this order: autograd may run this in several threads.
-            run = boxed_replay(function.compiled_bw)
-            compiled_bw = function.compiled_bw
+            if _is_boxed(function.compiled_bw):
+                # In this order: autograd may run this in several threads.
+                run = boxed_replay(function.compiled_bw)
+                compiled_bw = function.compiled_bw
             return outs
         # While the graph runs nobody else has what was saved, nor copies of gradients.
         args = [*ctx.saved_tensors, *[lay_out(grads[i]) for i, lay_out in tangents]]
         ctx.maybe_clear_saved_tensors()
         if disable_amp:
             with disable_autocast():
-                return tuple(run(args))
-        return tuple(run(args))
+                outs = run(args)
+        else:
+            outs = run(args)
+        return tuple(normalize_as_list(outs))
 
     return backward
 
