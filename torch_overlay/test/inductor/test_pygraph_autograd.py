@@ -622,18 +622,27 @@ class AutogradTest(TestCase):
         self.assertTrue(found[1])
 
     def test_hooks_that_a_graph_inlines(self):
-        pack = torch.fx.symbolic_trace(lambda x: x.to(torch.float64))
-        unpack = torch.fx.symbolic_trace(lambda x: x.to(torch.float32))
+        "They are applied once."
+        pack, unpack = (torch.fx.symbolic_trace(lambda x, k=k: x * k) for k in (2, 3))
+        x = torch.randn(4)
+        found = []
         for pygraph in (False, True):
             torch._dynamo.reset()
-            with config.patch(pygraph=pygraph):
+            with (
+                config.patch(pygraph=pygraph),
+                functorch_config.patch(saved_tensors_hooks_filtering_mode="all"),
+            ):
                 compiled = torch.compile(lambda x, w: (x * w).sin(), backend="aot_eager")
+                grads = []
                 for _ in range(3):
-                    x, w = torch.randn(4), torch.randn(4, requires_grad=True)
+                    w = torch.ones(4, requires_grad=True)
                     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
                         y = compiled(x, w)
                     y.sum().backward()
-                    self.assertEqual(w.grad, x * (x * w).cos())
+                    grads.append(w.grad)
+                found.append(grads)
+        self.assertEqual(*found)
+        self.assertNotEqual(found[1][0], x * x.cos())
 
     def test_hooks_of_gradients(self):
         module = mlp()
