@@ -831,7 +831,6 @@ OTHER_RUNNERS: dict[str, dict[str, Any]] = {
     "returns_a_view": {"returned": "reinterpret_tensor(buf0, (4,), (1,), 0)"},
     "gives_a_view": {"inputs": VIEW},
     "runs_a_kernel": {"after": ["extern_kernels.mm(buf0, buf0, out=buf0)"]},
-    "reuses_a_name": {"produced": "arg0_1", "returned": "arg0_1"},
     "has_two_partitions": {
         "after": [
             "partition1_args = [buf0]",
@@ -910,6 +909,8 @@ class DirectTest(TestCase):
         def with_runner(graph: CompiledFxGraph, *args: Any) -> None:
             "As on a GPU, where the code is in a partition."
             post_compile(graph, *args)
+            if graph.fx_kwargs["is_backward"]:
+                return
             run = graph.current_callable
 
             def partition(inputs: list[Any]) -> Any:
@@ -1214,6 +1215,54 @@ class DirectTest(TestCase):
             compiled(self.weight, bias, x.add_(1))
         self.assertEqual([sys.getrefcount(o) for o in objects], before)
 
+    def test_training(self):
+        "The replay of a forward, called by AOTAutograd's function."
+
+        def fn(weight, bias, x):
+            return weight.exp() + bias + x
+
+        self.fn, self.weight = fn, self.weight.requires_grad_()
+        compiled = torch.compile(fn, options={"pygraph": True})
+
+        def check(layers: int, launches: int, **given: Any) -> None:
+            self.check(compiled, layers, launches, **given)
+            weight = given.get("weight", self.weight)
+            bias, x = torch.randn(8), torch.randn(8)
+            self.given, weight.grad = [bias, x], None
+            compiled(weight, bias, x).sum().backward()
+            self.assertEqual(weight.grad, weight.exp())
+
+        for _ in range(3):
+            check(layers=1, launches=0)
+        node = self.record()
+        # Of the partition: what is saved, and the output.
+        launch, results = node.launch, []
+        allocate = node.allocators[0]
+
+        def allocated() -> torch.Tensor:
+            results.append(allocate())
+            return results[-1]
+
+        def launched() -> None:
+            launch()
+            x, bias = self.given[1], self.given[0]
+            saved, output = results[-2:]
+            saved.copy_(self.weight)
+            output.copy_(saved.exp() + bias + x)
+
+        node.allocators, node.launch = [allocated] * 2, launched
+        owner = trees.thread_containers()
+        (runner,) = self.runners
+        runner.partitions[0] = compiled_replay(
+            node, self.manager, CompilationMode.FORWARD, self.partition, owner
+        )
+        for _ in range(3):
+            check(layers=0, launches=1)
+        with torch.profiler.profile():
+            self.check(compiled, layers=1, launches=1)
+        check(layers=1, launches=0, weight=torch.randn(8, requires_grad=True))
+        check(layers=0, launches=1)
+
     def test_layers_that_have_work(self):
         def mutated(weight, bias, x):
             bias.add_(x)
@@ -1226,19 +1275,21 @@ class DirectTest(TestCase):
         with mock.patch.object(
             native.compiled, "Direct", lambda **kwargs: made.append(kwargs)
         ):
-            for fn, requires_grad, pygraph in (
-                (mutated, False, True),
-                (trained, True, True),
-                (trained, False, False),
+            for fn, requires_grad, pygraph, expected in (
+                (mutated, False, True, 0),
+                # Of the forward graph, called by AOTAutograd's function.
+                (trained, True, True, 1),
+                (trained, False, False, 0),
             ):
                 torch._dynamo.reset()
+                made.clear()
                 compiled = torch.compile(fn, options={"pygraph": pygraph})
                 args = [torch.randn(8) for _ in range(3)]
                 args[0].requires_grad_(requires_grad)
                 for _ in range(2):
                     copies = [a.detach().clone() for a in args]
                     self.assertEqual(compiled(*args), fn(*copies))
-        self.assertEqual(made, [])
+                self.assertEqual(len(made), expected)
 
     def test_backend_that_wraps(self):
         "What it does is not left out, even if it looks like what it wraps."
@@ -1271,6 +1322,11 @@ class DirectTest(TestCase):
         self.assertEqual(orders(RunnerOfCpuValues.call), order)
         call = self.executed(runner_call(), globals())["call"]
         self.assertEqual(orders(call), Orders(2, [], [], [0], 1, [0]))
+        # An argument that the partition hands back, for the backward.
+        names = {"inputs": "arg1_1, arg0_1", "produced": "buf0, arg1_1"}
+        source = runner_call(**names, returned="arg1_1, buf0")
+        call = self.executed(source, globals())["call"]
+        self.assertEqual(orders(call), Orders(2, [], [], [1, 0], 2, [1, 0]))
         for name, differences in OTHER_RUNNERS.items():
             call = self.executed(runner_call(**differences), globals())["call"]
             self.assertIsNone(orders(call), name)

@@ -28,8 +28,10 @@ import inspect
 import textwrap
 import types
 from typing import Any, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
+from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch._aot_autograd.runtime_wrappers import SerializableCompiledFunction
 from torch._functorch._aot_autograd.utils import forwards_to
 from torch._inductor.output_code import CompiledFxGraph
@@ -40,14 +42,69 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
+# Of AOTAutograd's runtime wrapper of a training graph, by training.py: the arguments of
+# _replay.Training, which does the same.
+natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
+
+
 def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """
     What compiled bytecode is to call instead of ``disabled``, which is ``forward`` with Dynamo
-    disabled; ``disabled`` itself where something between it and the partition has work to do.
+    disabled; ``disabled`` itself where the layer below it has work to do.
     """
-    if native.compiled is None or (found := graph_below(forward)) is None:
-        return disabled
-    graph, num_outputs = found
+    layer, graph, num_outputs = layers_below(forward)
+    if isinstance(graph, CompiledFxGraph) and num_outputs is not None:
+        found = replay(graph, disabled, num_outputs)
+        return disabled if found is None else found
+    return disabled if layer is forward else _disabled(layer)
+
+
+def layers_below(fn: Any) -> tuple[Any, Any, int | None]:
+    """
+    The first layer that does more than to hand its arguments on, the first one that is not of
+    forwards_to, and the number of outputs that one of these expects, which tells an inference
+    graph.
+    """
+    layer, num_outputs = fn, None
+    while True:
+        if isinstance(fn, SerializableCompiledFunction):
+            fn = fn.compiled_fn
+        elif isinstance(fn, types.FunctionType) and fn in forwards_to:
+            fn, expected = forwards_to[fn]
+            num_outputs = expected if num_outputs is None else num_outputs
+        else:
+            return layer, fn, num_outputs
+        if num_outputs is None:
+            layer = fn
+
+
+def _disabled(layer: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    "``layer`` with Dynamo disabled, in a frame, or without one if it is a training graph's."
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+
+    def call(*args: Any) -> Any:
+        prior = set_eval_frame(None)
+        try:
+            return layer(list(args))
+        finally:
+            set_eval_frame(prior)
+
+    if native.compiled is None or layer not in natives:
+        return call
+    return native.compiled.Training(
+        slow=call, set_eval_frame=set_eval_frame, **natives[layer]
+    )
+
+
+def replay(
+    graph: Any, slow: Callable[..., Any] | None = None, num_outputs: int | None = None
+) -> Any:
+    """
+    What runs ``graph`` by its replay, called with its arguments, which takes the ``slow`` way
+    where there is none at present. None if something between the two has work to do.
+    """
+    if native.compiled is None or not isinstance(graph, CompiledFxGraph):
+        return None
     call = graph.current_callable
     runner = graph.compiled_fn_runner
     if (
@@ -57,11 +114,11 @@ def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
         or call.__self__ is not runner
         or (found_orders := orders(call.__func__)) is None
     ):
-        return disabled
-    if len(found_orders.outputs) != num_outputs:
-        return disabled
+        return None
+    if num_outputs is not None and len(found_orders.outputs) != num_outputs:
+        return None
     return native.compiled.Direct(
-        slow=disabled,
+        slow=slow or (lambda *args: graph(list(args))),
         partitions=runner.partitions,
         **vars(found_orders),
         set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
@@ -70,21 +127,27 @@ def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
     )
 
 
-def graph_below(fn: Any) -> tuple[CompiledFxGraph, int] | None:
+def boxed_replay(disabled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
     """
-    The graph that ``fn`` hands its arguments to, through nothing but functions of forwards_to,
-    and the number of outputs that one of these expects, which tells an inference graph.
+    As ``disabled``, a graph with Dynamo disabled that was called before, without the layers
+    in front of its generated code, unless somebody looks at them.
     """
-    num_outputs = None
-    while not isinstance(fn, CompiledFxGraph):
-        if isinstance(fn, SerializableCompiledFunction):
-            fn = fn.compiled_fn
-        elif isinstance(fn, types.FunctionType) and fn in forwards_to:
-            fn, expected = forwards_to[fn]
-            num_outputs = expected if num_outputs is None else num_outputs
-        else:
-            return None
-    return None if num_outputs is None else (fn, num_outputs)
+    graph = innermost_fn(disabled)
+    if not isinstance(graph, CompiledFxGraph):
+        return disabled
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+    profiler, debug = torch.autograd.profiler, torch._inductor.debug
+
+    def call(args: list[Any]) -> Any:
+        if profiler._is_profiler_enabled or debug.RECORD_GRAPH_EXECUTION:
+            return disabled(args)
+        prior = set_eval_frame(None)
+        try:
+            return graph.current_callable(args)
+        finally:
+            set_eval_frame(prior)
+
+    return call
 
 
 @dataclasses.dataclass
@@ -182,7 +245,6 @@ def call(self, args):
             return None
     if (
         len({*produced}) != len(produced)
-        or not {*produced}.isdisjoint(places)
         or not {*inputs} <= {*places}
         or not {*returned} <= {*produced}
     ):

@@ -11,6 +11,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
@@ -460,6 +461,7 @@ struct Names {
   PyObject* running_forwards;
   PyObject* pointers;
   PyObject* update;
+  PyObject* is_first;
   PyObject* is_profiler_enabled;
   PyObject* record_graph_execution;
 } names;
@@ -481,6 +483,7 @@ bool intern_names() {
       {&names.running_forwards, "running_forwards_with_pending_backwards"},
       {&names.pointers, "pointers"},
       {&names.update, "update"},
+      {&names.is_first, "_is_first"},
       {&names.is_profiler_enabled, "_is_profiler_enabled"},
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
   };
@@ -1625,6 +1628,169 @@ struct Direct {
   bool is_in_order = false;
 };
 
+PyTypeObject TrainingType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// What compiled bytecode calls to run a training graph: see runtime_wrapper in
+// training.py, whose wrapper does the same, for the arguments.
+struct Training {
+  Training(PyObject* args, PyObject* kwargs) {
+    static const char* keywords[] = {
+        "slow",
+        "apply",
+        "first",
+        "has_transforms",
+        "increment_version",
+        "mutated",
+        "disable_amp",
+        "num_outputs",
+        "set_eval_frame",
+        "profiler",
+        nullptr};
+    PyObject *objects[7], *mutated_args = nullptr;
+    int disables_amp = 0;
+    if (!PyArg_ParseTupleAndKeywords(
+            args,
+            kwargs,
+            "$OOOOOOpnOO!",
+            const_cast<char**>(keywords),
+            &objects[0],
+            &objects[1],
+            &objects[2],
+            &objects[3],
+            &objects[4],
+            &mutated_args,
+            &disables_amp,
+            &num_outputs,
+            &objects[5],
+            &PyDict_Type,
+            &objects[6])) {
+      throw Error();
+    }
+    for (uint64_t i : as_words(mutated_args)) {
+      mutated.push_back(static_cast<Py_ssize_t>(i));
+    }
+    disable_amp = disables_amp != 0;
+    Ref* owned[] = {
+        &slow,
+        &apply,
+        &first,
+        &has_transforms,
+        &increment_version,
+        &set_eval_frame,
+        &profiler};
+    for (size_t i = 0; i < std::size(owned); ++i) {
+      *owned[i] = Ref::share(objects[i]);
+    }
+  }
+
+  static PyObject* call(
+      PyObject* object,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    Training& self = Boxed<Training>::of(object);
+    const auto num_args = PyVectorcall_NARGS(nargs);
+    return guarded([&]() -> PyObject* {
+      if (kwnames == nullptr && self.is_steady(args, num_args)) {
+        return self.run(args, num_args);
+      }
+      return PyObject_Vectorcall(self.slow.get(), args, nargs, kwnames);
+    });
+  }
+
+  // The first call is analysed, and who profiles sees every layer. A wrapper of
+  // one of functorch's transforms that is gone has to be unwrapped.
+  bool is_steady(PyObject* const* args, Py_ssize_t num_args) const {
+    auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
+    return PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
+        Py_False &&
+        attribute(first.get(), names.is_first).get() == Py_False &&
+        checked(PyObject_CallNoArgs(has_transforms.get())).get() == Py_False &&
+        std::none_of(args, args + num_args, [&](PyObject* arg) {
+             return PyObject_TypeCheck(arg, type) &&
+                 reinterpret_cast<THPVariable*>(arg)->cdata.key_set().has(
+                     c10::DispatchKey::FuncTorchGradWrapper);
+           });
+  }
+
+  PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
+    NoDynamo no_dynamo(set_eval_frame.get());
+    if (!mutated.empty()) {
+      Ref list = checked(PyList_New(0));
+      for (Py_ssize_t i : mutated) {
+        if (i >= num_args) {
+          PyErr_SetString(PyExc_IndexError, "no such argument");
+          throw Error();
+        }
+        if (PyList_Append(list.get(), args[i]) != 0) {
+          throw Error();
+        }
+      }
+      checked(PyObject_CallOneArg(increment_version.get(), list.get()));
+    }
+    c10::AutoGradMode with_grad(true);
+    ViewReplay view_replay;
+    // torch._C._DisableAutocast
+    std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
+    if (disable_amp) {
+      no_autocast.emplace(c10::autocast_dispatch_keyset);
+    }
+    Ref outputs = checked(
+        PyObject_Vectorcall(apply.get(), args, num_args, nullptr));
+    if (PyObject_Length(outputs.get()) != num_outputs) {
+      PyErr_Format(
+          PyExc_AssertionError,
+          "expected %zd outputs, got %zd",
+          num_outputs,
+          PyObject_Length(outputs.get()));
+      throw Error();
+    }
+    return PySequence_List(outputs.get());
+  }
+
+  // torch.autograd._force_original_view_tracking(True)
+  class ViewReplay {
+   public:
+    ViewReplay()
+        : prior_(c10::AutogradState::get_tls_state().get_view_replay_enabled()) {
+      c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
+    }
+    ViewReplay(const ViewReplay&) = delete;
+    ViewReplay& operator=(const ViewReplay&) = delete;
+    ~ViewReplay() {
+      c10::AutogradState::get_tls_state().set_view_replay_enabled(prior_);
+    }
+
+   private:
+    bool prior_;
+  };
+
+  template <typename F>
+  void visit(F&& f) {
+    for (Ref* ref :
+         {&slow,
+          &apply,
+          &first,
+          &has_transforms,
+          &increment_version,
+          &set_eval_frame,
+          &profiler}) {
+      f(*ref);
+    }
+  }
+
+  Ref slow;
+  Ref apply;
+  Ref first;
+  Ref has_transforms;
+  Ref increment_version;
+  Ref set_eval_frame;
+  Ref profiler;
+  std::vector<Py_ssize_t> mutated;
+  bool disable_amp = false;
+  Py_ssize_t num_outputs = 0;
+};
+
 PyMethodDef nodes_methods[] = {
     {"update", Nodes::py_update, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -1725,6 +1891,7 @@ PyMODINIT_FUNC PyInit__replay() {
   ReplayType.tp_getset = replay_getset;
   DirectType.tp_name = "torch._inductor.pygraph._replay.Direct";
   DirectType.tp_getset = direct_getset;
+  TrainingType.tp_name = "torch._inductor.pygraph._replay.Training";
   Ref module(PyModule_Create(&module_definition));
   if (!module || !layout_matches() || !intern_names() ||
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
@@ -1733,7 +1900,8 @@ PyMODINIT_FUNC PyInit__replay() {
       !Boxed<Stage>::ready(StageType, module.get()) ||
       !Boxed<Words>::ready(WordsType, module.get()) ||
       !Boxed<Replay>::ready(ReplayType, module.get()) ||
-      !Boxed<Direct>::ready(DirectType, module.get())) {
+      !Boxed<Direct>::ready(DirectType, module.get()) ||
+      !Boxed<Training>::ready(TrainingType, module.get())) {
     return nullptr;
   }
   return module.release();
