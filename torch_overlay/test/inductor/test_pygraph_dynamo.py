@@ -241,28 +241,57 @@ class BytecodeTest(PyGraphTestCase):
         self.assertIn("CALL_FUNCTION_EX", names)
 
     def test_dead_locals_are_freed(self) -> None:
-        """A local that nobody reads any more does not outlive the graph break."""
-        seen: list[Any] = []
+        """A local that is read in one branch only does not live on in the other one."""
+        outputs: list[Any] = []
+        alive: list[int] = []
 
-        @torch._dynamo.disable
-        def watch(y: torch.Tensor) -> None:
-            seen.append(weakref.ref(y))
+        def remember(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+            def run(*args: Any) -> Any:
+                result = gm(*args)
+                outputs.extend(weakref.ref(t) for t in result)
+                return result
+
+            return run
 
         @torch._dynamo.disable
         def look() -> None:
-            seen.append(seen[-1]() is None)
+            alive.append(sum(ref() is not None for ref in outputs))
 
         def f(x: torch.Tensor) -> torch.Tensor:
             y = x + 1
-            watch(y)
-            z = x * 2
-            look()
-            return z
+            if x.sum() > 0:
+                look()
+                return x
+            return y * 2
 
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", remember):
+            compiled = self.compile(f)
+            for _ in range(3):
+                outputs.clear()
+                compiled(torch.ones(3))
+                self.assertEqual(len(outputs), 2)
+        self.assertEqual(alive, [0, 0, 0])
+
+    def test_record_of_bytecode(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            graph_break()
+            return y * 2
+
+        x = torch.ones(3)
         compiled = self.compile(f)
-        for _ in range(3):
-            compiled(torch.randn(3))
-            self.assertTrue(seen[-1])
+        compiled(x)
+        utils = torch._dynamo.utils
+        with (
+            mock.patch.object(utils, "record_pregraph_bytecode_enter") as enter,
+            mock.patch.object(utils, "record_pregraph_bytecode_exit") as leave,
+        ):
+            compiled(x)
+            self.assertEqual((enter.call_count, leave.call_count), (0, 0))
+            with torch.profiler.profile():
+                compiled(x)
+            leave.assert_has_calls([mock.call(enter.return_value)] * 2)
+            self.assertEqual((enter.call_count, leave.call_count), (2, 2))
 
 
 class Hooked(torch.nn.Module):
