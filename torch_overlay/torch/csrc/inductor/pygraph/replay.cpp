@@ -9,6 +9,7 @@
 #include <Python.h>
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/core/AutogradState.h>
@@ -1791,6 +1792,106 @@ struct Training {
   Py_ssize_t num_outputs = 0;
 };
 
+PyTypeObject LinkType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// Link(object, next): does all that `object` does, but knows its
+// _torchdynamo_orig_backend: `next`, or that there is none if it is None.
+//
+// In each frame Dynamo follows that attribute from its callback to an object
+// without one, the backend, by char*: for objects of Python a string a step and
+// an exception in the end, which took a fifth of what Dynamo takes for a graph.
+struct Link {
+  Link(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject *of = nullptr, *to = nullptr;
+    if (!PyArg_ParseTuple(args, "OO", &of, &to)) {
+      throw Error();
+    }
+    object = Ref::share(of);
+    next = Ref::share(to);
+  }
+
+  static PyObject* call(
+      PyObject* self,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    return PyObject_Vectorcall(object_of(self), args, nargs, kwnames);
+  }
+
+  static PyObject* getattr(PyObject* self, char* name) {
+    if (std::strcmp(name, "_torchdynamo_orig_backend") != 0) {
+      return PyObject_GetAttrString(object_of(self), name);
+    }
+    PyObject* next = Boxed<Link>::of(self).next.get();
+    if (next == Py_None) {
+      PyErr_SetNone(PyExc_AttributeError);
+      return nullptr;
+    }
+    return Ref::share(next).release();
+  }
+
+  static PyObject* getattro(PyObject* self, PyObject* name) {
+    return PyObject_GetAttr(object_of(self), name);
+  }
+
+  // Two callbacks share what was compiled if their backends are equal.
+  static PyObject* richcompare(PyObject* a, PyObject* b, int op) {
+    return PyObject_RichCompare(object_of(a), object_of(b), op);
+  }
+
+  static Py_hash_t hash(PyObject* self) {
+    return PyObject_Hash(object_of(self));
+  }
+
+  static PyObject* object_of(PyObject* self) {
+    return Py_IS_TYPE(self, &LinkType) ? Boxed<Link>::of(self).object.get()
+                                       : self;
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    f(object);
+    f(next);
+  }
+
+  Ref object;
+  Ref next;
+};
+
+PyTypeObject NoHooksType = {PyVarObject_HEAD_INIT(nullptr, 0)};
+
+// NoHooks(general): whether the thread has no hooks of saved tensors, or else
+// what `general` says. A guard of each frame.
+struct NoHooks {
+  NoHooks(PyObject* args, PyObject* /*kwargs*/) {
+    PyObject* slow = nullptr;
+    if (!PyArg_ParseTuple(args, "O", &slow)) {
+      throw Error();
+    }
+    general = Ref::share(slow);
+  }
+
+  static PyObject* call(
+      PyObject* self,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    return guarded([&] {
+      return at::SavedTensorDefaultHooks::get_hooks(true).has_value()
+          ? PyObject_Vectorcall(
+                Boxed<NoHooks>::of(self).general.get(), args, nargs, kwnames)
+          : Ref::share(Py_True).release();
+    });
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    f(general);
+  }
+
+  Ref general;
+};
+
 PyMethodDef nodes_methods[] = {
     {"update", Nodes::py_update, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
@@ -1892,6 +1993,12 @@ PyMODINIT_FUNC PyInit__replay() {
   DirectType.tp_name = "torch._inductor.pygraph._replay.Direct";
   DirectType.tp_getset = direct_getset;
   TrainingType.tp_name = "torch._inductor.pygraph._replay.Training";
+  LinkType.tp_name = "torch._inductor.pygraph._replay.Link";
+  LinkType.tp_getattr = Link::getattr;
+  LinkType.tp_getattro = Link::getattro;
+  LinkType.tp_richcompare = Link::richcompare;
+  LinkType.tp_hash = Link::hash;
+  NoHooksType.tp_name = "torch._inductor.pygraph._replay.NoHooks";
   Ref module(PyModule_Create(&module_definition));
   if (!module || !layout_matches() || !intern_names() ||
       !Boxed<Nodes>::ready(NodesType, module.get()) ||
@@ -1901,7 +2008,9 @@ PyMODINIT_FUNC PyInit__replay() {
       !Boxed<Words>::ready(WordsType, module.get()) ||
       !Boxed<Replay>::ready(ReplayType, module.get()) ||
       !Boxed<Direct>::ready(DirectType, module.get()) ||
-      !Boxed<Training>::ready(TrainingType, module.get())) {
+      !Boxed<Training>::ready(TrainingType, module.get()) ||
+      !Boxed<Link>::ready(LinkType, module.get()) ||
+      !Boxed<NoHooks>::ready(NoHooksType, module.get())) {
     return nullptr;
   }
   return module.release();

@@ -1,0 +1,481 @@
+# Owner(s): ["module: inductor"]
+"""
+What Dynamo does around the graphs of PyGraph: bytecode of graph breaks, guards, and the
+backend of its callback. Nothing is compiled, so that it runs anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import types
+import unittest
+import weakref
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
+from torch._dynamo.testing import CompileCounter
+from torch._dynamo.utils import counters
+from torch._inductor.pygraph import native
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    subtest,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+PYGRAPH = {"pygraph": True}
+requires_compiled = unittest.skipIf(native.compiled is None, "needs a C++ compiler")
+graph_break = torch._dynamo.graph_break
+
+
+def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+class PyGraphTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
+        backend.start()
+        self.addCleanup(backend.stop)
+
+    def compile(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return torch.compile(fn, options=PYGRAPH | options)
+
+    def num_graphs(self) -> int:
+        return counters["stats"]["unique_graphs"]
+
+    def final_code(self, fn: Callable[..., Any]) -> Any:
+        return _debug_get_cache_entry_list(fn.__code__)[0].code
+
+
+@torch._dynamo.disable
+def opaque(*args: Any) -> Any:
+    return args[0] if args else None
+
+
+def of_values(x: torch.Tensor) -> Any:
+    return x.sin() * opaque(x + 1) - opaque(x.cos())
+
+
+def branch(x: torch.Tensor) -> Any:
+    y = x * 2
+    if y.sum() > 0:
+        return y + x
+    return y - x
+
+
+def branch_of_value(x: torch.Tensor) -> Any:
+    y = x * 2
+    return (y.sum() > 0 or y) if x.sum() < 0 else (y.mean() > 0 and x)
+
+
+def returned(x: torch.Tensor) -> Any:
+    return opaque(x + 1)
+
+
+def reassigned(x: torch.Tensor) -> Any:
+    old = x
+    x = x + 1
+    graph_break()
+    y, x = x, old * 2
+    graph_break()
+    return old, x, y
+
+
+def aliases(x: torch.Tensor) -> Any:
+    a = b = [x + 1, x]
+    c = x * 3
+    graph_break()
+    a.append(c)
+    graph_break()
+    return a, b, a is b, c
+
+
+def closures(x: torch.Tensor) -> Any:
+    total = x + 1
+
+    def add(y: torch.Tensor) -> torch.Tensor:
+        nonlocal total
+        total = total + y
+        return total
+
+    graph_break()
+    z = add(x)
+    graph_break()
+    return add(z), total
+
+
+def of_arguments(x: torch.Tensor, *args: Any, scale: float = 2.0, **kwargs: Any) -> Any:
+    y = x * scale
+    graph_break()
+    z = [a + y for a in args]
+    graph_break()
+    return y, z, {k: v * x for k, v in kwargs.items()}
+
+
+def with_contexts(x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        y = x * 2
+        graph_break()
+        z = y + torch.is_grad_enabled()
+    guard = torch.enable_grad()
+    graph_break()
+    with guard:
+        return z + torch.is_grad_enabled(), y
+
+
+def with_exception(x: torch.Tensor) -> Any:
+    y = x + 1
+
+    def fail(z: torch.Tensor) -> torch.Tensor:
+        w = z + y
+        opaque()
+        raise ValueError(w.sum().item())
+
+    try:
+        fail(x * 2)
+    except ValueError as e:
+        graph_break()
+        return y * 2, str(e)
+    return None
+
+
+def without_graph(x: torch.Tensor) -> Any:
+    graph_break()
+    graph_break()
+    return x
+
+
+def of_attributes(x: torch.Tensor) -> Any:
+    box = type("Box", (), {})()
+    box.value = x + 1
+    y = box.value * 2
+    graph_break()
+    box.value = y
+    graph_break()
+    return box.value + y, hasattr(box, "other")
+
+
+def inside_call(x: torch.Tensor) -> Any:
+    def inner(y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        w = y + z
+        graph_break()
+        return w * y
+
+    return [inner(x, x + 1), x.sin()][0] + inner(x.cos(), x)
+
+
+def in_loop(x: torch.Tensor) -> Any:
+    for i in range(3):
+        x = x + i
+        opaque(x)
+    return x * 2
+
+
+PROGRAMS = [
+    of_values,
+    branch,
+    branch_of_value,
+    returned,
+    reassigned,
+    aliases,
+    closures,
+    of_arguments,
+    with_contexts,
+    with_exception,
+    without_graph,
+    of_attributes,
+    inside_call,
+    in_loop,
+]
+
+
+class BytecodeTest(PyGraphTestCase):
+    @parametrize("program", [subtest(p, name=p.__name__) for p in PROGRAMS])
+    @parametrize("profiled", [False, True])
+    def test_as_eager(self, program: Callable[..., Any], profiled: bool) -> None:
+        arguments: dict[str, Any] = {}
+        args: tuple[Any, ...] = ()
+        if program is of_arguments:
+            args, arguments = (torch.ones(3), torch.zeros(3)), {"scale": 3.0, "other": torch.ones(3)}
+        compiled = self.compile(program)
+        profiler = torch.profiler.profile() if profiled else contextlib.nullcontext()
+        with profiler:
+            for i in range(4):
+                x = torch.randn(3) * (-1) ** i
+                self.assertEqual(compiled(x, *args, **arguments), program(x, *args, **arguments))
+        # Dynamo skips a frame that breaks in a loop.
+        if profiled and program not in (without_graph, in_loop):
+            self.assertIn("Pregraph bytecode", {e.name for e in profiler.events()})
+
+    def test_no_lists(self) -> None:
+        def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            z = x + y
+            graph_break()
+            return z * x
+
+        x = torch.randn(3)
+        self.assertEqual(self.compile(f)(x, x), (x + x) * x)
+        names = {i.opname for i in dis.get_instructions(self.final_code(f))}
+        self.assertFalse(names & {"BUILD_LIST", "LIST_EXTEND", "CALL_FUNCTION_EX"})
+
+    def test_off_is_stock(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            z = x + 1
+            graph_break()
+            return z * x
+
+        x = torch.randn(3)
+        self.assertEqual(torch.compile(f)(x), (x + 1) * x)
+        names = {i.opname for i in dis.get_instructions(self.final_code(f))}
+        self.assertIn("CALL_FUNCTION_EX", names)
+
+    def test_dead_locals_are_freed(self) -> None:
+        """A local that is read in one branch only does not live on in the other one."""
+        outputs: list[Any] = []
+        alive: list[int] = []
+
+        def remember(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+            def run(*args: Any) -> Any:
+                result = gm(*args)
+                outputs.extend(weakref.ref(t) for t in result)
+                return result
+
+            return run
+
+        @torch._dynamo.disable
+        def look() -> None:
+            alive.append(sum(ref() is not None for ref in outputs))
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            if x.sum() > 0:
+                look()
+                return x
+            return y * 2
+
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", remember):
+            compiled = self.compile(f)
+            for _ in range(3):
+                outputs.clear()
+                compiled(torch.ones(3))
+                self.assertEqual(len(outputs), 2)
+        self.assertEqual(alive, [0, 0, 0])
+
+    def test_record_of_bytecode(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            y = x + 1
+            graph_break()
+            return y * 2
+
+        x = torch.ones(3)
+        compiled = self.compile(f)
+        compiled(x)
+        utils = torch._dynamo.utils
+        with (
+            mock.patch.object(utils, "record_pregraph_bytecode_enter") as enter,
+            mock.patch.object(utils, "record_pregraph_bytecode_exit") as leave,
+        ):
+            compiled(x)
+            self.assertEqual((enter.call_count, leave.call_count), (0, 0))
+            with torch.profiler.profile():
+                compiled(x)
+            leave.assert_has_calls([mock.call(enter.return_value)] * 2)
+            self.assertEqual((enter.call_count, leave.call_count), (2, 2))
+
+
+class Hooked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x)
+
+
+class GuardTest(PyGraphTestCase):
+    def check(self, module: torch.nn.Module, compiled: Any) -> None:
+        x = torch.randn(2, 3)
+        self.assertEqual(compiled(x), module(x))
+
+    def compiled_module(self) -> tuple[torch.nn.Module, Any, Callable[..., Any]]:
+        module = Hooked()
+
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return module(x)
+
+        compiled = self.compile(f)
+        with torch.no_grad():
+            for _ in range(3):
+                self.check(module, compiled)
+        return module, compiled, f
+
+    def test_what_is_guarded_stays_guarded(self) -> None:
+        """Each of these changes what a call returns."""
+
+        def replace_layer(module: Any) -> None:
+            module.layers[0] = torch.nn.Linear(3, 5)
+
+        def append_layer(module: Any) -> None:
+            module.layers.append(torch.nn.Tanh())
+
+        def replace_parameter(module: Any) -> None:
+            module.layers[0].weight = torch.nn.Parameter(torch.randn(7, 3))
+            module.layers[0].bias = torch.nn.Parameter(torch.randn(7))
+
+        def write_parameter(module: Any) -> None:
+            module.layers[0].weight.mul_(2)
+
+        def replace_forward(module: Any) -> None:
+            module.layers.forward = lambda x: x + 1
+
+        def in_place(module: Any) -> None:
+            module.layers[1].inplace = True
+
+        def iterate(module: Any) -> None:
+            module.layers.__class__ = type(
+                "Reversed",
+                (torch.nn.Sequential,),
+                {"__iter__": lambda self: reversed(self._modules.values())},
+            )
+
+        for change in (
+            replace_layer,
+            append_layer,
+            replace_parameter,
+            write_parameter,
+            replace_forward,
+            in_place,
+            iterate,
+        ):
+            with self.subTest(change.__name__), torch.no_grad():
+                torch._dynamo.reset()
+                module, compiled, _ = self.compiled_module()
+                change(module)
+                self.check(module, compiled)
+                self.check(module, compiled)
+
+    def test_module_of_python_is_replaced(self) -> None:
+        """Two names of one module of Python are guarded, each by what it is."""
+        module, compiled, f = self.compiled_module()
+        (entry,) = _debug_get_cache_entry_list(f.__code__)
+        self.assertNotIn(".F is G[", str(entry.guard_manager))
+        other = types.ModuleType("functional")
+        vars(other).update(vars(torch.nn.functional))
+        other.relu = lambda input, inplace: input.tanh()
+        for name in (torch.nn.modules.activation, torch.nn.modules.linear):
+            with torch.no_grad(), mock.patch.object(name, "F", other):
+                self.check(module, compiled)
+            with torch.no_grad():
+                self.check(module, compiled)
+
+    def test_hooks_of_saved_tensors(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return (x * x).sin()
+
+        compiled = self.compile(f)
+        x = torch.randn(3, requires_grad=True)
+        compiled(x)
+        graphs = self.num_graphs()
+        # They are not inlined, so that nothing is compiled for them.
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t + 0, lambda t: t):
+            self.assertEqual(compiled(x), f(x))
+        self.assertEqual(self.num_graphs(), graphs)
+        pack, unpack = (torch.fx.symbolic_trace(g) for g in (lambda t: t + 0, lambda t: t))
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            self.assertEqual(compiled(x), f(x))
+        self.assertEqual(self.num_graphs(), graphs + 1)
+
+
+class BackendTest(PyGraphTestCase):
+    def fn(self) -> Callable[..., Any]:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            return x + 1
+
+        return f
+
+    @requires_compiled
+    def test_is_found_in_two_steps(self) -> None:
+        f = self.fn()
+        self.compile(f)(torch.ones(3))
+        (entry,) = _debug_get_cache_entry_list(f.__code__)
+        self.assertIsInstance(entry.backend, native.compiled.Link)
+        self.assertIsInstance(innermost_backend(entry.backend), torch._TorchCompileInductorWrapper)
+
+    def test_equal_backends_share_and_others_do_not(self) -> None:
+        f, x = self.fn(), torch.ones(3)
+        self.compile(f)(x)
+        self.compile(f)(x)
+        self.assertEqual(self.num_graphs(), 1)
+        self.compile(f, max_autotune=True)(x)
+        self.assertEqual(self.num_graphs(), 2)
+        torch.compile(f)(x)
+        self.assertEqual(self.num_graphs(), 3)
+        other = CompileCounter()
+        torch.compile(f, backend=other)(x)
+        self.assertEqual(other.frame_count, 1)
+        self.compile(f)(x)
+        torch.compile(f)(x)
+        self.assertEqual(self.num_graphs(), 4)
+
+    @parametrize(
+        "stance", ["force_eager", "eager_on_recompile", "fail_on_recompile", "eager_then_compile"]
+    )
+    def test_stances(self, stance: str) -> None:
+        f, x = self.fn(), torch.ones(3)
+        compiled = self.compile(f)
+        compiled(x)
+        with torch.compiler.set_stance(stance):
+            self.assertEqual(compiled(x), x + 1)
+            other = torch.ones(3, dtype=torch.float64)
+            if stance == "fail_on_recompile":
+                with self.assertRaisesRegex(RuntimeError, "Detected recompile"):
+                    compiled(other)
+            else:
+                self.assertEqual(compiled(other), other + 1)
+        self.assertEqual(compiled(x), x + 1)
+        self.assertEqual(self.num_graphs(), 1)
+
+    def test_fullgraph(self) -> None:
+        def f(x: torch.Tensor) -> torch.Tensor:
+            graph_break()
+            return x + 1
+
+        with self.assertRaises(torch._dynamo.exc.Unsupported):
+            torch.compile(f, fullgraph=True, options=PYGRAPH)(torch.ones(3))
+        compiled = torch.compile(self.fn(), fullgraph=True, options=PYGRAPH)
+        self.assertEqual(compiled(torch.ones(3)), torch.ones(3) + 1)
+
+    @requires_compiled
+    def test_link_does_what_its_object_does(self) -> None:
+        def callback(a: int, *, b: int) -> int:
+            return a + b
+
+        callback.name = "it"
+        end = native.compiled.Link(callback, None)
+        link = native.compiled.Link(callback, end)
+        self.assertEqual(link(1, b=2), 3)
+        self.assertEqual(link.name, "it")
+        self.assertTrue(link == end and link == callback and not link != callback)
+        self.assertEqual(hash(link), hash(callback))
+        self.assertFalse(hasattr(link, "_torchdynamo_orig_backend"))
+        with self.assertRaises(TypeError):
+            link(1)
+
+
+instantiate_parametrized_tests(BytecodeTest)
+instantiate_parametrized_tests(BackendTest)
+
+
+if __name__ == "__main__":
+    run_tests()
