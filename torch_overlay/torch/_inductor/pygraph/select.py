@@ -11,8 +11,9 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 2. Where the device is busy for ten times as long as the host needs to launch, there is
    little for a graph to save, and it is not recorded: it would cost memory.
 3. Otherwise one call records, and the next ones are timed as replays.
-4. The graph stays if it is faster by more than the noise. If not, it is timed once more,
-   since what else the machine did meanwhile would count against it, and then dropped.
+4. The graph stays if it is faster by more than the noise. If not, both are timed anew, in
+   the other order, since what else the machine did meanwhile would count against it, and
+   if it is not faster then, it is dropped.
 5. A graph many of whose nodes are set in each call is recorded once more, to set them
    itself (prelude.py), and timed as that too.
 
@@ -608,7 +609,8 @@ class Selection:
         graph = yield from self._time()
         stays, reason = judge(graph, uncaptured)
         if not stays:
-            graph = yield from self._time(before=graph)
+            graph = yield from self._time()
+            uncaptured = yield from self._time(NO_GRAPH)
             stays, reason = judge(graph, uncaptured)
         if not stays:
             self.loser = self.function.id
@@ -620,20 +622,13 @@ class Selection:
             yield from self._drop_loser()
         self._stay()
 
-    def _time(
-        self, choice: str | None = None, before: Cost | None = None
-    ) -> Generator[ModelType, None, Cost]:
-        """
-        Of the graph, if no choice is given, which may begin to copy its inputs meanwhile.
-        The better of two times if it was timed before.
-        """
+    def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
+        "Of the graph, if no choice is given, which may begin to copy its inputs meanwhile."
         samples = Samples(self.device_index, self.function)
         while not samples.complete:
             run = self.uncaptured if choice == NO_GRAPH else self.replay
             yield functools.partial(samples.call, run)
         cost = samples.cost()
-        if before is not None:
-            cost = min(before, cost, key=lambda cost: cost.program)
         timings = self.function.report.timings_us
         timings[choice or self._graph_choice()] = cost.call.us
         return cost
