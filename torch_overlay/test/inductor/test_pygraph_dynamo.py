@@ -397,6 +397,23 @@ class GuardTest(PyGraphTestCase):
         self.assertEqual(self.num_graphs(), graphs + 1)
 
 
+    def test_float_that_varies(self) -> None:
+        "No tensor is made to compare it with, and NaN is still told from numbers."
+        as_tensor = mock.Mock(wraps=torch._as_tensor_fullprec)
+        with mock.patch.object(torch, "_as_tensor_fullprec", as_tensor):
+            compiled = self.compile(lambda x, by: x * by + 1)
+            x = torch.randn(4)
+            for by in (0.5, 1.5, 2.5):
+                self.assertEqual(compiled(x, by), x * by + 1)
+            graphs = self.num_graphs()
+            as_tensor.reset_mock()
+            for by in (3.5, -0.0, float("inf")):
+                self.assertEqual(compiled(x, by), x * by + 1)
+        self.assertEqual((as_tensor.call_count, self.num_graphs()), (0, graphs))
+        self.assertTrue(compiled(x, float("nan")).isnan().all())
+        self.assertEqual(self.num_graphs(), graphs + 1)
+
+
 class BackendTest(PyGraphTestCase):
     def fn(self) -> Callable[..., Any]:
         def f(x: torch.Tensor) -> torch.Tensor:
