@@ -323,7 +323,7 @@ class RememberTest(DeployTestCase):
         self.on_record(pygraph)
         return fn, self.candidate("record")(inputs)
 
-    def run_process(self, calls: int = 60, **kwargs: Any) -> list[str]:
+    def run_process(self, calls: int = 80, **kwargs: Any) -> list[str]:
         "Who ran, each call's outputs checked."
         self.deployed = []
         self.recorded.clear()
@@ -452,7 +452,7 @@ class RememberTest(DeployTestCase):
 
         self.on_record = fail
         ran = self.run_process()
-        self.assertEqual(ran.count("uncaptured"), 59)
+        self.assertEqual(ran.count("uncaptured"), len(ran) - 1)
         self.assertEqual(self.choices()[-1], NO_GRAPH)
         self.on_record = lambda function: None
         ran = self.run_process()
@@ -563,7 +563,7 @@ step = torch.compile(lambda x: model(x).relu().sum(), options={"pygraph": True})
 grads, timed = [], select.Samples.call
 calls = []
 select.Samples.call = lambda *args: calls.append(1) or timed(*args)
-for i in range(120):
+for i in range(240):
     model.zero_grad()
     step(torch.full((8, 64), i / 40, device="cuda")).backward()
     grads.append(model[0].weight.grad.sum().item())

@@ -150,6 +150,12 @@ def long_chain(x, a, b):
     return z.sum().cpu() + a, z
 
 
+def value_overwritten(x, s):
+    y = torch.full((), 3.0, device="cuda") / (s.abs() + 1)
+    y.copy_(x[0, 0])
+    return x + 1, y
+
+
 def values_around_a_copy(x, s):
     x = x[..., torch.arange(4)]
     y = (x * x).to("cpu")[0][0]
@@ -326,6 +332,9 @@ PROGRAMS = {
     "long_chain": Program(
         long_chain, lambda: (cuda(8, 8), cpu(), cpu()), partitions=2, delivered=2
     ),
+    "value_overwritten": Program(
+        value_overwritten, lambda: (cuda(8, 8), cpu()), delivered=1
+    ),
     "values_around_a_copy": Program(
         values_around_a_copy,
         lambda: (cuda(3, 4), cpu()),
@@ -439,6 +448,9 @@ class GeneratedCodeTest(TestCase):
         self.assertNotIn(
             " = torch.ops.test_pygraph", graph.source.partition("class Runner")[0]
         )
+        owner = r"((?:deliver|stage|upload)_buf\d+)"
+        made = re.findall(rf"^{owner} = ", graph.source, re.MULTILINE)
+        self.assertEqual({*re.findall(rf"\b{owner}\.", graph.source)}, {*made})
         for expected in self.expected_outputs(program):
             self.assertIn(expected, graph.outputs)
         self.assertEqual(

@@ -119,10 +119,14 @@ def own(wrapper: PythonWrapperCodegen, name: str, type: str, *args: str) -> None
 
 
 class Pack(ir.ExternKernel):
-    """Reads the CPU values that a Launch gives to the GPU."""
+    """
+    Reads the CPU values that a Launch gives to the GPU. The Launch may be found to have no
+    effect, and be gone.
+    """
 
-    def __init__(self, values: Sequence[ir.IRNode]) -> None:
+    def __init__(self, values: Sequence[ir.IRNode], gpu: torch.device) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), values, ())
+        self.gpu = gpu
         self.name = V.graph.register_buffer(self)
         V.graph.register_operation(self)
 
@@ -137,6 +141,8 @@ class Pack(ir.ExternKernel):
         return f"deliver_{self.get_name()}"
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        values = (f"({v.get_dtype()}, {tuple(map(int, v.get_size()))})" for v in self.inputs)
+        own(wrapper, self.owner, "Deliver", str(self.gpu.index), *values)
         wrapper.writeline(f"{self.owner}.pack([{', '.join(self.codegen_args())}])")
 
 
@@ -146,7 +152,8 @@ class Launch(ir.ExternKernel):
     graph could freeze; see CapturedValues.
     """
 
-    def __init__(self, pack: Pack, device: torch.device) -> None:
+    def __init__(self, pack: Pack) -> None:
+        device = pack.gpu
         super().__init__(None, ir.MultiOutputLayout(device=device), [], ())
         self.pack = pack
         self.name = V.graph.register_buffer(self)
@@ -166,12 +173,6 @@ class Launch(ir.ExternKernel):
         return False
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
-        values = (
-            f"({output.get_dtype()}, {tuple(map(int, output.get_size()))})"
-            for output in self.outputs
-        )
-        device_index = str(self.get_device().index)
-        own(wrapper, self.pack.owner, "Deliver", device_index, *values)
         wrapper.writeline(f"{self.get_name()} = {self.pack.owner}.launch()")
 
 
@@ -179,7 +180,7 @@ class Launch(ir.ExternKernel):
 def lower_deliver(values: list[Any], device: torch.device) -> list[Any]:
     realize = ir.ExternKernel.realize_input
     contiguous = ir.ExternKernel.require_contiguous
-    launch = Launch(Pack([realize(contiguous(v)) for v in values]), device)
+    launch = Launch(Pack([realize(contiguous(v)) for v in values], device))
     V.graph.add_device_info(device)
     # Of a graph under capture they are ordinary buffers, else what all calls share.
     V.graph.never_reuse_buffers.update(o.get_name() for o in launch.outputs)
