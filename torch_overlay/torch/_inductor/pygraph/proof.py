@@ -106,16 +106,20 @@ def _sums(
     )
 
 
-def same(expected: Fingerprint, actual: Fingerprint) -> bool:
+def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
     equal = torch.equal(expected.bits, actual.bits)
-    if expected.total is None or expected.norm is None or actual.total is None:
+    if not equal or expected.total is None or actual.total is None:
         return equal
     # Sums of bits can not tell [1, -2] from [-1, 2], sums of values can. As bits, since a
     # NaN that the program itself computes is not equal to itself.
-    if equal and torch.equal(
-        expected.total.view(torch.int64), actual.total.view(torch.int64)
-    ):
+    return torch.equal(expected.total.view(torch.int64), actual.total.view(torch.int64))
+
+
+def same(expected: Fingerprint, actual: Fingerprint) -> bool:
+    if identical(expected, actual):
         return True
+    if expected.total is None or expected.norm is None or actual.total is None:
+        return False
     if expected.total.shape != actual.total.shape:
         return False
     difference = (expected.total - actual.total).abs()
@@ -173,8 +177,20 @@ class Proof:
             return None
         return fingerprint(output)
 
+    def is_exact(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
+        """Whether these are the results to the bit."""
+        return self._difference(inputs, outputs, identical) is None
+
     def failure(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> str | None:
         """Why the graph's results do not match, naming the first that differs, or None."""
+        return self._difference(inputs, outputs, same)
+
+    def _difference(
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        same: Callable[[Fingerprint, Fingerprint], bool],
+    ) -> str | None:
         for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
             if expected is None or same(expected, self._of_output(output)):
                 continue
