@@ -982,7 +982,10 @@ class _Builder:
         known: dict[str, Any] = {"device": device, "origin": "constructed", "features": features}
         kinds = ["zeros", "arange", "tensor", "scalar tensor", "ones_like"]
         if scalar is not None and isinstance(scalar.meta, (bool, int, float, np.generic)):
-            kinds += ["full of", "tensor of"]
+            kinds.append("full of")
+            if not (scalar.is_numpy and dtype == torch.int64):
+                # Eager makes no tensor of integers of a NumPy float.
+                kinds.append("tensor of")
         kind = self.choose(*kinds)
         if kind == "zeros":
             self.emit(f"torch.zeros({shape}, dtype={dtype}{where})", bound=0.0, **known)
