@@ -189,16 +189,16 @@ class Proof:
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        same: Callable[[Fingerprint, Fingerprint], bool],
+        matches: Callable[[Fingerprint, Fingerprint], bool],
     ) -> str | None:
         for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
-            if expected is None or same(expected, self._of_output(output)):
+            if expected is None or matches(expected, self._of_output(output)):
                 continue
             if i in self.unmarked and is_unwritten(output):
                 continue
             kind = f"{output.dtype} {list(output.shape)}"
             return f"output {i} ({kind}) differs from the uncaptured function's"
         for i, expected in zip(self.mutated, self.inputs):
-            if not same(expected, fingerprint(inputs[i])):
+            if not matches(expected, fingerprint(inputs[i])):
                 return f"mutated input {i} differs from the uncaptured function's"
         return None

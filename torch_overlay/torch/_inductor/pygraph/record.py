@@ -308,10 +308,6 @@ class CopyGraphNode(CUDAGraphNode):
     Copies its inputs into the pool, as trees do, and what it returns out of it.
     """
 
-    def __init__(self, *args: Any) -> None:
-        with without_trees():
-            super().__init__(*args)
-
     # Outputs in the pool that are copied out of it. Those in one list share a storage.
     returned_from_pool: list[list[int]]
     # (input, metadata) of those that earlier graphs of the path left in the pool
@@ -321,6 +317,10 @@ class CopyGraphNode(CUDAGraphNode):
     # Each thread packs them by itself: the one whose values the graph reads, if it does.
     thread_of_values: int | None = None
     binds_values: bool = False
+
+    def __init__(self, *args: Any) -> None:
+        with without_trees():
+            super().__init__(*args)
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         self.managed_metadata = [

@@ -1671,15 +1671,9 @@ struct Training {
       mutated.push_back(static_cast<Py_ssize_t>(i));
     }
     disable_amp = disables_amp != 0;
-    Ref* owned[] = {
-        &slow,
-        &apply,
-        &first,
-        &has_transforms,
-        &increment_version,
-        &set_eval_frame,
-        &profiler};
-    for (size_t i = 0; i < std::size(owned); ++i) {
+    auto owned = refs();
+    static_assert(std::size(objects) == std::tuple_size_v<decltype(owned)>);
+    for (size_t i = 0; i < owned.size(); ++i) {
       *owned[i] = Ref::share(objects[i]);
     }
   }
@@ -1766,16 +1760,21 @@ struct Training {
     bool prior_;
   };
 
+  // In the order of the arguments.
+  std::array<Ref*, 7> refs() {
+    return {
+        &slow,
+        &apply,
+        &first,
+        &has_transforms,
+        &increment_version,
+        &set_eval_frame,
+        &profiler};
+  }
+
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref :
-         {&slow,
-          &apply,
-          &first,
-          &has_transforms,
-          &increment_version,
-          &set_eval_frame,
-          &profiler}) {
+    for (Ref* ref : refs()) {
       f(*ref);
     }
   }
@@ -1799,7 +1798,7 @@ PyTypeObject LinkType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 //
 // In each frame Dynamo follows that attribute from its callback to an object
 // without one, the backend, by char*: for objects of Python a string a step and
-// an exception in the end, which took a fifth of what Dynamo takes for a graph.
+// an exception in the end.
 struct Link {
   Link(PyObject* args, PyObject* /*kwargs*/) {
     PyObject *of = nullptr, *to = nullptr;
