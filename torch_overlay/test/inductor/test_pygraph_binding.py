@@ -1735,8 +1735,8 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return raw.view(dtype).reshape(shape)
 
 
-def same(expected: torch.Tensor, actual: torch.Tensor) -> bool:
-    return proof.same(proof.fingerprint(expected), proof.fingerprint(actual))
+def same(expected: torch.Tensor, *others: torch.Tensor) -> bool:
+    return proof.same(*map(proof.fingerprint, (expected, *others)))
 
 
 class ProofTest(TestCase):
@@ -1792,6 +1792,20 @@ class ProofTest(TestCase):
         self.assertTrue(same(t, other))
         other[3] = 3e-3
         self.assertFalse(same(t, other))
+
+    def test_sums_that_cancel_out(self):
+        "They may differ by as much as in another run, within reason."
+        t = torch.randn(768)
+        noise = 3e-3 * torch.randn(768)
+        other, again = t + noise, t + noise.roll(1)
+        self.assertFalse(same(t, other))
+        self.assertTrue(same(t, other, again))
+        self.assertFalse(same(t, t + 8 * noise, again))
+        self.assertFalse(same(t, t + 8 * noise, t + 8 * noise))
+        for wrong in (1.0, math.nan):
+            other[5] = wrong
+            self.assertFalse(same(t, other, again))
+        self.assertFalse(same(t, t + noise, t * math.nan))
 
     @parametrize("numel", (512, 32_000))
     def test_few_large_elements_are_not_typical(self, numel):

@@ -362,7 +362,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
             inputs: Sequence[Any],
             outputs: Sequence[Any],
             mutated: Sequence[int],
-            unmarked: Sequence[int],
+            unmarked: Sequence[int] = (),
         ) -> None:
             super().__init__(
                 [hosted(i) for i in inputs],
@@ -380,10 +380,10 @@ def modelled_device() -> Iterator[ModelledDevice]:
             )
 
         def _difference(
-            self, inputs: Sequence[Any], outputs: Sequence[Any], same: Callable
+            self, inputs: Sequence[Any], outputs: Sequence[Any], *args: Any
         ) -> str | None:
             return super()._difference(
-                [hosted(i) for i in inputs], [hosted(o) for o in outputs], same
+                [hosted(i) for i in inputs], [hosted(o) for o in outputs], *args
             )
 
     def hosted(value: Any) -> Any:
@@ -1350,6 +1350,37 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
         # The gradient in the activation's memory.
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    @parametrize("error", (5e-4, 1.0))
+    def test_gradients_that_do_not_repeat(self, error):
+        "By more than a tolerance, as sums do that cancel out; or by far more than they do."
+        self.weight, runs, is_python = self.randn(), itertools.count(1), [False]
+
+        def noisy(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
+            by_run = (5e-4, -5e-4)[next(runs) % 2] if is_python[0] else error
+            torch.add(torch.mul(x, by), by_run, out=out)
+
+        forward = backward = None
+        for _ in range(7):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, self.weight)
+            out, a, w = forward.call([x, self.weight])
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                "a, t = args; args.clear(); is_python[0] = True; c = new(); "
+                "launch(noisy, c, a, t); is_python[0] = False; return (c,)",
+                inputs,
+                mode="backward",
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            backward.model.__globals__.update(noisy=noisy, is_python=is_python)
+            del a
+            (grad,) = backward.call(inputs)
+            expected = on_host(x) * on_host(self.weight) * on_host(t)
+            self.assertEqual(on_host(grad), expected, atol=2 * error, rtol=0)
+        self.assertEqual(counters["pygraph"]["unbound"], error > 1e-2, str(report()))
 
     @parametrize("force", ("node_update", "copy"))
     def test_gradients_of_a_step(self, force):

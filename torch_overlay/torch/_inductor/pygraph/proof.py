@@ -41,6 +41,12 @@ TOLERANCE = {
     torch.bfloat16: 2e-2,
 }
 
+# Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
+# more: by so many times what two uncaptured runs differ by where they differ most, if that
+# is no more than so many times the above.
+OWN_DIFFERENCES = 4
+MAX_TOLERANCES = 16
+
 # Not int64: a sum of those wraps, and an even number of flipped signs goes unseen.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
@@ -115,7 +121,12 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
     return torch.equal(expected.total.view(torch.int64), actual.total.view(torch.int64))
 
 
-def same(expected: Fingerprint, actual: Fingerprint) -> bool:
+def same(
+    expected: Fingerprint, actual: Fingerprint, again: Fingerprint | None = None
+) -> bool:
+    """
+    Whether both are results of one function, given what it gave ``again``, if that is known.
+    """
     if identical(expected, actual):
         return True
     if expected.total is None or expected.norm is None or actual.total is None:
@@ -125,7 +136,11 @@ def same(expected: Fingerprint, actual: Fingerprint) -> bool:
     difference = (expected.total - actual.total).abs()
     allowed = expected.tolerance * expected.norm
     # NaN compares false, so a chunk with NaN in either is not within tolerance.
-    return bool((allowed.isfinite() & (difference <= allowed)).all())
+    within = difference <= allowed
+    if again is not None and again.total is not None:
+        own = (expected.total - again.total).abs().max()
+        within |= difference <= (MAX_TOLERANCES * allowed).clamp(max=OWN_DIFFERENCES * own)
+    return bool((allowed.isfinite() & within).all())
 
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
@@ -181,24 +196,34 @@ class Proof:
         """Whether these are the results to the bit."""
         return self._difference(inputs, outputs, identical) is None
 
-    def failure(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> str | None:
-        """Why the graph's results do not match, naming the first that differs, or None."""
-        return self._difference(inputs, outputs, same)
+    def failure(
+        self, inputs: Sequence[Any], outputs: Sequence[Any], again: Proof | None = None
+    ) -> str | None:
+        """
+        Why the graph's results do not match, naming the first that differs, or None.
+
+        Args:
+            again: what another uncaptured run gave for the same inputs
+        """
+        return self._difference(inputs, outputs, same, again)
 
     def _difference(
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
-        matches: Callable[[Fingerprint, Fingerprint], bool],
+        matches: Callable[..., bool],
+        again: Proof | None = None,
     ) -> str | None:
         for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
-            if expected is None or matches(expected, self._of_output(output)):
+            also = () if again is None else (again.outputs[i],)
+            if expected is None or matches(expected, self._of_output(output), *also):
                 continue
             if i in self.unmarked and is_unwritten(output):
                 continue
             kind = f"{output.dtype} {list(output.shape)}"
             return f"output {i} ({kind}) differs from the uncaptured function's"
-        for i, expected in zip(self.mutated, self.inputs):
-            if not matches(expected, fingerprint(inputs[i])):
+        for k, i in enumerate(self.mutated):
+            also = () if again is None else (again.inputs[k],)
+            if not matches(self.inputs[k], fingerprint(inputs[i]), *also):
                 return f"mutated input {i} differs from the uncaptured function's"
         return None

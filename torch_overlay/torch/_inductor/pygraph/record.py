@@ -201,14 +201,23 @@ class Rehearsal:
         self.rng = RngState.save(node.device, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
+        # What one more run gives, where it can not be asked later.
+        self.again: Proof | None = None
         try:
+            if managed:
+                run = with_allocator(self.model, AllocationTrace())
+                self.again = Proof(inputs, run(list(inputs)), mutated)
+                self._restore(inputs)
             self._run(node, inputs, has_managed=bool(managed))
         finally:
-            self.rng.restore()
-            for i, saved in self.before.items():
-                saved.restore(inputs[i])  # type: ignore[arg-type]
+            self._restore(inputs)
         if self.kept is not None:
             self.before.clear()
+
+    def _restore(self, inputs: Sequence[Any]) -> None:
+        self.rng.restore()
+        for i, saved in self.before.items():
+            saved.restore(inputs[i])
 
     def _run(
         self, node: BoundGraphNode, inputs: list[InputType], *, has_managed: bool
@@ -261,12 +270,10 @@ class Rehearsal:
                 saved.restore(self.inputs[i])
             rng.restore()
             return outputs
-        return self._again(self.model)
+        return self._from_start(self.model)
 
-    def _again(self, model: ModelType) -> OutputType:
-        self.rng.restore()
-        for i, saved in self.before.items():
-            saved.restore(self.inputs[i])
+    def _from_start(self, model: ModelType) -> OutputType:
+        self._restore(self.inputs)
         return model(list(self.inputs))
 
     def repeats_itself(self) -> bool:
@@ -276,7 +283,7 @@ class Rehearsal:
         """
         return self.kept is None and all(
             self.proof.is_exact(
-                self.inputs, self._again(with_allocator(self.model, AllocationTrace()))
+                self.inputs, self._from_start(with_allocator(self.model, AllocationTrace()))
             )
             for _ in range(RERUNS)
         )
@@ -724,7 +731,9 @@ class BoundGraphNode(CopyGraphNode):
         try:
             if rehearsal.proof.is_exact(rehearsal.inputs, outputs):
                 return None
-            failure = rehearsal.proof.failure(rehearsal.inputs, outputs)
+            failure = rehearsal.proof.failure(
+                rehearsal.inputs, outputs, rehearsal.again
+            )
             if failure is None and rehearsal.repeats_itself():
                 # A small part of the result may be all that an input has an influence on.
                 return "its results are only close to the uncaptured function's"
