@@ -260,6 +260,15 @@ class BindingTest(PyGraphTestCase):
         self.assertGreater(arena(x.device.index, NAN).nbytes, x.nbytes)
         self.assertBound()
 
+    def test_stream_of_graphs_has_no_segment_of_its_own(self):
+        "What replays read of a generator's state is where other tensors are."
+        self.check(lambda x: x + 1, lambda: (randn(64),))
+        stream = trees.get_manager(torch.cuda.current_device()).stream.cuda_stream
+        torch.cuda.empty_cache()
+        segments = torch.cuda.memory_snapshot()
+        pools = [s["segment_pool_id"] for s in segments if s["stream"] == stream]
+        self.assertNotIn((0, 0), [tuple(pool) for pool in pools])
+
 
 instantiate_parametrized_tests(BindingTest)
 
