@@ -509,6 +509,18 @@ def by_suite(record: Row) -> dict[str, list[Row]]:
     return found
 
 
+def _counted(tests: Row) -> str:
+    counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
+    return counts if tests["complete"] else f"{counts}, not complete"
+
+
+# Test files of upstream's trees, by their key in the record.
+OTHERS_TESTS = {
+    "upstream": "Upstream's `test_cudagraph_trees.py`, of which the documentation says what no longer holds and why",
+    "triton": "Triton's `test_core.py`",
+}
+
+
 def overview(record: Row, pages: str = "") -> str:
     """A line for each suite. ``pages``: the folder with a page for each, if they are to be linked."""
 
@@ -528,11 +540,12 @@ def overview(record: Row, pages: str = "") -> str:
     parts = [_table(lines, columns, True)] if lines else []
     others = []
     if "tests" in record:
-        tests = record["tests"]
-        counts = ", ".join(f"{tests[key]} {key}" for key in ("passed", "failed", "skipped"))
-        others.append(
-            f"- Tests that need a GPU: {counts}{'' if tests['complete'] else ', not complete'} ({_run(tests)})."
-        )
+        others.append(f"- Tests that need a GPU: {_counted(record['tests'])} ({_run(record['tests'])}).")
+    for kind, title in OTHERS_TESTS.items():
+        if kind in record:
+            found = {name: value for name, value in record[kind].items() if isinstance(value, dict) and "passed" in value}
+            each = "; ".join(f"{name} {_counted(counts)}" for name, counts in found.items())
+            others.append(f"- {title}: {each} ({_run(record[kind])}).")
     if "bindings" in record:
         page = f"[bindings]({pages}/bindings.md)" if pages else "bindings"
         others.append(f"- What each way to give a graph its inputs takes: {page} ({_run(record['bindings'])}).")
