@@ -24,7 +24,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from pygraph import outcomes, report  # noqa: E402
 from pygraph.report import format_table  # noqa: E402
-from pygraph.timing import LoopFailed, ratio, time_interleaved, Timing  # noqa: E402
+from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timing  # noqa: E402
 
 
 torch = pytest.importorskip("torch")
@@ -92,6 +92,23 @@ def test_timing_is_the_slower_of_host_and_device():
     assert timings["device bound"].median_us == pytest.approx(80, rel=0.01)
     assert timings["host bound"].iqr_us == pytest.approx(0, abs=0.1)
     assert timings["device bound"].host_us == pytest.approx(5, rel=0.01)
+
+
+def test_rounds_are_repeated_until_they_are_clear():
+    device, seen = Device(), []
+
+    def is_clear(timings):
+        seen.append(len(timings["a"].samples_us))
+        return len(seen) == 3
+
+    loops = {"a": device.loop("a", 1e-3, 0)}
+    timings = _time(device, loops, rounds=5, is_clear=is_clear)
+    first = seen[0]
+    assert seen == [first, 2 * first, 3 * first]
+    assert len(timings["a"].samples_us) == 3 * first
+    # Not for ever.
+    timings = _time(device, loops, rounds=5, is_clear=lambda timings: False)
+    assert len(timings["a"].samples_us) == MAX_TIMES * first
 
 
 def test_rounds_are_interleaved():

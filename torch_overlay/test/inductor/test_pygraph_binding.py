@@ -1800,8 +1800,9 @@ class ProofTest(TestCase):
         other, again = t + noise, t + noise.roll(1)
         self.assertFalse(same(t, other))
         self.assertTrue(same(t, other, again))
-        self.assertFalse(same(t, t + 8 * noise, again))
-        self.assertFalse(same(t, t + 8 * noise, t + 8 * noise))
+        self.assertTrue(same(t, other, t, again, t))
+        self.assertFalse(same(t, t + 12 * noise, again))
+        self.assertFalse(same(t, t + 12 * noise, t + 12 * noise))
         for wrong in (1.0, math.nan):
             other[5] = wrong
             self.assertFalse(same(t, other, again))

@@ -105,6 +105,9 @@ class ModelledGraph:
         self.launches: list[Launch] = []
         self.instantiated = not keep_graph
 
+    def register_generator_state(self, generator: Any) -> None:
+        pass
+
     def instantiate(self) -> None:
         self.instantiated = True
 
@@ -421,6 +424,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "empty_cache": lambda: None,
                 "is_current_stream_capturing": lambda: device.captured is not None,
                 "device_count": lambda: 1,
+                "default_generators": [torch.default_generator],
             },
         ),
         (

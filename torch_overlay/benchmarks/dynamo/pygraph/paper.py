@@ -179,6 +179,7 @@ paper(
     about="own, for TorchBench's DALLE2_pytorch: its stages and sizes, in another code",
     obstacle="the causal mask is a CPU tensor that every block copies to the GPU; random numbers",
     not_as_eager="draws random numbers in another way",
+    in_tf32=True,
     capturable=False,
     gib=4,
 )

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING
 from . import cgct_run
 from .cases import described, SUITES
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
+from .timing import Interval, MAX_SLOWDOWN
 
 
 if TYPE_CHECKING:
@@ -39,11 +40,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# What PyGraph may take of the best candidate's time, in the median of the rounds. A miss
-# counts where the whole of the median's confidence interval is above, which noise is not
-# likely to do, and where the interval is so wide that this would let anything pass.
-MAX_SLOWDOWN = 1.02
-MAX_WIDTH = 0.08
 # Processes that decide at once.
 AT_ONCE = 8
 # Of what is left of the budget: compiling that takes longer leaves no time to measure.
@@ -443,11 +439,11 @@ def _missed_coverage(row: Row, least: float) -> list[str]:
 
 
 def _slower(best: str, interval: Sequence[float]) -> list[str]:
-    low, median, high = interval
-    text = f"{median:.3f} x {best} ({low:.3f} to {high:.3f})"
-    if low > MAX_SLOWDOWN:
+    measured = Interval(*interval)
+    text = f"{measured.median:.3f} x {best} ({measured.low:.3f} to {measured.high:.3f})"
+    if measured.low > MAX_SLOWDOWN:
         return [f"{text}, more than {MAX_SLOWDOWN}"]
-    if high > MAX_SLOWDOWN and high - low > MAX_WIDTH:
+    if measured.is_unclear:
         return [f"{text}: too noisy to tell"]
     return []
 

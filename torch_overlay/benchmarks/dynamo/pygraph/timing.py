@@ -21,6 +21,14 @@ if TYPE_CHECKING:
     Loop = Callable[[int], None]
 
 MORE_ROUNDS = 2.5
+# How often all rounds are run, until what they say is clear.
+MAX_TIMES = 4
+
+# What one may take of another's time, in the median of the rounds. It is slower where the
+# whole of the median's confidence interval is above, which noise is not likely to do, and
+# nothing is known where the interval is so wide that this would let anything pass.
+MAX_SLOWDOWN = 1.02
+MAX_WIDTH = 0.08
 
 
 class LoopFailed(Exception):
@@ -53,6 +61,10 @@ class Interval(NamedTuple):
     median: float
     high: float
 
+    @property
+    def is_unclear(self) -> bool:
+        return self.low <= MAX_SLOWDOWN < self.high and self.high - self.low > MAX_WIDTH
+
 
 def ratio(ours: Timing, theirs: Timing) -> Interval:
     """
@@ -79,11 +91,13 @@ def time_interleaved(
     lead_in: int = 3,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
+    is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
     many as fill about ``round_s`` seconds, five at least, and waits once, at the end. There
     are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
+    All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
     """
@@ -120,17 +134,22 @@ def time_interleaved(
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()
+    timings: dict[str, Timing] = {}
     try:
-        for _ in range(rounds):
-            for name in loops:
-                # The first calls after another variant refill caches and restart the
-                # path through the recorded graphs.
-                run(name, lead_in)
-                synchronize()
-                # A loop sets up more than its calls, settings that a variant has.
-                host[name].append((run(name, 1) - run(name, 0)) * 1e6)
-                samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
+        for _ in range(MAX_TIMES):
+            for _ in range(rounds):
+                for name in loops:
+                    # The first calls after another variant refill caches and restart the
+                    # path through the recorded graphs.
+                    run(name, lead_in)
+                    synchronize()
+                    # A loop sets up more than its calls, settings that a variant has.
+                    host[name].append((run(name, 1) - run(name, 0)) * 1e6)
+                    samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
+            timings = {name: Timing.of(samples[name], host[name]) for name in loops}
+            if is_clear(timings):
+                break
     finally:
         if collecting:
             gc.enable()
-    return {name: Timing.of(samples[name], host[name]) for name in loops}
+    return timings

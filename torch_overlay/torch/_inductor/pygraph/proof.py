@@ -42,9 +42,9 @@ TOLERANCE = {
 }
 
 # Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
-# more: by so many times what two uncaptured runs differ by where they differ most, if that
-# is no more than so many times the above.
-OWN_DIFFERENCES = 4
+# more: by so many times what uncaptured runs differ by where they differ most, if that is
+# no more than so many times the above.
+OWN_DIFFERENCES = 8
 MAX_TOLERANCES = 16
 
 # Not int64: a sum of those wraps, and an even number of flipped signs goes unseen.
@@ -121,11 +121,9 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
     return torch.equal(expected.total.view(torch.int64), actual.total.view(torch.int64))
 
 
-def same(
-    expected: Fingerprint, actual: Fingerprint, again: Fingerprint | None = None
-) -> bool:
+def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
     """
-    Whether both are results of one function, given what it gave ``again``, if that is known.
+    Whether both are results of one function, given what ``others`` it gave.
     """
     if identical(expected, actual):
         return True
@@ -137,9 +135,9 @@ def same(
     allowed = expected.tolerance * expected.norm
     # NaN compares false, so a chunk with NaN in either is not within tolerance.
     within = difference <= allowed
-    if again is not None and again.total is not None:
-        own = (expected.total - again.total).abs().max()
-        within |= difference <= (MAX_TOLERANCES * allowed).clamp(max=OWN_DIFFERENCES * own)
+    for other in others:
+        own = OWN_DIFFERENCES * (expected.total - other.total).abs().max()
+        within |= difference <= (MAX_TOLERANCES * allowed).clamp(max=own)
     return bool((allowed.isfinite() & within).all())
 
 
@@ -197,33 +195,33 @@ class Proof:
         return self._difference(inputs, outputs, identical) is None
 
     def failure(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], again: Proof | None = None
+        self, inputs: Sequence[Any], outputs: Sequence[Any], others: Sequence[Proof] = ()
     ) -> str | None:
         """
         Why the graph's results do not match, naming the first that differs, or None.
 
         Args:
-            again: what another uncaptured run gave for the same inputs
+            others: what other uncaptured runs gave for the same inputs
         """
-        return self._difference(inputs, outputs, same, again)
+        return self._difference(inputs, outputs, same, others)
 
     def _difference(
         self,
         inputs: Sequence[Any],
         outputs: Sequence[Any],
         matches: Callable[..., bool],
-        again: Proof | None = None,
+        others: Sequence[Proof] = (),
     ) -> str | None:
         for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
-            also = () if again is None else (again.outputs[i],)
-            if expected is None or matches(expected, self._of_output(output), *also):
+            known = [other.outputs[i] for other in others]
+            if expected is None or matches(expected, self._of_output(output), *known):
                 continue
             if i in self.unmarked and is_unwritten(output):
                 continue
             kind = f"{output.dtype} {list(output.shape)}"
             return f"output {i} ({kind}) differs from the uncaptured function's"
         for k, i in enumerate(self.mutated):
-            also = () if again is None else (again.inputs[k],)
-            if not matches(self.inputs[k], fingerprint(inputs[i]), *also):
+            known = [other.inputs[k] for other in others]
+            if not matches(self.inputs[k], fingerprint(inputs[i]), *known):
                 return f"mutated input {i} differs from the uncaptured function's"
         return None

@@ -98,6 +98,10 @@ ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 # of atomic additions may repeat itself.
 RERUNS = 8
 
+# Runs that say by how much a function that is not differs by itself. One may be close by
+# chance: what is summed before may make one number the error of all that follows.
+OTHER_RUNS = 3
+
 
 def common_alignment(pointers: Sequence[int]) -> int:
     combined = functools.reduce(operator.or_, pointers, 0)
@@ -201,12 +205,12 @@ class Rehearsal:
         self.rng = RngState.save(node.device, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
-        # What one more run gives, where it can not be asked later.
-        self.again: Proof | None = None
+        # What other runs give, where there are none later.
+        self.others: list[Proof] = []
         try:
-            if managed:
+            for _ in range(OTHER_RUNS if managed else 0):
                 run = with_allocator(self.model, AllocationTrace())
-                self.again = Proof(inputs, run(list(inputs)), mutated)
+                self.others.append(Proof(inputs, run(list(inputs)), mutated))
                 self._restore(inputs)
             self._run(node, inputs, has_managed=bool(managed))
         finally:
@@ -732,7 +736,7 @@ class BoundGraphNode(CopyGraphNode):
             if rehearsal.proof.is_exact(rehearsal.inputs, outputs):
                 return None
             failure = rehearsal.proof.failure(
-                rehearsal.inputs, outputs, rehearsal.again
+                rehearsal.inputs, outputs, rehearsal.others
             )
             if failure is None and rehearsal.repeats_itself():
                 # A small part of the result may be all that an input has an influence on.

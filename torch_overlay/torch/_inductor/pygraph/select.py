@@ -735,6 +735,20 @@ class Selection:
             self.deploy(replay)
 
 
+def manager_of(device_index: int) -> CUDAGraphTreeManager:
+    """
+    The calling thread's. Before there is one, the device's generator gets the 16 bytes that
+    replays read its state from. The manager's first capture would take them from the stream
+    of graphs, which has nothing else outside of the pool, and needed a segment for them.
+    """
+    with torch.cuda.device(device_index):
+        if get_manager(device_index, create_if_none_exists=False) is None:
+            # They last as long as a graph has them: until the return, this one.
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(torch.cuda.default_generators[device_index])
+        return get_manager(device_index)
+
+
 def decide(function: Function, choice: str, reason: str) -> None:
     entry = function.report
     entry.choice = choice
@@ -814,7 +828,7 @@ def deploy(
         def run_backward(inputs: list[InputType]) -> OutputType:
             # See [Backward Generation Handling]. Other threads have another manager or none.
             if thread_containers() is owner:
-                get_manager(device_index).set_to_running_backward()
+                manager_of(device_index).set_to_running_backward()
             return model(inputs)
 
         uncaptured = run_backward
@@ -830,7 +844,7 @@ def deploy(
         return uncaptured
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
-        manager = get_manager(device_index)
+        manager = manager_of(device_index)
         lock = lock_of(manager)
         if not lock.acquire(blocking=False):
             return None, uncaptured(inputs)
