@@ -54,7 +54,8 @@ def launching(init, call, device="cuda"):
     def call_with_slots(self, *args):
         # The grid, the stream, the function, two sets of metadata and two hooks come first.
         launch, args = args[:9], list(args[9:])
-        values = [address(functools.reduce(lambda value, index: value[index], path, args)) for path in self.indirect]
+        pointers = [functools.reduce(lambda value, index: value[index], path, args) for path in self.indirect]
+        values = [address(pointer, device) for pointer in pointers]
         # Freed after the launch, it is used again only by what comes later on the same stream.
         table = torch.tensor(values, dtype=torch.int64).to(device)
         for index, path in enumerate(self.indirect):
@@ -64,8 +65,13 @@ def launching(init, call, device="cuda"):
     return init_with_paths, call_with_slots
 
 
-def address(pointer):
-    return pointer.data_ptr() if hasattr(pointer, "data_ptr") else pointer
+def address(pointer, device):
+    if not hasattr(pointer, "data_ptr"):
+        return pointer
+    if isinstance(pointer, torch.Tensor) and pointer.device.type != device and not pointer.is_pinned():
+        # As the launcher says of what it is given.
+        raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
+    return pointer.data_ptr()
 
 
 def replaced(values, path, new):
