@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_overlay" 
 
 pytest.importorskip("torch")
 
-from pygraph import bindings, cases, program  # noqa: E402
+from pygraph import bindings, cases, program, suite  # noqa: E402
 
 
 def _points(**ways):
@@ -82,6 +82,26 @@ def test_binding_that_fell_back_is_named():
         "forced_prelude: wrong result",
     ]
     assert " ".join(error) == "out of time"
+
+
+def test_bindings_copy_nothing():
+    (case,) = cases.select("bindings", ["mlp_20x64"])
+    row = {
+        **dict.fromkeys(("pygraph_us", "forced_prelude_us"), 9.0),
+        "no_cg_us": 30.0,
+        "candidates_us": {"no_cg": 30.0, "forced_prelude": 9.0},
+        "choice": "table",
+        "copied_bytes": 0,
+        "equal": True,
+        "ratios": {"forced_prelude": [0.98, 1.0, 1.01]},
+    }
+    forced = {"copy": "copy", "node_update": "node_update", "prelude": "node_update", "table": "no_graph"}
+    assert not suite.missed(case, {**row, "forced": forced})
+    assert suite.missed(case, {**row, "forced": {**forced, "table": "1 copy + 1 table"}}) == [
+        "table copies: 1 copy + 1 table"
+    ]
+    ratios = {"forced_prelude": [1.03, 1.04, 1.05]}
+    assert suite.missed(case, {**row, "ratios": ratios}) == ["1.040 x forced_prelude (1.030 to 1.050), more than 1.02"]
 
 
 def test_suite_forces_each_binding():

@@ -197,7 +197,6 @@ def test_columns_of_the_suites():
 
     assert "GPU values" not in header() and "JAX" not in header() and "copied" not in header()
     assert "GPU values" in header(gpu_us=9.0) and "best" in header(best="no_cg")
-    assert header(forced_us={"copies": 11.0, "prelude": 9.5})[-4:-1] == ["copies", "prelude", "equal"]
     assert report.also([{**row, "gpu_us": 8.0}]) == "+2.0 us over GPU values, at most +2.0 us"
     chosen = {**row, "candidates_us": {"no_cg": 20.0, "copy": 9.9}, "best": "copy", "choice": "node_update"}
     assert report.also([chosen]) == "0 of 1 chose the best; regret 1.01 %, at most 1.0 %"

@@ -238,7 +238,10 @@ SMALL_COLUMNS: Columns = {
     "must": _must,
 }
 # Those that are not shown where no row of a suite has them.
-OPTIONAL = {"host", "GPU values", "node update", "hand-written", "JAX", "best", "choice", "copied", "reserved MiB"}
+OPTIONAL = {
+    *("host", "GPU values", "node update", "prelude", "table", "hand-written", "JAX"),
+    *("best", "choice", "copied", "reserved MiB"),
+}
 
 SELECTION_COLUMNS: Columns = {
     "case": lambda row: row["name"],
@@ -246,6 +249,8 @@ SELECTION_COLUMNS: Columns = {
     "stock CG": _shown_time("stock_cg"),
     "copies": _shown_time("forced_copy"),
     "node update": _shown_time("forced_node_update"),
+    "prelude": _shown_time("forced_prelude"),
+    "table": _shown_time("forced_table"),
     "PyGraph": _shown_time("pygraph"),
     "choice": lambda row: row.get("choice") or "-",
     "best": lambda row: best_candidate(row) or "-",
@@ -386,20 +391,12 @@ def _is_selection(rows: list[Row]) -> bool:
 def _columns(rows: list[Row]) -> Columns:
     if _are_workloads(rows):
         return WORKLOAD_COLUMNS
-    if _is_selection(rows):
-        return SELECTION_COLUMNS
-    columns = {
+    columns = SELECTION_COLUMNS if _is_selection(rows) else SMALL_COLUMNS
+    return {
         title: cell
-        for title, cell in SMALL_COLUMNS.items()
+        for title, cell in columns.items()
         if title not in OPTIONAL or any(cell(row) != "-" for row in rows)
     }
-    forced = list(dict.fromkeys(name for row in rows for name in row.get("forced_us", ())))
-    if forced:
-        # Next to the times of what is not forced.
-        *others, equal, must = columns.items()
-        named = [(name, lambda row, name=name: _us(row.get("forced_us", {}).get(name))) for name in forced]
-        columns = dict([*others, *named, equal, must])
-    return columns
 
 
 def _table(rows: list[Row], columns: Columns, markdown: bool) -> str:

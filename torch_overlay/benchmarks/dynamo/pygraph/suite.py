@@ -421,6 +421,9 @@ def missed(case: Case, row: Row) -> list[str]:
         found.append(f"copies {row['copied_bytes']} bytes a call")
     if not row["equal"]:
         found.append("results differ")
+    if case.suite == "bindings":
+        bound = {name: choice for name, choice in row.get("forced", {}).items() if name != "copy"}
+        found += [f"{name} copies: {choice}" for name, choice in bound.items() if "copy" in (choice or "copy")]
     if case.suite == "paper" and label(row) in PAPER_COVERAGE:
         found += _missed_coverage(row, PAPER_COVERAGE[label(row)][1])
     ours, theirs = row.get("reserved_mib"), row.get("stock_reserved_mib")

@@ -211,8 +211,6 @@ class CaseRun:
         repeatable = checked.pop("no_cg").bitwise
         wrong = self._check_with_eager(measured)
 
-        # What a forced candidate fell back to, if it did.
-        forced: dict[str, str | None] = {}
         previous = "pygraph"
         for name in alone:
             self._drop(previous)
@@ -225,8 +223,13 @@ class CaseRun:
                 repeatable = found.pop("no_cg").bitwise and repeatable
                 checked |= found
                 wrong |= self._check_with_eager([name])
-                if name.startswith(FORCED):
-                    forced[name.removeprefix(FORCED)] = totals(report(self.reported.get(name, ())))["choice"]
+
+        # What a forced candidate fell back to, if it did.
+        forced = {
+            name.removeprefix(FORCED): totals(report(self.reported.get(name, ())))["choice"]
+            for name in timings
+            if name.startswith(FORCED)
+        }
 
         in_jax: dict[str, float] = {}
         if "jax" in self.variants:
