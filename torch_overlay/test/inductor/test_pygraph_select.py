@@ -996,7 +996,7 @@ class DeployTestCase(SelectTestCase):
 
         for target, name, value in (
             (select, "cudagraphify", cudagraphify),
-            (select, "get_manager", lambda device_index: self.manager),
+            (select, "get_manager", lambda *args, **kwargs: self.manager),
             (record, "forget", forget),
         ):
             patch = mock.patch.object(target, name, value)
@@ -1163,7 +1163,7 @@ class DeployTest(DeployTestCase):
         "It has no manager."
         self.deploy(is_backward=True, is_inference=False)
 
-        def manager(device_index):
+        def manager(*args, **kwargs):
             self.assertIsNotNone(trees.thread_containers())
             return self.manager
 

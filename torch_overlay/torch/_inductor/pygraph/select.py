@@ -741,12 +741,14 @@ def manager_of(device_index: int) -> CUDAGraphTreeManager:
     replays read its state from. The manager's first capture would take them from the stream
     of graphs, which has nothing else outside of the pool, and needed a segment for them.
     """
-    with torch.cuda.device(device_index):
-        if get_manager(device_index, create_if_none_exists=False) is None:
+    manager = get_manager(device_index, create_if_none_exists=False)
+    if manager is None:
+        with torch.cuda.device(device_index):
             # They last as long as a graph has them: until the return, this one.
             graph = torch.cuda.CUDAGraph()
             graph.register_generator_state(torch.cuda.default_generators[device_index])
-        return get_manager(device_index)
+            manager = get_manager(device_index)
+    return manager
 
 
 def decide(function: Function, choice: str, reason: str) -> None:
