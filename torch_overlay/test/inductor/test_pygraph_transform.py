@@ -1454,6 +1454,15 @@ class ItemTest(TestCase):
             # The graph that follows has a float, to which the same is done.
             self.assertEqual(self.check(lambda x, s: x * s.item(), values=(0.3,)), (1, 1))
 
+    def test_specialized_floats_are_not_cached(self):
+        fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
+        x = torch.ones(3)
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn, options={"pygraph": True})
+            for by in (0.25, 0.5, 1.5, 0.75):
+                self.assertEqual(compiled(x, by), fn(x, by))
+
     def test_symbols_of_other_frames(self):
         "Names are of few numbers."
         fn = lambda x, s: x * s.item()  # noqa: E731
