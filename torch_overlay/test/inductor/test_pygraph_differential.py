@@ -45,6 +45,7 @@ from hypothesis.internal.conjecture import providers
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx as compile_fx
+from torch._dynamo.backends.registry import lookup_backend
 from torch._inductor import ir
 from torch._inductor.graph import SubgraphLowering
 from torch._inductor.output_code import CompiledFxGraph
@@ -527,6 +528,25 @@ class ProgramsTest(TestCase):
             20,
             60.0,
         )
+        self.assertEqual(list(map(str, found.causes)), [])
+        self.assertGreater(found.drawn, 10)
+
+    def test_items(self) -> None:
+        "Values that Dynamo makes inputs of, and those at which it breaks the graph."
+
+        def check(program: Program) -> Difference | None:
+            return compare(program, compiled(options={"pygraph": True}), gpu="cpu")
+
+        aot_eager = lookup_backend("aot_eager")
+        reading = programs(without=EXCLUDED).filter(
+            lambda program: any(".item()" in line.code for line in program.lines)
+        )
+        with mock.patch.object(
+            torch._TorchCompileInductorWrapper,
+            "__call__",
+            lambda self, gm, inputs: aot_eager(gm, inputs),
+        ):
+            found = search(reading, check, 30, 60.0)
         self.assertEqual(list(map(str, found.causes)), [])
         self.assertGreater(found.drawn, 10)
 

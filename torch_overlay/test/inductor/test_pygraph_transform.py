@@ -25,6 +25,8 @@ import numpy as np
 
 import torch
 import torch._dynamo
+from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph import (
@@ -49,7 +51,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.testing._internal.fake_cuda import fake_cuda
-from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+from torch.testing._internal.inductor_utils import HAS_CPU, HAS_CUDA_AND_TRITON
 from torch.utils import _pytree as pytree
 
 
@@ -592,6 +594,37 @@ class GeneratedCodeTest(TestCase):
                 except DataDependentOutputException:
                     pass  # it was compiled, and fake tensors have no values
             self.assertEqual(any(p.captured for p in graphs[0].partitions), captured)
+
+    def test_item_as_an_operand(self):
+        "Delivered as a float that varies is. Nothing waits, nothing is compiled for a value."
+        for dtype in torch.float32, torch.float64, torch.bfloat16:
+            torch._dynamo.reset()
+            with fake_cuda() as graphs, torch.no_grad():
+                compiled = torch.compile(
+                    lambda x, s: x.sin() * s.item() + s.item(),
+                    options={"pygraph": True},
+                )
+                for value in 0.5, 1.0, 0.0, -2.5:
+                    s = torch.empty((), dtype=dtype)
+                    s.item_memo = value
+                    compiled(cuda(8), s)
+            (graph,) = graphs
+            self.assertEqual([p.cpu_inputs for p in graph.partitions if p.captured], [()])
+            self.assertIn("Deliver(0, (torch.float64, ()))", graph.source)
+            self.assertNotIn(".item()", graph.source)
+            self.assertEqual(counters["graph_break"], {})
+
+    def test_item_in_training(self):
+        with fake_cuda() as graphs:
+            x, s = cuda(32, 32).requires_grad_(), torch.empty(())
+            s.item_memo = 0.5
+            fn = torch.compile(lambda x, s: (x * s.item()).sin(), options={"pygraph": True})
+            fn(x, s).sum().backward()
+        self.assertEqual([g.is_backward for g in graphs], [False, True])
+        for graph in graphs:
+            captured = [p for p in graph.partitions if p.captured]
+            self.assertEqual([p.cpu_inputs for p in captured], [()])
+            self.assertNotIn(".item()", graph.source)
 
     def test_log_names_the_line(self):
         def fn(x, s):
@@ -1342,6 +1375,128 @@ class FloatTest(TestCase):
 instantiate_parametrized_tests(FloatTest)
 
 
+@unittest.skipUnless(HAS_CPU, "requires a C++ compiler")
+class ItemTest(TestCase):
+    "What generated code makes of the value of a tensor on the CPU, all on the CPU."
+
+    VALUES = (0.3, 1.0, 0.0, -0.0, -2.5, float("inf"), float("nan"), 1e-45, 1e300)
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+
+    def assertEager(self, fn, compiled, *inputs):
+        copies = copy.deepcopy(inputs)
+        actual, expected = compiled(*inputs), fn(*copies)
+        self.assertEqual(actual, expected, atol=0, rtol=0, exact_dtype=True)
+        self.assertEqual(inputs, copies, atol=0, rtol=0)
+
+    def check(self, fn, dtype=torch.float32, x=None, values=VALUES):
+        x = torch.randn(19) if x is None else x
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for value in values:
+            self.assertEager(fn, compiled, x.clone(), torch.tensor(value, dtype=dtype))
+        return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+    @parametrize("dtype", (torch.float64, torch.float32, torch.bfloat16, torch.float16))
+    def test_of_all_dtypes(self, dtype):
+        fn = lambda x, s: (x * s.item(), s.item() + x, x - s.item(), s.item() / x)  # noqa: E731
+        self.assertEqual(self.check(fn, dtype), (1, 0))
+
+    @parametrize("dtype", (torch.float64, torch.bfloat16, torch.int64, torch.bool))
+    def test_promotes_nothing(self, dtype):
+        for x in torch.arange(-4, 5).to(dtype), torch.tensor(3).to(dtype):
+            torch._dynamo.reset()
+            counters.clear()
+            fn = lambda x, s: (x * s.item(), s.item() * x)  # noqa: E731
+            self.assertEqual(self.check(fn, torch.float64, x), (1, 0))
+
+    def test_written_after(self):
+        def fn(x, s):
+            y = x * s.item()
+            s += 1
+            x.mul_(2)
+            return y, s + 1
+
+        self.assertEqual(self.check(fn), (1, 0))
+
+    def test_no_arithmetic(self):
+        "Tensors are made of it, or it is not used at all. Or arithmetic of more than two."
+        for fn in (
+            lambda x, s: x * s.item() + torch.full_like(x, s.item()),
+            lambda x, s: torch.add(x, s.item(), alpha=2),
+            lambda x, s: (x * 2, s.item())[0],
+        ):
+            torch._dynamo.reset()
+            counters.clear()
+            graphs, breaks = self.check(fn, values=(0.3,))
+            self.assertGreater(breaks, 0)
+
+    @parametrize("failure", ("backend", "guard", "specialized"))
+    def test_backend(self, failure):
+        "Had it looked at a value, it would be as without PyGraph."
+        real = torch._TorchCompileInductorWrapper.__call__
+
+        def backend(wrapper, gm, inputs):
+            for item in gm.graph.find_nodes(op="call_method", target="item"):
+                value = item.meta["example_value"]
+                if failure == "backend":
+                    raise RuntimeError("does not compile")
+                if failure == "guard":
+                    bool(value > 0)
+                elif failure == "specialized":
+                    TensorifyState.specialize(str(value.node._expr))
+                    raise TensorifyScalarRestartAnalysis
+            return real(wrapper, gm, inputs)
+
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", backend):
+            # The graph that follows has a float, to which the same is done.
+            self.assertEqual(self.check(lambda x, s: x * s.item(), values=(0.3,)), (1, 1))
+
+    def test_specialized_floats_are_not_cached(self):
+        fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
+        x = torch.ones(3)
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn, options={"pygraph": True})
+            for by in (0.25, 0.5, 1.5, 0.75):
+                self.assertEqual(compiled(x, by), fn(x, by))
+
+    def test_symbols_of_other_frames(self):
+        "Names are of few numbers."
+        fn = lambda x, s: x * s.item()  # noqa: E731
+        names = {f"zf{n}" for n in range(200)}
+        with mock.patch.object(TensorifyState, "force_specializations", names):
+            self.assertEqual(self.check(fn), (1, 0))
+
+    @parametrize("write", ("in_place", "data", "numpy"))
+    def test_written_before_backward(self, write):
+        def fn(x, s):
+            return (x * s.item()).sin() * s.item()
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for dtype in torch.float32, torch.float64:
+            s = torch.zeros((), dtype=dtype)
+            for value in (0.3, 1.0, 0.0, 2.5):
+                s.fill_(value)
+                x = torch.randn(19, requires_grad=True)
+                y, expected = compiled(x, s), fn(x, s)
+                if write == "in_place":
+                    s.fill_(9)
+                elif write == "data":
+                    s.data.fill_(9)
+                else:
+                    s.numpy()[()] = 9
+                grads = (torch.autograd.grad(out.sum(), x) for out in (y, expected))
+                self.assertEqual(*grads)
+        self.assertEqual(counters["stats"]["unique_graphs"], 2)
+        self.assertEqual(counters["graph_break"], {})
+
+
+instantiate_parametrized_tests(ItemTest)
+
+
 def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
     "For each output, which inputs and outputs share its storage."
     storages = [
@@ -1558,6 +1713,18 @@ class DeviceTest(TestCase):
         for i in range(self.CALLS):
             self.check_call(fn, compiled, (cuda(8, 8), i + 0.5))
         self.assertEqual(counters["stats"]["unique_graphs"], 2)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_items(self, force):
+        fn = lambda x, s, t: (x * s.item() + t.item(), x / s.item())  # noqa: E731
+        compiled = torch.compile(fn, options={**FORCED, "pygraph_force": force})
+        s, t = cpu(dtype=torch.float64), cpu()
+        for n in range(1, self.CALLS):
+            s.fill_(n + 0.5)
+            t.fill_(n / 7)
+            self.check_call(fn, compiled, (cuda(30, 30), s, t))
+        self.assertEqual(counters["stats"]["unique_graphs"], 1)
+        self.assertEqual(counters["graph_break"], {})
 
     def test_training(self):
         def fn(x, weight, v, s):

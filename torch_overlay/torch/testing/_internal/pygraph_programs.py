@@ -1175,6 +1175,22 @@ class _Builder:
         if v is not None:
             self.emit("{0}.item()", v, meta=_item_of(v), bound=v.bound, error=v.error, features=["item"])
 
+    def item_operand(self) -> None:
+        """A value that nobody looks at: it reaches the GPU without the host."""
+        if self.chance(50):
+            self.cpu_scalar_input()
+        x = self.pick(lambda v: v.is_tensor and v.is_number)
+        s = x and self.pick(lambda v: v.is_tensor and v.is_cpu_scalar and v.is_float and v.origin == "input")
+        if x is None or s is None:
+            return
+        operator = self.choose("*", "+", "-")
+        bound, error = x.bound + s.bound, x.error + s.error
+        if operator == "*":
+            bound, error = x.bound * s.bound, x.error * s.bound + s.error * x.bound + x.error * s.error
+        code = f"{{1}}.item() {operator} {{0}}" if self.chance(30) else f"{{0}} {operator} {{1}}.item()"
+        meta = f"{{0}} {operator} 1.0"
+        self.emit(code, x, s, meta=meta, device=x.device, bound=bound, error=error, features=["item"])
+
     def branch(self) -> None:
         v = self.pick(lambda v: v.is_tensor and v.is_number and not v.error)
         x = v and self.pick(lambda x: x.is_tensor and x.is_number)
@@ -1232,6 +1248,7 @@ STATEMENTS = (
     "rebind",
     "custom",
     "item",
+    *("item_operand",) * 2,
     "branch",
     "graph_break",
 )
