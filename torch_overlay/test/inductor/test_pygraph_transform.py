@@ -1454,6 +1454,14 @@ class ItemTest(TestCase):
             # The graph that follows has a float, to which the same is done.
             self.assertEqual(self.check(lambda x, s: x * s.item(), values=(0.3,)), (1, 1))
 
+    def test_alpha_of_a_float(self):
+        "Which the tensor that the float becomes would not have."
+        fn = lambda x, by: torch.add(x, by, alpha=2)  # noqa: E731
+        compiled = torch.compile(fn, options={"pygraph": True})
+        x = torch.ones(3)
+        for by in (0.25, 0.5, 1.5, 0.75):
+            self.assertEqual(compiled(x, by), fn(x, by))
+
     def test_specialized_floats_are_not_cached(self):
         fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
         x = torch.ones(3)
