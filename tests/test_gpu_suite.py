@@ -1121,6 +1121,23 @@ def test_a_test_that_did_not_run_differs():
     assert differs == {"t": {"stock": "passed", "on": "not run"}}
 
 
+def test_file_in_each_environment(tmp_path):
+    """As Triton's own tests are run: as they are, and with a plugin that changes what they call."""
+    (tmp_path / "doubles.py").write_text("import builtins\nbuiltins.double = True\n")
+    (tmp_path / "test_sum.py").write_text(
+        "import builtins\n"
+        "def test_sum():\n    assert 1 + 1 == 2\n"
+        "def test_single():\n    assert not hasattr(builtins, 'double')\n"
+    )
+    run = _gpu_suite().Run(tmp_path, tmp_path, tmp_path)
+    plain = run.environment(overlaid=False)
+    doubled = {**plain, "PYTHONPATH": f"{plain['PYTHONPATH']}:{tmp_path}", "PYTEST_PLUGINS": "doubles"}
+    found = run.in_each("sums", tmp_path / "test_sum.py", {"plain": plain, "doubled": doubled}, 300.0)
+    assert found["plain"] == {"passed": 2, "failed": 0, "skipped": 0, "complete": True}
+    assert found["doubled"] == {"passed": 1, "failed": 1, "skipped": 0, "complete": True}
+    assert [test.rpartition("::")[2] for test in found["differs"]] == ["test_single"]
+
+
 def test_a_command_is_stopped_in_time_with_what_it_started():
     start = time.monotonic()
     command = [
