@@ -104,8 +104,7 @@ def speedup(row: Row, variant: str, over: str) -> float | None:
 
 def best_speedup(row: Row) -> float | None:
     """Of PyGraph over the better of no CUDA graphs and stock ones."""
-    best = best_candidate(row)
-    return speedup(row, "pygraph", best) if best else None
+    return min(present(speedup(row, "pygraph", over) for over in ("no_cg", "stock_cg")), default=None)
 
 
 def coverage(row: Row, variant: str) -> float | None:
@@ -511,8 +510,8 @@ def _counted(tests: Row) -> str:
     return counts if tests["complete"] else f"{counts}, not complete"
 
 
-# Test files of upstream's trees, by their key in the record.
-OTHERS_TESTS = {
+# Test files that are not ours, by their key in the record.
+UPSTREAM_TESTS = {
     "upstream": "Upstream's `test_cudagraph_trees.py`, of which the documentation says what no longer holds and why",
     "triton": "Triton's `test_core.py`",
 }
@@ -538,7 +537,7 @@ def overview(record: Row, pages: str = "") -> str:
     others = []
     if "tests" in record:
         others.append(f"- Tests that need a GPU: {_counted(record['tests'])} ({_run(record['tests'])}).")
-    for kind, title in OTHERS_TESTS.items():
+    for kind, title in UPSTREAM_TESTS.items():
         if kind in record:
             found = {name: value for name, value in record[kind].items() if isinstance(value, dict) and "passed" in value}
             each = "; ".join(f"{name} {_counted(counts)}" for name, counts in found.items())

@@ -102,12 +102,8 @@ def wrap_item(
     item = Item(variable, symbols)
     output.items[tensor.source.name] = item
     # Of another frame's symbol of the same name.
-    specialized().discard(item.symbol.name)
+    TensorifyState.force_specializations.discard(item.symbol.name)
     return variable
-
-
-def specialized() -> set[str]:
-    return TensorifyState.force_specializations
 
 
 def is_cpu_float_input(tx: InstructionTranslatorBase, tensor: TensorVariable) -> bool:
@@ -214,7 +210,8 @@ def checked(tx: InstructionTranslatorBase) -> Iterator[None]:
         yield
     except TensorifyScalarRestartAnalysis:
         items = tx.output.items.items()
-        break_at(tx, (n for n, i in items if i.symbol.name in specialized()))
+        specialized = TensorifyState.force_specializations
+        break_at(tx, (n for n, i in items if i.symbol.name in specialized))
         raise
     check_guards(tx)
 

@@ -98,8 +98,8 @@ ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 # of atomic additions may repeat itself.
 RERUNS = 8
 
-# Runs that say by how much a function that is not differs by itself. One may be close by
-# chance: what is summed before may make one number the error of all that follows.
+# Runs that say by how much a function that is not deterministic differs from itself. One may
+# be close by chance: what is summed before may make one number the error of all that follows.
 OTHER_RUNS = 3
 
 

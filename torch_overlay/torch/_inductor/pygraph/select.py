@@ -87,19 +87,21 @@ log = logging.getLogger(__name__)
 
 # Calls of each candidate that come first and do not count: the allocator, the caches and
 # the clocks settle. Calls that are timed: as many, again and again until the median's error
-# is a small enough part of it; fewer do where they take this long. And the calls after them
-# that show the device's work.
+# is a small enough part of it; fewer do where they take this long. Of these, how many there
+# are to an event. And the calls after them that show the device's work.
 WARMUP_SAMPLES = 2
 SAMPLES = 12
 MAX_SAMPLES = 48
 PRECISION = 0.01
 MIN_SAMPLES = 4
+CALLS_PER_EVENT = 4
 ENOUGH_US = 50_000.0
 DEVICE_SAMPLES = 3
 
-# For as long the device waits before the latter, and at most: clocks are no faster, and
-# more launches than that takes cannot be queued.
+# For as long the device waits before the latter: what their events take of the host, twice
+# the function, and at most what can be queued. Clocks are no faster.
 CYCLES_PER_US = 2000
+MIN_DELAY_US = 50.0
 MAX_DELAY_US = 10_000.0
 
 # Calls that record do not count, up to so many: a function that is called with several sets
@@ -311,6 +313,17 @@ class Cost:
         return max(self.host, self.device)
 
 
+class Start(NamedTuple):
+    """
+    Of a timed call: where the host's clock was, how much timing had taken of it until then,
+    both in microseconds, and where the device was, of some calls.
+    """
+
+    us: float
+    own_us: float
+    event: torch.cuda.Event | None
+
+
 class Samples:
     """
     Consecutive calls of one candidate.
@@ -318,72 +331,86 @@ class Samples:
     Two events around each call would tell how long it takes from an idle device, which
     adds the host's work in front of a graph, and the launch, to the device's; a program
     that does not wait overlaps them. So first come calls that are timed on the host, with
-    one event each, and then a few whose device work is queued behind a delay, so that the
-    device never waits for the host in them.
+    an event now and then, and then a few whose device work is queued behind a delay, so that
+    the device never waits for the host in them.
+
+    What timing takes of the host, be it of other functions, is no part of the program, and
+    is taken off.
     """
+
+    # All that timing took until now.
+    own_us = 0.0
 
     def __init__(self, device_index: int, function: Function) -> None:
         self.device_index = device_index
         self.function = function
         self.calls = 0
         self.recording_calls = 0
-        # Where the timed calls start, and the one after them: on the host, on the device.
-        # None follows one that recorded.
-        self.begins: list[float | None] = []
-        self.starts: list[torch.cuda.Event | None] = []
+        # Where the timed calls start, and the one after them. None follows one that recorded.
+        self.starts: list[Start | None] = []
         self.host: list[float] = []
+        self.total_us = 0.0
         self.host_is_timed = False
         self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
+        entered = _clock()
         recordings, timed = self.function.recordings, len(self.host)
-        outputs = self._call(fn, inputs)
+        outputs, end = self._call(fn, inputs, entered)
         if (
             self.function.recordings != recordings
             and self.recording_calls < MAX_RECORDING_CALLS
         ):
             self.recording_calls += 1
             del self.host[timed:]
-            self.begins.append(None)
             self.starts.append(None)
             self.device.clear()
             self.host_is_timed = False
+        Samples.own_us += _clock() - end
         return outputs
 
-    def _call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
+    def _call(
+        self, fn: ModelType, inputs: list[InputType], entered: float
+    ) -> tuple[OutputType, float]:
+        """The outputs, and when the host had them."""
         self.calls += 1
         if self.calls <= WARMUP_SAMPLES:
-            return fn(inputs)
+            return fn(inputs), _clock()
         stream = torch.cuda.current_stream(self.device_index)
-        if not self.host_is_timed:
-            return self._time_host(fn, inputs, stream)
-        if not self.device:
-            self.starts.append(_now(stream))
-            self.begins.append(time.perf_counter() * 1e6)
-        delay = min(2 * statistics.median(self.host), MAX_DELAY_US)
+        if self.host_is_timed:
+            if not self.device:
+                self.starts.append(self._start(entered, _now(stream)))
+            return self._time_device(fn, inputs, stream)
+        is_marked = len(self.host) % CALLS_PER_EVENT == 0
+        start = self._start(entered, _now(stream) if is_marked else None)
+        outputs = fn(inputs)
+        end = _clock()
+        if self.starts and (last := self.starts[-1]) is not None:
+            self.total_us += start.us - last.us
+        self.starts.append(start)
+        self.host.append(end - start.us)
+        self.host_is_timed = self._suffices(end - start.us)
+        return outputs, end
+
+    def _start(self, entered: float, event: torch.cuda.Event | None) -> Start:
+        now = _clock()
+        Samples.own_us += now - entered
+        return Start(now, Samples.own_us, event)
+
+    def _time_device(
+        self, fn: ModelType, inputs: list[InputType], stream: torch.cuda.Stream
+    ) -> tuple[OutputType, float]:
+        delay = min(MIN_DELAY_US + 2 * statistics.median(self.host), MAX_DELAY_US)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(delay * CYCLES_PER_US))
         start = _now(stream)
         outputs = fn(inputs)
         self.device.append((start, _now(stream)))
-        return outputs
+        return outputs, _clock()
 
-    def _time_host(
-        self, fn: ModelType, inputs: list[InputType], stream: torch.cuda.Stream
-    ) -> OutputType:
-        self.starts.append(_now(stream))
-        begin = time.perf_counter() * 1e6
-        outputs = fn(inputs)
-        end = time.perf_counter() * 1e6
-        self.begins.append(begin)
-        self.host.append(end - begin)
-        self.host_is_timed = self._suffices(end)
-        return outputs
-
-    def _suffices(self, now: float) -> bool:
+    def _suffices(self, last_us: float) -> bool:
         count = len(self.host)
-        us = sum(b - a for a, b in _neighbours([*self.begins, now]))
-        if us > ENOUGH_US and count >= MIN_SAMPLES:
+        if self.total_us + last_us > ENOUGH_US and count >= MIN_SAMPLES:
             return True
         if count % SAMPLES:
             return False
@@ -396,26 +423,43 @@ class Samples:
 
     def cost(self) -> Cost:
         """Waits for the calls."""
-        starts = [event for event in self.starts if event is not None]
-        for event in (*starts, *itertools.chain.from_iterable(self.device)):
+        events = [start.event for start in self.starts if start and start.event]
+        for event in (*events, *itertools.chain.from_iterable(self.device)):
             # The program may have called from several streams.
             event.synchronize()
-        on_host = [b - a for a, b in _neighbours(self.begins)]
-        on_device = [a.elapsed_time(b) * 1e3 for a, b in _neighbours(self.starts)]
         host = Estimate.of(self.host)
         device = Estimate.of([a.elapsed_time(b) * 1e3 for a, b in self.device])
-        program = max(host, device)
-        if on_host:
-            program = max(Estimate.of(on_host), Estimate.of(on_device))
-        return Cost(program, host, device)
+        program = self._program()
+        return Cost(max(host if program is None else program, device), host, device)
+
+    def _program(self) -> Estimate | None:
+        """From the start of a call to the start of the next, if there are two in a row."""
+        on_host, timed, on_device = [], [], []
+        # The last one with an event, and how many calls ago it was.
+        marked: Start | None = None
+        calls = 0
+        for a, b in itertools.pairwise(self.starts):
+            if a is None or b is None:
+                marked = None
+                continue
+            on_host.append(b.us - b.own_us - a.us + a.own_us)
+            if a.event is not None:
+                marked, calls = a, 0
+            calls += 1
+            if marked is not None and b.event is not None:
+                timed.append((b.us - marked.us) / calls)
+                on_device.append(marked.event.elapsed_time(b.event) * 1e3 / calls)
+        if not on_host:
+            return None
+        if timed and is_less(Estimate.of(timed), device := Estimate.of(on_device)):
+            return device
+        # The device waits for the host, and for what timing takes of it.
+        return Estimate.of(on_host)
 
 
-def _neighbours(values: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
-    return (
-        (a, b)
-        for a, b in itertools.pairwise(values)
-        if a is not None and b is not None
-    )
+def _clock() -> float:
+    """In microseconds."""
+    return time.perf_counter() * 1e6
 
 
 def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
