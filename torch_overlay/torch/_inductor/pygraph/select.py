@@ -376,13 +376,9 @@ class Samples:
         self.calls += 1
         if self.calls <= WARMUP_SAMPLES:
             return fn(inputs), _clock()
-        stream = torch.cuda.current_stream(self.device_index)
         if self.host_is_timed:
-            if not self.device:
-                self.starts.append(self._start(entered, _now(stream)))
-            return self._time_device(fn, inputs, stream)
-        is_marked = len(self.host) % CALLS_PER_EVENT == 0
-        start = self._start(entered, _now(stream) if is_marked else None)
+            return self._time_device(fn, inputs, entered)
+        start = self._start(entered, len(self.host) % CALLS_PER_EVENT == 0)
         outputs = fn(inputs)
         end = _clock()
         if self.starts and (last := self.starts[-1]) is not None:
@@ -392,14 +388,18 @@ class Samples:
         self.host_is_timed = self._suffices(end - start.us)
         return outputs, end
 
-    def _start(self, entered: float, event: torch.cuda.Event | None) -> Start:
+    def _start(self, entered: float, is_marked: bool) -> Start:
+        event = _now(torch.cuda.current_stream(self.device_index)) if is_marked else None
         now = _clock()
         Samples.own_us += now - entered
         return Start(now, Samples.own_us, event)
 
     def _time_device(
-        self, fn: ModelType, inputs: list[InputType], stream: torch.cuda.Stream
+        self, fn: ModelType, inputs: list[InputType], entered: float
     ) -> tuple[OutputType, float]:
+        if not self.device:
+            self.starts.append(self._start(entered, True))
+        stream = torch.cuda.current_stream(self.device_index)
         delay = min(MIN_DELAY_US + 2 * statistics.median(self.host), MAX_DELAY_US)
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(delay * CYCLES_PER_US))
