@@ -352,6 +352,16 @@ def test_results_close_to_an_unrepeatable_reference_are_equal():
     assert row["equal"] and not row["bitwise"] and not row["repeatable"]
 
 
+@pytest.mark.parametrize("in_tf32", [False, True])
+def test_other_kernels_in_tf32_give_close_results(in_tf32):
+    def rounded(forward):
+        return lambda *args: tuple(out * (1 + 2e-5) for out in forward(*args))
+
+    variants = {**EAGER, "pygraph": _variant("pygraph", _backend(rounded))}
+    row = _measure(dataclasses.replace(_tiny(), in_tf32=in_tf32), variants)
+    assert row["equal"] == in_tf32 and row["repeatable"] and not row["bitwise"]
+
+
 def _failing_from(call):
     calls = []
 
@@ -483,7 +493,7 @@ def test_without_time_only_what_matters_is_compiled():
     run = worker.CaseRun(_workload(), "cpu", small=True, variants=WORKLOAD, rounds=2, round_s=1e-4)
     run.prepare("0")
     row = run.measure()
-    assert {name for name in WORKLOAD if f"{name}_us" in row} == {"no_cg", "stock_cg", "pygraph"}
+    assert {name for name in WORKLOAD if f"{name}_us" in row} == {*worker.ESSENTIAL}
     assert "no time to compile forced_node_update" in row["note"] and row["equal"]
 
 
@@ -730,11 +740,14 @@ def test_what_did_not_compile_in_time_is_left_for_the_next_run():
 
 
 def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeypatch):
-    answers = {"a prepare": {}, "a measure": {"error": "out of time", "late": True}}
-    (row,), skipped = _run_suite(["a"], answers)
-    assert row["error"] == "out of time" and skipped == []
-    rows, skipped = _run_suite(["a"], answers, budget_s=cases.SUITES["pi"].max_case_s / 2)
-    assert rows == [] and skipped == ["a"]
+    late = {"error": "out of time", "late": True}
+    answers = {"a prepare": {}, "a measure": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
+    rows, skipped = _run_suite(["a", "b"], answers)
+    assert [row.get("error") for row in rows] == ["out of time", None] and skipped == []
+    rows, skipped = _run_suite(["a", "b"], answers, budget_s=cases.SUITES["pi"].max_case_s / 2)
+    assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
+    # Alone it takes nobody's time, and the budget ends it.
+    assert _run_suite(["a"], answers) == ([], ["a"])
 
 
 SECOND = {"choices": ["node_update"], "remembered": 1, "timed_calls": 0, "equal": True}

@@ -52,7 +52,8 @@ class Case:
     # Why its results cannot be compared with eager's.
     not_as_eager: str = ""
     # Its convolutions are, as cuDNN has it by default, so that rounding errors of other
-    # kernels before them become as large as float16's: the mantissa has as many bits.
+    # kernels before them become as large as float16's: the mantissa has as many bits. Where
+    # CPU values are placed otherwise there are other kernels.
     in_tf32: bool = False
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True

@@ -255,10 +255,13 @@ class _Run:
                 if time.monotonic() >= self.deadline or ("late" in ready and len(cases) > 1):
                     skipped.append(name)
                     continue
-                by = min(self.deadline, time.monotonic() + SUITES[worker.case.suite].max_case_s)
+                by = self.deadline
+                if len(cases) > 1:
+                    by = min(by, time.monotonic() + SUITES[worker.case.suite].max_case_s)
+                is_compiled = "late" not in ready
                 row = self.measured(worker, ready, by, threads)
                 worker.close()
-                if row.pop("late", False) and by == self.deadline:
+                if row.pop("late", False) and is_compiled and by == self.deadline:
                     skipped.append(name)
                     continue
                 if "error" in row:

@@ -63,7 +63,7 @@ CHECKS = 4
 REPEATS = 24
 EAGER_CHECKS = 2
 FORCED = "forced_"
-ESSENTIAL = ("no_cg", "stock_cg", "pygraph")
+ESSENTIAL = ("eager", "no_cg", "stock_cg", "pygraph")
 MAX_SUMMARY = 300
 # Of timing one variant: the seconds that are enough, the rounds that are not too few, and
 # the calls of a round of the slowest.
@@ -279,7 +279,8 @@ class CaseRun:
             **in_jax,
             **totals(entries),
             **({"candidates_us": times, "best": best and as_choice(best)} if self.suite.exhaustive else {}),
-            "equal": succeeded and (difference.bitwise or (difference.close and not repeatable)),
+            "equal": succeeded
+            and (difference.bitwise or (difference.close and (not repeatable or self.case.in_tf32))),
             "bitwise": succeeded and difference.bitwise,
             # JSON has no infinity, which stands for results that cannot be subtracted.
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
