@@ -1134,8 +1134,9 @@ def test_a_test_that_did_not_run_differs():
     assert differs == {"t": {"stock": "passed", "on": "not run"}}
 
 
-def test_file_in_each_environment(tmp_path):
+def test_file_in_each_environment(tmp_path, monkeypatch):
     """As Triton's own tests are run: as they are, and with a plugin that changes what they call."""
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     (tmp_path / "doubles.py").write_text("import builtins\nbuiltins.double = True\n")
     (tmp_path / "test_sum.py").write_text(
         "import builtins\n"
@@ -1144,6 +1145,7 @@ def test_file_in_each_environment(tmp_path):
     )
     run = _gpu_suite().Run(tmp_path, tmp_path, tmp_path)
     plain = run.environment(overlaid=False)
+    assert Path(plain["PYTHONPYCACHEPREFIX"]).parent == tmp_path and "PYTHONDONTWRITEBYTECODE" not in plain
     doubled = {**plain, "PYTHONPATH": f"{plain['PYTHONPATH']}:{tmp_path}", "PYTEST_PLUGINS": "doubles"}
     found = run.in_each("sums", tmp_path / "test_sum.py", {"plain": plain, "doubled": doubled}, 300.0)
     assert found["plain"] == {"passed": 2, "failed": 0, "skipped": 0, "complete": True}
