@@ -109,6 +109,18 @@ def test_rounds_are_repeated_until_they_are_clear():
     # Not for ever.
     timings = _time(device, loops, rounds=5, is_clear=lambda timings: False)
     assert len(timings["a"].samples_us) == MAX_TIMES * first
+    loops = {"a": device.loop("a", 1.0, 0)}
+    timings = _time(device, loops, rounds=9, is_clear=lambda timings: False)
+    assert len(timings["a"].samples_us) == 9
+
+
+def test_long_calls_are_few():
+    device = Device()
+    _time(device, {"a": device.loop("a", 0.06, 0)}, rounds=10)
+    few = device.now
+    _time(device, {"a": device.loop("a", 0.04, 0)}, rounds=10)
+    assert few == pytest.approx(0.06 * (6 + 10 * 4))
+    assert device.now - few == pytest.approx(0.04 * (6 + 10 * 9))
 
 
 def test_rounds_are_interleaved():

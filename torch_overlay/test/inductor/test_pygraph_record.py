@@ -1768,7 +1768,11 @@ class ProgramTest(RecordTest):
         costs = (select.Cost(*[select.Estimate(t)] * 3) for t in itertools.cycle(times))
         with (
             mock.patch.multiple(
-                select, WARMUP_SAMPLES=0, SAMPLES=1, DEVICE_SAMPLES=1
+                select,
+                WARMUP_SAMPLES=0,
+                SAMPLES=1,
+                MAX_SAMPLES=1,
+                DEVICE_SAMPLES=1,
             ),
             mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
         ):

@@ -44,7 +44,7 @@ from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
 # Make the helper files in test/ importable
 sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from inductor.test_pygraph_select import DeployTestCase, TIMED
+from inductor.test_pygraph_select import DeployTestCase, ENOUGH, TIMED
 
 
 H200 = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
@@ -323,7 +323,7 @@ class RememberTest(DeployTestCase):
         self.on_record(pygraph)
         return fn, self.candidate("record")(inputs)
 
-    def run_process(self, calls: int = 80, **kwargs: Any) -> list[str]:
+    def run_process(self, calls: int = ENOUGH, **kwargs: Any) -> list[str]:
         "Who ran, each call's outputs checked."
         self.deployed = []
         self.recorded.clear()
@@ -563,7 +563,7 @@ step = torch.compile(lambda x: model(x).relu().sum(), options={"pygraph": True})
 grads, timed = [], select.Samples.call
 calls = []
 select.Samples.call = lambda *args: calls.append(1) or timed(*args)
-for i in range(240):
+for i in range(440):
     model.zero_grad()
     step(torch.full((8, 64), i / 40, device="cuda")).backward()
     grads.append(model[0].weight.grad.sum().item())

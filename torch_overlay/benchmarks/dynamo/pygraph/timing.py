@@ -21,8 +21,14 @@ if TYPE_CHECKING:
     Loop = Callable[[int], None]
 
 MORE_ROUNDS = 2.5
-# How often all rounds are run, until what they say is clear.
+# How often all rounds are run, until what they say is clear, and for how many seconds they are
+# run again.
 MAX_TIMES = 4
+MAX_AGAIN_S = 30.0
+# Calls of a round, and those in front of it; of a loop whose calls take so many seconds.
+MIN_CALLS, LEAD_IN = 5, 3
+LONG_CALL_S = 0.05
+MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
 
 # What one may take of another's time, in the median of the rounds. It is slower where the
 # whole of the median's confidence interval is above, which noise is not likely to do, and
@@ -88,14 +94,13 @@ def time_interleaved(
     rounds: int = 21,
     round_s: float = 0.02,
     max_calls: int = 1000,
-    lead_in: int = 3,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
-    many as fill about ``round_s`` seconds, five at least, and waits once, at the end. There
+    many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. There
     are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
     All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times.
     ``agree`` makes one estimate of those of several processes that have to make the same
@@ -118,12 +123,15 @@ def time_interleaved(
         synchronize()
         return clock() - start
 
-    calls = {}
+    calls, lead_in = {}, {}
     round_total = 0.0
     for name in loops:
-        run(name, lead_in)
-        per_call = agree(seconds(name, lead_in)) / lead_in
-        calls[name] = max(5, min(max_calls, int(round_s / max(per_call, 1e-9))))
+        run(name, LEAD_IN)
+        per_call = agree(seconds(name, LEAD_IN)) / LEAD_IN
+        is_long = per_call > LONG_CALL_S
+        lead_in[name] = LONG_LEAD_IN if is_long else LEAD_IN
+        least = MIN_LONG_CALLS if is_long else MIN_CALLS
+        calls[name] = max(least, min(max_calls, int(round_s / max(per_call, 1e-9))))
         round_total += max(per_call * calls[name], round_s)
     if loops:
         # What short rounds leave of the time goes to more of them.
@@ -135,19 +143,20 @@ def time_interleaved(
     gc.collect()
     gc.disable()
     timings: dict[str, Timing] = {}
+    begin = clock()
     try:
         for _ in range(MAX_TIMES):
             for _ in range(rounds):
                 for name in loops:
                     # The first calls after another variant refill caches and restart the
                     # path through the recorded graphs.
-                    run(name, lead_in)
+                    run(name, lead_in[name])
                     synchronize()
                     # A loop sets up more than its calls, settings that a variant has.
                     host[name].append((run(name, 1) - run(name, 0)) * 1e6)
                     samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
             timings = {name: Timing.of(samples[name], host[name]) for name in loops}
-            if is_clear(timings):
+            if is_clear(timings) or agree(clock() - begin) > MAX_AGAIN_S:
                 break
     finally:
         if collecting:

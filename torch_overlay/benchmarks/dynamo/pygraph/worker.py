@@ -51,10 +51,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls until a variant is in its steady state. Selection takes 18 to 215.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=41)
+# Calls until a variant is in its steady state. Selection takes 20 to 410.
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
-MAX_SETTLE_CALLS = 240
+MAX_SETTLE_CALLS = 440
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CHECKS = 4

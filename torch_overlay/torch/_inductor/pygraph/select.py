@@ -85,13 +85,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls of each candidate that come first and do not count: the allocator, the caches and
-# the clocks settle. Calls that are timed: as many, again and again until the median's error
-# is a small enough part of it; fewer do where they take this long. Of these, how many there
-# are to an event. And the calls after them that show the device's work.
+# Calls of each candidate that come first and do not count: the allocator and the clocks
+# settle. Calls that are timed: as many, again and again until they are no faster than those
+# before, and the median's error is a small enough part of it; fewer do where they take this
+# long. Of these, how many there are to an event. And the calls after them that show the
+# device's work.
 WARMUP_SAMPLES = 2
 SAMPLES = 12
-MAX_SAMPLES = 48
+MAX_SAMPLES = 96
+# Code that a process has seldom run takes up to twice as long: the interpreter specializes it,
+# the processor learns it. Calls by the dozen count from where they are no faster than that.
+WARMER = 0.95
 PRECISION = 0.01
 MIN_SAMPLES = 4
 CALLS_PER_EVENT = 4
@@ -349,6 +353,7 @@ class Samples:
         # Where the timed calls start, and the one after them. None follows one that recorded.
         self.starts: list[Start | None] = []
         self.host: list[float] = []
+        self.timed_calls = 0
         self.total_us = 0.0
         self.host_is_timed = False
         self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
@@ -366,6 +371,9 @@ class Samples:
             self.starts.append(None)
             self.device.clear()
             self.host_is_timed = False
+        elif len(self.host) > timed:
+            self.timed_calls += 1
+            self.host_is_timed = self._suffices()
         Samples.own_us += _clock() - end
         return outputs
 
@@ -385,7 +393,6 @@ class Samples:
             self.total_us += start.us - last.us
         self.starts.append(start)
         self.host.append(end - start.us)
-        self.host_is_timed = self._suffices(end - start.us)
         return outputs, end
 
     def _start(self, entered: float, is_marked: bool) -> Start:
@@ -408,14 +415,22 @@ class Samples:
         self.device.append((start, _now(stream)))
         return outputs, _clock()
 
-    def _suffices(self, last_us: float) -> bool:
+    def _suffices(self) -> bool:
         count = len(self.host)
-        if self.total_us + last_us > ENOUGH_US and count >= MIN_SAMPLES:
+        if self.total_us + self.host[-1] > ENOUGH_US and count >= MIN_SAMPLES:
             return True
         if count % SAMPLES:
             return False
+        if self.timed_calls >= MAX_SAMPLES:
+            return True
+        if count == SAMPLES:
+            return False
+        before, last = self.host[-2 * SAMPLES : -SAMPLES], self.host[-SAMPLES:]
+        if statistics.median(last) < WARMER * statistics.median(before):
+            del self.host[:-SAMPLES], self.starts[:-SAMPLES]
+            return False
         median, error = Estimate.of(self.host)
-        return error <= PRECISION * median or count >= MAX_SAMPLES
+        return error <= PRECISION * median
 
     @property
     def complete(self) -> bool:
