@@ -1462,14 +1462,20 @@ class ItemTest(TestCase):
         for by in (0.25, 0.5, 1.5, 0.75):
             self.assertEqual(compiled(x, by), fn(x, by))
 
-    def test_specialized_floats_are_not_cached(self):
+    @parametrize("training", (False, True))
+    def test_specialized_floats_are_not_cached(self, training):
         fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
-        x = torch.ones(3)
+        x = torch.ones(3, requires_grad=training)
         for _ in range(2):
             torch._dynamo.reset()
             compiled = torch.compile(fn, options={"pygraph": True})
             for by in (0.25, 0.5, 1.5, 0.75):
-                self.assertEqual(compiled(x, by), fn(x, by))
+                y = compiled(x, by)
+                self.assertEqual(y, fn(x, by))
+                if training:
+                    # An entry is saved once there is a backward, outside of options=.
+                    (grad,) = torch.autograd.grad(y.sum(), x)
+                    self.assertEqual(grad, torch.full((3,), by))
 
     @parametrize("on", (False, True))
     def test_repairs_are_off_with_pygraph(self, on):

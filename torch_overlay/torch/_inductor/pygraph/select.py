@@ -301,8 +301,9 @@ class Cost:
     Of one candidate:
 
     program: from the start of a call to the start of the next, on the clock, the host's or
-        the device's, on which that takes longer. The host's misses a device that falls
-        behind, and the device's a host while the device catches up
+        the device's, on which that takes longer. The host's, from which what timing takes is
+        taken off, misses a device that falls behind, and the device's a host while the device
+        catches up
     host: the function's time on the host
     device: the function's time on the device, launched ahead of it
     """
@@ -342,7 +343,7 @@ class Samples:
     is taken off.
     """
 
-    # All that timing took until now.
+    # All that timing took until now, of whichever function.
     own_us = 0.0
 
     def __init__(self, device_index: int, function: Function) -> None:
