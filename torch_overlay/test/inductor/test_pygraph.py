@@ -1262,6 +1262,7 @@ class ProgramTest(PyGraphTestCase):
             calls=10,
             exact=False,
         )
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
 
     def test_other_stream(self):
         compiled = self.compiled(lambda x: x.sin() + 1)

@@ -666,6 +666,23 @@ class RecordTest(TestCase):
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
+    def test_steady_state_of_dynamic_shapes(self):
+        "The function is recorded for its sizes, which nothing copies."
+        sizes = """
+            s0, x, s1, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            b = new(); launch(add, b, a, y)
+            return (b, s0 + s1)
+        """
+        fn = self.check(sizes, lambda: [3, self.randn(), 5, self.randn()])
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+        manager = trees.get_manager(0)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
+            x, y = self.randn(), self.randn()
+            out, size = fn(3, x, 5, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+            self.assertEqual(size, 8)
+
     def test_one_thread_at_a_time(self):
         """
         Autograd runs a backward of outputs on the CPU beside another one. What is called

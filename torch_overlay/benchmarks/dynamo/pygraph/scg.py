@@ -263,6 +263,14 @@ def _scaled(small: bool) -> Any:
 
 add("cpu_scalar", lambda small: Scaled(64, 6), _scaled)
 
+
+def _of_any_size(small: bool) -> Any:
+    return normal((8 * int(torch.randint(1, 5, ())), 64))()
+
+
+# Sizes that vary from call to call: one graph for each.
+add("batches_of_any_size", lambda small: MLP(64, 2 if small else 10), _of_any_size)
+
 # Several graphs.
 _on_mlp_inputs("chain_3", lambda: Chain(MLP(64, 4), MLP(64, 4), MLP(64, 4)))
 _on_mlp_inputs("chain_mixed", lambda: Chain(MLP(2048, 2), MLP(2048, 1), MLP(2048, 2)), batch=4096, width=2048)

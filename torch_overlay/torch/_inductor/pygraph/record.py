@@ -477,18 +477,20 @@ class BoundGraphNode(CopyGraphNode):
         function: Function = self.wrapped_function.pygraph
         managed = self.cudagraph_managed_idxs
         self.staged = []
-        bound = [
-            i
+        # The function is recorded for its sizes, and a replay takes them for granted.
+        external = {
+            i: t
             for i in self.non_static_input_idx
             if isinstance(t := inputs[i], torch.Tensor)
-            and t.is_cuda
-            and t.device.index == self.device
+        }
+        self.non_static_input_idx = [*external]
+        bound = [
+            i
+            for i, t in external.items()
+            if t.is_cuda and t.device.index == self.device
         ]
         function.report.external_inputs = len(bound)
-        if any(
-            isinstance(t := inputs[i], torch.Tensor) and not t.is_cuda and t.numel() > 0
-            for i in self.non_static_input_idx
-        ):
+        if any(not t.is_cuda and t.numel() > 0 for t in external.values()):
             # Its value would be that of this call for ever.
             function.is_capturable = False
             self._abandon("an input lies on the CPU", inputs)
