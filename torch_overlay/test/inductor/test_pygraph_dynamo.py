@@ -706,6 +706,116 @@ class ItemTest(PyGraphTestCase):
         self.assertOneGraph()
 
 
+def paste(x: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(8, 8)
+    left, right = box[0].clamp(min=0), box[1] + 1
+    y[left:right, left:right] = x.sin()[(left - box[0]) : (right - box[0]), : right - left]
+    return y.cos() + 1
+
+
+def sliced_in_loop(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    for i in range(2):
+        y = y + x[:n].sum() + i
+    return y
+
+
+def sliced_in_context(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        y = x.sin()[n:].cos()
+    return y + 1
+
+
+def sliced_in_function(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()[: n + 1]
+
+    return first(x).cos()
+
+
+def sliced_in_place(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    y = x.sin()
+    y[n:] += x.cos()[n:]
+    return y.cos()
+
+
+def deleted_from_list(x: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:
+    xs = [x.sin(), x.cos(), x + 1]
+    try:
+        del xs[n:]
+    except TypeError:
+        xs.append(x)
+    return xs[: n + 1]
+
+
+class Rows:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.rows = list(x.sin())
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            del self.rows[key[-1]]
+        except TypeError:
+            return None
+        return self.rows
+
+
+# Of a tensor of 4 x 4 and one that bounds a slice, and whether PyGraph captures more.
+SLICES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool]] = {
+    "paste": (lambda x, n: paste(x, torch.stack([n - 1, n + 1])), True),
+    "start_stop_and_step": (lambda x, n: x.sin()[n - 1 : n + 2 : n + 1].cos(), True),
+    "ellipsis": (lambda x, n: x.sin()[..., : n + 0].cos(), True),
+    "beside_others": (lambda x, n: x.sin()[x.sum(1) > 2, n : n + 1].cos(), True),
+    "argument": (lambda x, n: torch.cat([x.sin(), x.cos()[:n]]), True),
+    "branch": (lambda x, n: (x.sin()[n:] if x.dim() == 2 else x[:n]).cos(), True),
+    "in_place": (sliced_in_place, False),
+    "context": (sliced_in_context, True),
+    "function": (sliced_in_function, True),
+    "loop": (sliced_in_loop, False),
+    "list": (deleted_from_list, False),
+    "tuple": (lambda x, n: (x.sin(), x.cos(), x)[n:], False),
+    "list_of_a_class": (lambda x, n: Rows(x)[n, n:], False),
+    "no_index": (lambda x, n: slice(n, n + 1).stop * x, False),
+}
+
+
+class SliceTest(PyGraphTestCase):
+    """What is indexed by values of tensors breaks the graph there, and no sooner."""
+
+    def captured(self, fn: Callable[..., Any], pygraph: bool) -> int:
+        "How many calls are, of all frames."
+        torch._dynamo.reset()
+        count = 0
+
+        def backend(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+            nonlocal count
+            count += sum(node.op.startswith("call_") for node in gm.graph.nodes)
+            return gm.forward
+
+        compiled = self.compile(fn, pygraph=pygraph)
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", backend):
+            for n in (1, 2, 3, 1, 4, 0):
+                x, bound = torch.rand(4, 4), torch.tensor(n)
+                self.assertEqual(compiled(x, bound), fn(x, bound), atol=0, rtol=0)
+        return count
+
+    @parametrize("name", list(SLICES))
+    def test_captured(self, name: str) -> None:
+        fn, captures_more = SLICES[name]
+        on, off = self.captured(fn, True), self.captured(fn, False)
+        if captures_more:
+            self.assertGreater(on, off)
+        else:
+            self.assertEqual(on, off)
+
+    def test_fullgraph(self) -> None:
+        fn = lambda x, n: x.sin()[: n.clamp(0, 4)].sum()  # noqa: E731
+        compiled = torch.compile(fn, options=PYGRAPH, fullgraph=True)
+        x, n = torch.rand(4), torch.tensor(2)
+        self.assertEqual(compiled(x, n), fn(x, n))
+        self.assertEqual(self.num_graphs(), 1)
+
+
 class BackendTest(PyGraphTestCase):
     def fn(self) -> Callable[..., Any]:
         def f(x: torch.Tensor) -> torch.Tensor:
@@ -785,6 +895,7 @@ class BackendTest(PyGraphTestCase):
 instantiate_parametrized_tests(BytecodeTest)
 instantiate_parametrized_tests(BackendTest)
 instantiate_parametrized_tests(ItemTest)
+instantiate_parametrized_tests(SliceTest)
 
 
 if __name__ == "__main__":

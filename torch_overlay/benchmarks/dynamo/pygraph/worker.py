@@ -195,7 +195,8 @@ class CaseRun:
             with self._noting(name):
                 differences[name] = self._settle(name, ring, expected)
             if name == "pygraph":
-                entries, counts = report(), dict(counters["pygraph"])
+                entries = [entry for entry in report() if not hardly_called(entry)]
+                counts = dict(counters["pygraph"])
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -645,6 +646,11 @@ def _median(timing: Timing | None) -> float | None:
 
 def undecided(entries: list[dict[str, Any]]) -> bool:
     return any(entry["choice"] == "undecided" for entry in entries)
+
+
+def hardly_called(entry: dict[str, Any]) -> bool:
+    """What a program calls in its first steps alone is no part of its steady state, and never timed."""
+    return entry["choice"] == "undecided" and not entry["timings_us"]
 
 
 def totals(entries: list[dict[str, Any]]) -> dict[str, Any]:

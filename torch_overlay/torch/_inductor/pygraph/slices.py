@@ -1,0 +1,105 @@
+"""
+A slice that is bounded by values of tensors, ``x[:n]`` with a tensor ``n``.
+
+Dynamo reads the bounds where the slice is made, and from a break there it can not resume:
+the rest of the function runs eagerly, from the last statement on before which nothing was on
+the stack. From a break where a tensor is indexed it can. So the bounds are read there, and
+what comes before it in the same statement, and after it, is captured.
+"""
+
+from __future__ import annotations
+
+import dis
+from typing import TYPE_CHECKING
+
+import torch
+from torch._dynamo.bytecode_analysis import JUMP_OPCODES
+from torch._dynamo.exc import Unsupported
+from torch._dynamo.symbolic_convert import InstructionTranslator
+from torch._dynamo.variables import (
+    ConstantVariable,
+    SliceVariable,
+    TensorVariable,
+    VariableTracker,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+class NotReadError(Unsupported, NotImplementedError):
+    """
+    Breaks the graph where a constant is needed. Where it is only asked whether something is
+    one, such as a tuple that has the slice, it is not.
+    """
+
+
+class SliceOfTensors(SliceVariable):
+    """As Python's has it, the bounds are the tensors. Whoever uses it reads their values."""
+
+    def __init__(
+        self, start: VariableTracker, stop: VariableTracker, step: VariableTracker
+    ) -> None:
+        VariableTracker.__init__(self)
+        self.items = (start, stop, step)
+
+    def read(self) -> SliceVariable:
+        """
+        Raises:
+            Unsupported: Tensor.item() breaks the graph.
+        """
+        return SliceVariable(self.items, InstructionTranslator.current_tx())
+
+    def as_python_constant(self) -> slice:
+        try:
+            return self.read().as_python_constant()
+        except Unsupported as e:
+            e.remove_from_stats()
+            raise NotReadError(e.msg, e.gb_type or "") from e
+
+    def as_proxy(self) -> slice:
+        return self.read().as_proxy()
+
+
+def make_slice(
+    tx: InstructionTranslatorBase, items: Sequence[VariableTracker]
+) -> SliceVariable:
+    """Of two or three ``items``, which were on the stack, as of the instruction BUILD_SLICE."""
+    if (
+        tx.one_graph
+        or torch._dynamo.config.capture_scalar_outputs
+        # A break where it is used would skip the frame, and what comes before the loop.
+        or tx.maybe_has_backedge()
+        or type(indexed(tx)) is not TensorVariable
+    ):
+        return SliceVariable(items, tx)
+    start, stop, step = (*items, ConstantVariable.create(None))[:3]
+    return SliceOfTensors(start, stop, step)
+
+
+def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
+    """
+    What is on the stack to be indexed by the slice that is made now, or by a tuple that has
+    it; None if that is not seen.
+    """
+    # Of the stack from the slice on.
+    height = 1
+    for inst in tx.instructions[tx.instruction_pointer :]:
+        in_front = None
+        if inst.opname == "BUILD_TUPLE" and inst.arg >= height:
+            in_front = inst.arg - height
+        elif inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
+            in_front = 0
+        if in_front is not None:
+            return tx.stack[-1 - in_front].realize()
+        if inst.opcode in JUMP_OPCODES or (
+            inst.arg is None and inst.opcode >= dis.HAVE_ARGUMENT
+        ):
+            return None
+        height += dis.stack_effect(inst.opcode, inst.arg)
+        if height < 1:
+            return None
+    return None
