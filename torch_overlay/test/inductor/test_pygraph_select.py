@@ -375,7 +375,7 @@ class SamplesTest(SelectTestCase):
                 function.recordings += i in recording
                 return self.candidate("fn", *times(i))(inputs)
 
-            (y,) = samples.call(fn, [torch.tensor(i)])
+            (y,) = samples.call(fn, select._clock(), [torch.tensor(i)])
             self.assertEqual(y, i + 1)
             self.simulation.work(*gap)
             if samples.complete:
@@ -419,7 +419,7 @@ class SamplesTest(SelectTestCase):
         ]
         for _ in range(TIMED):
             for samples in timed:
-                samples.call(self.candidate("fn", 50, 10), [torch.tensor(1)])
+                samples.call(self.candidate("fn", 50, 10), select._clock(), [torch.tensor(1)])
         for samples in timed:
             self.assertMedians(samples.cost(), 150, 50, 10)
 
@@ -735,6 +735,27 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.function.report.choice, NO_GRAPH)
         times = self.function.report.timings_us
         self.assertEqual((times[NODE_UPDATE], times[NO_GRAPH]), (19.9, 20))
+
+    def test_what_loses_on_the_device_is_timed_twice(self):
+        "The host of a process that is still cold would decide."
+        cold, warm, graph = cost(101, 95, 84), cost(85, 80, 84), cost(93, 30, 93)
+        selection = self.selection()
+        costs = mock.Mock(side_effect=[cold, graph, graph, warm])
+        with mock.patch.object(select.Samples, "cost", costs):
+            self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+
+    def test_selection_is_no_part_of_the_program(self):
+        "Nor is what it does before it calls a candidate."
+        selection = self.selection()
+        begin = mock.patch.object(
+            select, "begin_call", lambda function: self.simulation.work(40, 0)
+        )
+        with begin:
+            self.call(selection, ENOUGH)
+        self.assertRegex(
+            self.function.report.reason, "15.0 us from call to call, 105.0 without it"
+        )
 
     def test_unbound_while_recording(self):
         selection = self.selection()

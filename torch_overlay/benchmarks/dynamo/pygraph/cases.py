@@ -93,8 +93,8 @@ class Suite:
     solo: tuple[str, ...] = ("stock_cg", "pygraph")
     cold: bool = True
     profile: bool = True
-    # Of the others, those of which it is also known what they launch. What is dropped
-    # once it is measured is not: of those only the last stays.
+    # Those of which it is also known what they launch where they were timed, beside others.
+    # What is dropped once it is measured is not: of those only the last stays.
     profiled: tuple[str, ...] = ()
     # Variants whose results must be those without CUDA graphs.
     must_equal: tuple[str, ...] = ("pygraph",)
@@ -127,7 +127,7 @@ WORKLOADS = Suite(
         "hand_written",
         "forced_copy",
     ),
-    profiled=("stock_whole", "forced_copy"),
+    profiled=("stock_whole", "pygraph", "forced_copy"),
 )
 
 SUITES = {

@@ -265,10 +265,10 @@ add("cpu_scalar", lambda small: Scaled(64, 6), _scaled)
 
 
 def _of_any_size(small: bool) -> Any:
-    return normal((8 * int(torch.randint(1, 5, ())), 64))()
+    return normal((16 * int(torch.randint(1, 3, ())), 64))()
 
 
-# Sizes that vary from call to call: one graph for each.
+# The size varies from call to call: one graph for each.
 add("batches_of_any_size", lambda small: MLP(64, 2 if small else 10), _of_any_size)
 
 # Several graphs.

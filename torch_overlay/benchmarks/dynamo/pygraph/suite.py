@@ -359,7 +359,7 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
         if launches and "error" in launches:
             _note(row, f"{variant} was not profiled: {launches['error']}")
         elif launches:
-            row.setdefault("launches", {})[variant] = launches
+            row.setdefault("launches", {}).setdefault(variant, launches)
         if variant == "pygraph" and answer["choice"] != row["choice"]:
             _note(row, f"ran alone with {answer['choice']}")
 

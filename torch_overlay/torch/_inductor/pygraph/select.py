@@ -11,9 +11,10 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 2. Where the device is busy for ten times as long as the host needs to launch, there is
    little for a graph to save, and it is not recorded: it would cost memory.
 3. Otherwise one call records, and the next ones are timed as replays.
-4. The graph stays if it is faster by more than the noise. If not, both are timed anew, in
-   the other order, since what else the machine did meanwhile would count against it, and
-   if it is not faster then, it is dropped.
+4. The graph stays if it is faster by more than the noise. If not, or if a host that is
+   still cold may have decided, both are timed anew, in the other order, since what else the
+   machine did meanwhile would count against one of them. If it is not faster then, it is
+   dropped.
 5. A graph many of whose nodes are set in each call is recorded once more, to set them
    itself (prelude.py), and timed as that too.
 
@@ -359,8 +360,10 @@ class Samples:
         self.host_is_timed = False
         self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def call(self, fn: ModelType, inputs: list[InputType]) -> OutputType:
-        entered = _clock()
+    def call(
+        self, fn: ModelType, entered: float, inputs: list[InputType]
+    ) -> OutputType:
+        """A call that timing has taken care of since ``entered``."""
         recordings, timed = self.function.recordings, len(self.host)
         outputs, end = self._call(fn, inputs, entered)
         if (
@@ -533,6 +536,12 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
     return False, "not measured faster"
 
 
+def depends_on_host(graph: Cost, uncaptured: Cost) -> bool:
+    """Whether the graph loses on the device what it gains from call to call, or more."""
+    gain = uncaptured.program.us - graph.program.us
+    return gain < graph.device.us - uncaptured.device.us
+
+
 def is_better_graph(a: Cost, b: Cost) -> bool:
     """
     Of two that were recorded. Neither is the safe choice, as no graph is: what is less by
@@ -577,11 +586,14 @@ class Selection:
         self.is_deployed = False
         # What lost, until it is dropped.
         self.loser: FunctionID | None = None
+        # When the last call began. What is done here is not done once it is decided.
+        self.entered = 0.0
         # What runs the next calls, one each. Autograd's threads may call at the same time.
         self.steps = self._steps()
         self.lock = threading.Lock()
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
+        self.entered = _clock()
         if (
             thread_containers() is not self.owner
             or torch.cuda.is_current_stream_capturing()
@@ -668,7 +680,7 @@ class Selection:
             return
         graph = yield from self._time()
         stays, reason = judge(graph, uncaptured)
-        if not stays:
+        if not stays or depends_on_host(graph, uncaptured):
             graph = yield from self._time()
             uncaptured = yield from self._time(NO_GRAPH)
             stays, reason = judge(graph, uncaptured)
@@ -687,7 +699,7 @@ class Selection:
         samples = Samples(self.device_index, self.function)
         while not samples.complete:
             run = self.uncaptured if choice == NO_GRAPH else self.replay
-            yield functools.partial(samples.call, run)
+            yield functools.partial(samples.call, run, self.entered)
         cost = samples.cost()
         timings = self.function.report.timings_us
         timings[choice or self._graph_choice()] = cost.call.us
@@ -720,7 +732,7 @@ class Selection:
             and self._graph_choice() == PRELUDE
             and not samples.complete
         ):
-            yield functools.partial(samples.call, self.replay)
+            yield functools.partial(samples.call, self.replay, self.entered)
         if samples.complete and self._graph_choice() == PRELUDE:
             cost = samples.cost()
             report.timings_us[PRELUDE] = cost.call.us
