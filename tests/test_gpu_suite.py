@@ -323,7 +323,7 @@ def test_a_result_that_is_wrong_once_is_found():
 
         return run
 
-    assert not _measure(_tiny(), {**EAGER, "pygraph": _variant("pygraph", _backend(sometimes))})["equal"]
+    assert not _measure(_workload(), {**EAGER, "pygraph": _variant("pygraph", _backend(sometimes))})["equal"]
 
 
 def test_stale_inputs_are_found():

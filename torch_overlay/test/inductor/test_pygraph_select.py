@@ -423,6 +423,34 @@ class SamplesTest(SelectTestCase):
         for samples in timed:
             self.assertMedians(samples.cost(), 150, 50, 10)
 
+    def test_recording_of_other_functions(self):
+        "Nor is that, in the call that is to record, or in a later one that finds it has to."
+        for how in ("replay", "record"):
+            function, other = (
+                Function(FunctionReport(name, "inference"), OrderedSet([0])) for name in "fg"
+            )
+            samples = select.Samples(0, function)
+            timed = select.Samples(0, other)
+
+            def record(inputs: list[Any], other: Function = other) -> Any:
+                other.recordings += 1
+                self.simulation.work(20_000, 10)
+                return [inputs[0] + 1]
+
+            record_it = Selection(
+                other, record, lambda inputs: (None, record(inputs)), None, None, 0, False
+            )
+            record_it.steps = itertools.repeat(record_it._record)
+            for _ in range(TIMED):
+                x = torch.tensor(1)
+                samples.call(self.candidate("f", 50, 10), select._clock(), [x])
+                if how == "record":
+                    record_it([x])
+                else:
+                    timed.call(record, select._clock(), [x])
+                self.simulation.work(30, 5)
+            self.assertMedians(samples.cost(), 80, 50, 10)
+
     def test_first_calls_do_not_count(self):
         first = select.WARMUP_SAMPLES
         found, _ = self.sample(lambda i: (1000 if i < first else 100, 10), (0, 0))

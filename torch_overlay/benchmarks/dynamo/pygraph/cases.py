@@ -98,9 +98,11 @@ class Suite:
     profiled: tuple[str, ...] = ()
     # Variants whose results must be those without CUDA graphs.
     must_equal: tuple[str, ...] = ("pygraph",)
-    # Every variant is timed in turns with the others, and PyGraph selects in the loop that is
-    # timed then.
+    # Every variant is timed in turns with the others.
     exhaustive: bool = False
+    # PyGraph selects in the loop that is timed then, and not in one that compares results. In
+    # another program another choice may be right.
+    selects_in_loop: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02
     # Cases that processes after the first repeat with its decisions, and the one that is
@@ -138,6 +140,7 @@ SUITES = {
         cold=False,
         profile=False,
         must_equal=("pygraph", "forced_node_update"),
+        selects_in_loop=True,
     ),
     "cgct": Suite(
         ("no_cg", "stock_cg", "pygraph", "gpu", "forced_node_update", "gpu_node_update"),
@@ -163,6 +166,7 @@ SUITES = {
         profile=False,
         must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
         exhaustive=True,
+        selects_in_loop=True,
     ),
     "paper": WORKLOADS,
     "modern": WORKLOADS,
@@ -175,6 +179,7 @@ SUITES = {
         cold=False,
         profile=False,
         exhaustive=True,
+        selects_in_loop=True,
         rounds=41,
         round_s=0.004,
         repeated=("mlp_40x64_of_8", "pointwise_4x16MiB", "chain_3", "train_mlp", "mutated_mlp", "waits_for_a_value"),

@@ -268,8 +268,8 @@ def _of_any_size(small: bool) -> Any:
     return normal((16 * int(torch.randint(1, 3, ())), 64))()
 
 
-# The size varies from call to call: one graph for each.
-add("batches_of_any_size", lambda small: MLP(64, 2 if small else 10), _of_any_size)
+# The size varies from call to call: one graph for each of two, about as often.
+add("batches_of_any_size", lambda small: MLP(64, 2 if small else 10), _of_any_size, ring=16)
 
 # Several graphs.
 _on_mlp_inputs("chain_3", lambda: Chain(MLP(64, 4), MLP(64, 4), MLP(64, 4)))

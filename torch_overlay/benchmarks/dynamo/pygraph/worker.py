@@ -348,7 +348,7 @@ class CaseRun:
         with mock.patch.object(select.Samples, "call", counted):
             found = self._settle("pygraph", ring, expected)
         entries = report()
-        # An exhaustive suite does not compare while it settles.
+        # It may not have been compared while it settled.
         found |= self._check(["pygraph"])["pygraph"]
         return {
             "choices": [entry["choice"] for entry in entries],
@@ -376,15 +376,14 @@ class CaseRun:
         """
         Runs a variant until it has decided. It does so in a loop that goes around the
         ring without waiting for the device, as a program would; the results are compared
-        after each time around. An exhaustive suite leaves that to later calls: what it asks
-        is whether the choice is the best in this very loop.
+        after each time around, or by later calls: see Suite.selects_in_loop.
         """
         difference = Difference()
         if self.variants[name].hand_written:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = 0
-        if self.suite.exhaustive:
+        if self.suite.selects_in_loop:
             loop = self._program(name).loop([clone(inputs) for inputs in ring])
             while self._settling(name, calls):
                 loop(len(ring))

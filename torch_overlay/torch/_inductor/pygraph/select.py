@@ -302,9 +302,9 @@ class Cost:
     Of one candidate:
 
     program: from the start of a call to the start of the next, on the clock, the host's or
-        the device's, on which that takes longer. The host's, from which what timing takes is
-        taken off, misses a device that falls behind, and the device's a host while the device
-        catches up
+        the device's, on which that takes longer. The host's, from which what timing and
+        recording take is taken off, misses a device that falls behind, and the device's a
+        host while the device catches up
     host: the function's time on the host
     device: the function's time on the device, launched ahead of it
     """
@@ -340,11 +340,11 @@ class Samples:
     an event now and then, and then a few whose device work is queued behind a delay, so that
     the device never waits for the host in them.
 
-    What timing takes of the host, be it of other functions, is no part of the program, and
-    is taken off.
+    What timing and recording take of the host, be it of other functions, is no part of the
+    program, and is taken off.
     """
 
-    # All that timing took until now, of whichever function.
+    # All that they took until now, of whichever function.
     own_us = 0.0
 
     def __init__(self, device_index: int, function: Function) -> None:
@@ -365,12 +365,14 @@ class Samples:
     ) -> OutputType:
         """A call that timing has taken care of since ``entered``."""
         recordings, timed = self.function.recordings, len(self.host)
+        own_us = Samples.own_us
         outputs, end = self._call(fn, inputs, entered)
         if (
             self.function.recordings != recordings
             and self.recording_calls < MAX_RECORDING_CALLS
         ):
             self.recording_calls += 1
+            Samples.own_us = own_us + end - entered
             del self.host[timed:]
             self.starts.append(None)
             self.device.clear()
@@ -764,6 +766,7 @@ class Selection:
         # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
         torch._C._cuda_clearCublasWorkspaces()
         self.replay, outputs = self.record(inputs)
+        Samples.own_us += _clock() - self.entered
         return outputs
 
     def _graph_choice(self) -> str:
