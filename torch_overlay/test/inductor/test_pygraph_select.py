@@ -20,7 +20,7 @@ from hypothesis import given, settings, strategies as st
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
-from torch._inductor.cudagraph_utils import PlaceholderInfo
+from torch._inductor.cudagraph_utils import PlaceholderInfo, PyGraphOptions
 from torch._inductor.pygraph import (
     FunctionReport,
     record,
@@ -1124,6 +1124,32 @@ class DeployTestCase(SelectTestCase):
 
 
 class DeployTest(DeployTestCase):
+    def test_config_is_asked_once_for_each_size(self):
+        "And not in what is replayed."
+        options = PyGraphOptions(
+            force=NO_GRAPH,
+            replace=lambda fn: None,
+            returned_output_idxs=OrderedSet([0]),
+            code_hash=None,
+            source="",
+        )
+        fn = trees.cudagraphify_impl(
+            lambda inputs: [inputs[0] + 1],
+            [torch.tensor(0), 3],
+            (),
+            device_index=0,
+            is_backward=False,
+            is_inference=True,
+            stack_traces=None,
+            pygraph=options,
+        )
+        asked = []
+        captures = lambda sizes: not asked.append(sizes)  # noqa: E731
+        with mock.patch.object(trees, "is_cudagraph_capture_sizes", captures):
+            for n in (3, 4, 3, 4, 3):
+                self.assertEqual(fn([torch.tensor(n), n]), [torch.tensor(n + 1)])
+        self.assertEqual(asked, [3, 4])
+
     def test_force_no_graph(self):
         self.deploy(force=NO_GRAPH)
         self.assertEqual(self.call(30), ["uncaptured"] * 30)
