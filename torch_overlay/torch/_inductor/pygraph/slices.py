@@ -13,7 +13,7 @@ import dis
 from typing import TYPE_CHECKING
 
 import torch
-from torch._dynamo.bytecode_analysis import JUMP_OPCODES
+from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
@@ -95,11 +95,15 @@ def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
             in_front = 0
         if in_front is not None:
             return tx.stack[-1 - in_front].realize()
-        if inst.opcode in JUMP_OPCODES or (
-            inst.arg is None and inst.opcode >= dis.HAVE_ARGUMENT
-        ):
+        arg = inst.arg
+        if arg is None and inst.opcode >= dis.HAVE_ARGUMENT:
+            # Dynamo made it of one that loads several.
+            if inst.opcode not in HASLOCAL:
+                return None
+            arg = 0
+        if inst.opcode in JUMP_OPCODES:
             return None
-        height += dis.stack_effect(inst.opcode, inst.arg)
+        height += dis.stack_effect(inst.opcode, arg)
         if height < 1:
             return None
     return None
