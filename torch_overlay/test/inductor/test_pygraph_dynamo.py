@@ -368,7 +368,7 @@ class GuardTest(PyGraphTestCase):
                 change(module)
                 x = torch.randn(2, 3)
                 if not torch.equal(compiled(x), module(x)):
-                    self.skipTest("stock does not see it, with Python 3.13")
+                    self.skipTest("stock does not see it, with Python 3.13.0")
                 torch._dynamo.reset()
                 module, compiled, _ = self.compiled_module()
                 change(module)
