@@ -1244,6 +1244,84 @@ class SelectionTest(PyGraphTestCase):
 instantiate_parametrized_tests(SelectionTest)
 
 
+@unittest.skipIf(torch.cuda.device_count() < 2, "requires two GPUs")
+class TwoDevicesTest(PyGraphTestCase):
+    """Of a process that uses two GPUs, graphs that are each on one."""
+
+    def on(self, index, *size):
+        return torch.randn(*size, device=f"cuda:{index}")
+
+    def test_device_that_is_not_current(self):
+        weight = self.on(1, 64, 64)
+        self.check(
+            lambda x, y: (x @ weight).relu() + y,
+            lambda: (self.on(1, 64, 64), self.on(1, 64)),
+        )
+        self.assertBound()
+
+    def test_in_turns(self):
+        "A function of each device, and calls of other functions on both in between."
+        compiled = [self.compiled(lambda x, i=i: x.sin() + i) for i in range(2)]
+        kept = []
+        for i in range(20):
+            x = self.on(i % 2, 1000)
+            y = compiled[i % 2](x)
+            self.assertEqual(y.device, x.device)
+            kept.append((y, x.sin() + i % 2))
+            self.on(1 - i % 2, 1000).mul_(2)
+        for actual, expected in kept:
+            self.assertEqual(actual, expected)
+        self.assertBound(functions=2)
+
+    def test_current_device_changes(self):
+        compiled = self.compiled(lambda x: x.sin() + 1)
+        for i in range(12):
+            x = self.on(1, 1000)
+            with torch.cuda.device(i % 2):
+                y = compiled(x)
+                self.assertEqual(torch.cuda.current_device(), i % 2)
+            self.assertEqual(y, x.sin() + 1)
+
+    def test_values_on_the_cpu(self):
+        self.check(
+            lambda x, s, v: x * s + v.to(x.device),
+            lambda: (self.on(1, 64), torch.randn(()), torch.randn(64)),
+        )
+
+    def test_selection(self):
+        compiled = torch.compile(lambda x: x.sin() + 1, options={"pygraph": True})
+        for _ in range(MOST_CALLS):
+            x = self.on(1, 1000)
+            self.assertEqual(compiled(x), x.sin() + 1)
+        self.assertNotIn("undecided", [r.choice for r in report()])
+
+    def test_training(self):
+        modules = [MLP().to("cuda:1") for _ in range(2)]
+        modules[1].load_state_dict(modules[0].state_dict())
+        fns = torch.compile(modules[0]), self.compiled(modules[1])
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in modules]
+        for _ in range(8):
+            x = self.on(1, 16, 64)
+            losses = []
+            for fn, optimizer in zip(fns, optimizers):
+                loss = fn(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach())
+            self.assertEqual(*losses)
+        for a, b in zip(*(m.parameters() for m in modules)):
+            self.assertEqual(a, b)
+
+    def test_function_of_both(self):
+        "It is not captured."
+        self.check(
+            lambda x, y: (x.sin() + 1, y.cos(), x + y.to(x.device)),
+            lambda: (self.on(0, 64), self.on(1, 64)),
+            exact=False,
+        )
+
+
 class ProgramTest(PyGraphTestCase):
     def test_flag_off_records_stock_nodes(self):
         compiled = torch.compile(lambda x: x + 1, options={"triton.cudagraphs": True})
