@@ -424,7 +424,7 @@ class SamplesTest(SelectTestCase):
             self.assertMedians(samples.cost(), 150, 50, 10)
 
     def test_recording_of_other_functions(self):
-        "Nor is that, in the call that is to record, or in a later one that finds it has to."
+        "Nor is that: the call that is to record, or a later one that turns out to."
         for how in ("replay", "record"):
             function, other = (
                 Function(FunctionReport(name, "inference"), OrderedSet([0])) for name in "fg"
@@ -774,7 +774,7 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.function.report.choice, NO_GRAPH)
 
     def test_selection_is_no_part_of_the_program(self):
-        "Nor is what it does before it calls a candidate."
+        "What it does before it calls a candidate is taken off."
         selection = self.selection()
         begin = mock.patch.object(
             select, "begin_call", lambda function: self.simulation.work(40, 0)
@@ -952,7 +952,7 @@ class BestTest(SelectTestCase):
             simulation.synchronize()
 
     def choose(self, program: dict[str, Any], cold: float = 0) -> str:
-        "``cold``: what the first call takes more of the host; each dozen of calls halves that."
+        "``cold``: the first call takes so many times more of the host; a dozen calls halve that."
         simulation = self.simulation
 
         calls = itertools.count()

@@ -102,7 +102,8 @@ def time_interleaved(
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
     many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. There
     are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
-    All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times.
+    All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times, and
+    not after MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
     """

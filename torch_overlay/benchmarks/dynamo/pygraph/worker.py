@@ -51,7 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls until a variant is in its steady state. Selection takes 20 to 410.
+# Calls until a variant is in its steady state. Selection takes 20 to 410, and
+# up to 100 more with a prelude.
 SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
 MAX_SETTLE_CALLS = 440
@@ -648,7 +649,7 @@ def undecided(entries: list[dict[str, Any]]) -> bool:
 
 
 def hardly_called(entry: dict[str, Any]) -> bool:
-    """What a program calls in its first steps alone is no part of its steady state, and never timed."""
+    """Whether it was not even timed once all has settled: the program calls it in its first steps alone."""
     return entry["choice"] == "undecided" and not entry["timings_us"]
 
 

@@ -477,7 +477,8 @@ class BoundGraphNode(CopyGraphNode):
         function: Function = self.wrapped_function.pygraph
         managed = self.cudagraph_managed_idxs
         self.staged = []
-        # The function is recorded for its sizes, and a replay takes them for granted.
+        # Integers are sizes. There is a function for each combination of them, and nothing to
+        # copy or bind.
         external = {
             i: t
             for i in self.non_static_input_idx

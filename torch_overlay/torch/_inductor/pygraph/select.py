@@ -94,8 +94,9 @@ log = logging.getLogger(__name__)
 WARMUP_SAMPLES = 2
 SAMPLES = 12
 MAX_SAMPLES = 96
-# Code that a process has seldom run takes up to twice as long: the interpreter specializes it,
-# the processor learns it. Calls by the dozen count from where they are no faster than that.
+# Code that a process has seldom run takes longer: the interpreter specializes it as it runs,
+# and the processor has not seen it. As long as the last dozen of calls takes less than this
+# part of the one before, what came before does not count.
 WARMER = 0.95
 PRECISION = 0.01
 MIN_SAMPLES = 4
@@ -344,7 +345,7 @@ class Samples:
     program, and is taken off.
     """
 
-    # All that they took until now, of whichever function.
+    # All that timing and recording took until now, of whichever function.
     own_us = 0.0
 
     def __init__(self, device_index: int, function: Function) -> None:
@@ -363,7 +364,7 @@ class Samples:
     def call(
         self, fn: ModelType, entered: float, inputs: list[InputType]
     ) -> OutputType:
-        """A call that timing has taken care of since ``entered``."""
+        """Times a call that Selection began at ``entered``, by _clock."""
         recordings, timed = self.function.recordings, len(self.host)
         own_us = Samples.own_us
         outputs, end = self._call(fn, inputs, entered)
@@ -588,7 +589,8 @@ class Selection:
         self.is_deployed = False
         # What lost, until it is dropped.
         self.loser: FunctionID | None = None
-        # When the last call began. What is done here is not done once it is decided.
+        # When the last call began, by _clock. What is done from then on, until a candidate is
+        # called, is no part of the program: it ends with the decision.
         self.entered = 0.0
         # What runs the next calls, one each. Autograd's threads may call at the same time.
         self.steps = self._steps()

@@ -1,9 +1,9 @@
 """
 A slice that is bounded by values of tensors, ``x[:n]`` with a tensor ``n``.
 
-Dynamo reads the bounds where the slice is made, and from a break there it can not resume:
-the rest of the function runs eagerly, from the last statement on before which nothing was on
-the stack. From a break where a tensor is indexed it can. So the bounds are read there, and
+Dynamo reads the bounds where the slice is made, at BUILD_SLICE. It cannot resume from a break
+there: the rest of the function runs eagerly, from the last instruction on before which
+nothing was on the stack. It can where a tensor is indexed. So the bounds are read there, and
 what comes before it in the same statement, and after it, is captured.
 """
 
@@ -38,7 +38,7 @@ class NotReadError(Unsupported, NotImplementedError):
 
 
 class SliceOfTensors(SliceVariable):
-    """As Python's has it, the bounds are the tensors. Whoever uses it reads their values."""
+    """Its bounds stay tensors, as in eager mode. Their values are read when it is used."""
 
     def __init__(
         self, start: VariableTracker, stop: VariableTracker, step: VariableTracker
@@ -85,22 +85,20 @@ def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
     What is on the stack to be indexed by the slice that is made now, or by a tuple that has
     it; None if that is not seen.
     """
-    # Of the stack from the slice on.
+    # How much of the stack there is from the slice on; the slice is not on tx.stack yet.
     height = 1
     for inst in tx.instructions[tx.instruction_pointer :]:
-        in_front = None
-        if inst.opname == "BUILD_TUPLE" and inst.arg >= height:
-            in_front = inst.arg - height
-        elif inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
-            in_front = 0
-        if in_front is not None:
-            return tx.stack[-1 - in_front].realize()
         arg = inst.arg
         if arg is None and inst.opcode >= dis.HAVE_ARGUMENT:
-            # Dynamo made it of one that loads several.
+            # Dynamo splits instructions that load several variables.
             if inst.opcode not in HASLOCAL:
                 return None
             arg = 0
+        if inst.opname == "BUILD_TUPLE" and arg >= height:
+            # It takes what is in front of the slice, too.
+            return tx.stack[height - arg - 1].realize()
+        if inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
+            return tx.stack[-1].realize()
         if inst.opcode in JUMP_OPCODES:
             return None
         height += dis.stack_effect(inst.opcode, arg)
