@@ -693,6 +693,23 @@ class GeneratedCodeTest(TestCase):
             compile_for_h200(program)
         FileCheck().check("is not captured").check("cpu device").run(logs.output[0])
 
+    def test_two_devices(self):
+        "Not captured, and what is generated is right: each part enters its own device."
+
+        def fn(x, y):
+            return x.sin() + 1, y.cos(), x + y.to(x.device)
+
+        for options in {"pygraph": True}, {"triton.cudagraphs": True}:
+            torch._dynamo.reset()
+            with fake_cuda() as graphs, torch.no_grad():
+                x, y = (torch.empty(64, device=f"cuda:{i}") for i in range(2))
+                torch.compile(fn, options=options)(x, y)
+            (graph,) = graphs
+            self.assertIn("multiple devices", graph.skip_reason)
+            FileCheck().check("def partition_0").check("_DeviceGuard(0)").check(
+                "_DeviceGuard(1)"
+            ).check("class Runner").check("_DeviceGuard(0)").run(graph.source)
+
     def test_off(self):
         with fake_cuda() as graphs, torch.no_grad():
             torch.compile(lambda x, s: x * s, mode="reduce-overhead")(cuda(8), cpu())
