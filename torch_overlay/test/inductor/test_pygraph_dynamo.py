@@ -184,6 +184,56 @@ def in_loop(x: torch.Tensor) -> Any:
     return x * 2
 
 
+def before_loop(x: torch.Tensor) -> Any:
+    found = [x + 1]
+    y = x.sin()
+    for i, row in enumerate(y):
+        found.append(opaque(row) * i)
+        y = y + row
+    return found, y
+
+
+def in_while_loop(x: torch.Tensor) -> Any:
+    y, count = x.abs() + 1, 0
+    while y.sum() < 100:
+        y = y * 2
+        count += 1
+    return y, count
+
+
+def before_comprehension(x: torch.Tensor) -> Any:
+    y = x.sin()
+    rows = [opaque(row + y) for row in x]
+    return rows, y.cos()
+
+
+def loop_in_call(x: torch.Tensor) -> Any:
+    def inner(y: torch.Tensor) -> torch.Tensor:
+        z = y.cos()
+        for row in y:
+            z = z + opaque(row)
+            if z.sum() > 4:
+                break
+        else:
+            return -z
+        return z
+
+    return inner(x.sin()) + inner(x) * 2
+
+
+def loop_in_contexts(x: torch.Tensor) -> Any:
+    y = x.cos() + 1
+    try:
+        with torch.no_grad():
+            for row in y.sin():
+                y = y + opaque(row) + torch.is_grad_enabled()
+                if y.sum() > 8:
+                    raise ValueError
+    except ValueError:
+        y = -y
+    return y, torch.is_grad_enabled()
+
+
 PROGRAMS = [
     of_values,
     branch,
@@ -199,6 +249,11 @@ PROGRAMS = [
     of_attributes,
     inside_call,
     in_loop,
+    before_loop,
+    in_while_loop,
+    before_comprehension,
+    loop_in_call,
+    loop_in_contexts,
 ]
 
 
@@ -216,7 +271,7 @@ class BytecodeTest(PyGraphTestCase):
             for i in range(4):
                 x = torch.randn(3) * (-1) ** i
                 self.assertEqual(compiled(x, *args, **arguments), program(x, *args, **arguments))
-        # Dynamo skips a frame that breaks in a loop.
+        # Dynamo skips a frame that breaks before there is a graph.
         if profiled and program not in (without_graph, in_loop):
             self.assertIn("Pregraph bytecode", {e.name for e in profiler.events()})
 
@@ -230,6 +285,18 @@ class BytecodeTest(PyGraphTestCase):
         self.assertEqual(self.compile(f)(x, x), (x + x) * x)
         names = {i.opname for i in dis.get_instructions(self.final_code(f))}
         self.assertFalse(names & {"BUILD_LIST", "LIST_EXTEND", "CALL_FUNCTION_EX"})
+
+    def test_what_comes_before_a_loop_is_captured(self) -> None:
+        graphs = {}
+        for pygraph in (True, False):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = self.compile(before_loop, pygraph=pygraph)
+            for _ in range(3):
+                x = torch.randn(3)
+                self.assertEqual(compiled(x), before_loop(x))
+            graphs[pygraph] = self.num_graphs()
+        self.assertEqual(graphs, {True: 1, False: 0})
 
     def test_off_is_stock(self) -> None:
         def f(x: torch.Tensor) -> torch.Tensor:

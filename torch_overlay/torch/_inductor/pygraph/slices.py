@@ -71,8 +71,6 @@ def make_slice(
     if (
         tx.one_graph
         or torch._dynamo.config.capture_scalar_outputs
-        # A break where it is used would skip the frame, and what comes before the loop.
-        or tx.maybe_has_backedge()
         or type(indexed(tx)) is not TensorVariable
     ):
         return SliceVariable(items, tx)
