@@ -15,6 +15,7 @@ import copy
 import itertools
 import json
 import logging
+import math
 import os
 import signal
 import subprocess
@@ -139,6 +140,7 @@ class ParallelRun:
 
         calls: dict[str, Callable[..., Any]] = {}
         entries: list[dict[str, Any]] = []
+        of_pygraph = Difference()
         tolerance = TOLERANCE[self.case.dtype]
         for name in self.names:
             module = copy.deepcopy(split)
@@ -157,12 +159,12 @@ class ParallelRun:
                 self.failed[name] = summary(error)
                 continue
             if not self.everywhere(difference.close):
-                self.failed[name] = f"wrong result: {difference.where}"
+                self.failed[name] = f"wrong result: {difference.where} by {difference.max_diff:.2g}"
             if name == "no_cg":
                 same_kernels = found
             calls[name] = call
             if name == "pygraph":
-                entries = report()
+                entries, of_pygraph = report(), difference
         timings = self.time(calls, ring)
         choices: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(choices, [entry["choice"] for entry in entries])
@@ -177,6 +179,8 @@ class ParallelRun:
             "graphs": entries,
             "choices": choices,
             "equal": "pygraph" in calls and "pygraph" not in self.failed,
+            "bitwise": "pygraph" in calls and of_pygraph.bitwise,
+            "max_diff": of_pygraph.max_diff if math.isfinite(of_pygraph.max_diff) else None,
             "failed": self.failed,
             "missed": missed,
         }
