@@ -125,9 +125,15 @@ def test_long_calls_are_few():
 
 def test_rounds_are_interleaved():
     device = Device()
-    _time(device, {name: device.loop(name, 1e-3, 0) for name in "ab"}, rounds=3)
-    # Each turn is a lead-in, one call, none, and a measurement; before the rounds, both are estimated.
-    assert device.order[-24:] == ["a", "a", "a", "a", "b", "b", "b", "b"] * 3
+    _time(device, {name: device.loop(name, 1e-2, 0) for name in "abc"}, rounds=12)
+    # Each turn is a lead-in, one call, none, and a measurement; before the rounds, all are estimated.
+    turns = [device.order[i : i + 4] for i in range(6, len(device.order), 4)]
+    assert all(len({*turn}) == 1 for turn in turns)
+    rounds = ["".join(turn[0] for turn in turns[i : i + 3]) for i in range(0, len(turns), 3)]
+    assert len(rounds) == 12
+    assert {"".join(sorted(names)) for names in rounds} == {"abc"}
+    # Each comes after each other one.
+    assert len({*rounds}) > 3
 
 
 def test_short_rounds_are_more():

@@ -2,13 +2,15 @@
 Steady-state time of several ways to run the same work, taken in turns.
 
 A round times every loop once, so that clocks, temperature and neighbours change for all
-of them alike, and medians over rounds can be compared.
+of them alike, and medians over rounds can be compared. Each round takes them in another order:
+what comes after a loop that leaves the device cool runs at a higher clock.
 """
 
 from __future__ import annotations
 
 import gc
 import math
+import random
 import statistics
 import time
 from dataclasses import dataclass, field
@@ -144,11 +146,12 @@ def time_interleaved(
     gc.collect()
     gc.disable()
     timings: dict[str, Timing] = {}
+    order = random.Random(0)
     begin = clock()
     try:
         for _ in range(MAX_TIMES):
             for _ in range(rounds):
-                for name in loops:
+                for name in order.sample([*loops], len(loops)):
                     # The first calls after another variant refill caches and restart the
                     # path through the recorded graphs.
                     run(name, lead_in[name])
