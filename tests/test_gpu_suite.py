@@ -737,6 +737,13 @@ def test_workloads_run_alone_from_cold_caches():
     assert row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
     assert row["launches"] == {"stock_whole": launched, "stock_cg": launched} and row["stock_reserved_mib"] == 20
     assert "pygraph was not profiled: RuntimeError: no" in row["note"]
+    # Where it ran beside others, they may keep its functions from being captured.
+    beside = {**launched, "kernels_in_graphs": 0.0}
+    for choice, expected in ("node_update", launched), ("1 node_update + 1 undecided", beside):
+        answers["a measure"] = {**row, "launches": {"pygraph": beside}}
+        answers["a solo pygraph"] |= {"launches": launched, "choice": choice}
+        (found,), _ = _run_suite(["a"], answers, suite_name="paper")
+        assert found["launches"]["pygraph"] == expected
 
 
 def test_rows_are_complete_when_they_are_told():

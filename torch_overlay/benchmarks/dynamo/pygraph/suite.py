@@ -358,6 +358,9 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
         launches = answer.get("launches")
         if launches and "error" in launches:
             _note(row, f"{variant} was not profiled: {launches['error']}")
+        elif launches and "undecided" not in (answer["choice"] or ""):
+            # Beside others, what Dynamo skips of one is skipped of all.
+            row.setdefault("launches", {})[variant] = launches
         elif launches:
             row.setdefault("launches", {}).setdefault(variant, launches)
         if variant == "pygraph" and answer["choice"] != row["choice"]:

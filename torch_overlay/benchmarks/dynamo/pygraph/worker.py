@@ -309,17 +309,16 @@ class CaseRun:
         loop(1)
         self._synchronize()
         compiled = time.perf_counter()
-        calls, settled = 1, None
-        while settled is None or self._settling(name, calls):
+        calls, settled, undecided_before = 1, compiled, 0
+        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls):
             loop(1)
             calls += 1
-            if (
-                settled is None
-                and calls >= MIN_WARM_UP_CALLS
-                and (calls >= MAX_SETTLE_CALLS or not undecided(report()))
-            ):
+            # Until the last decision: what is hardly called is never decided.
+            count = sum(entry["choice"] == "undecided" for entry in report())
+            if calls <= MIN_WARM_UP_CALLS or count != undecided_before:
                 self._synchronize()
                 settled = time.perf_counter()
+            undecided_before = count
         self._synchronize()
         gc.collect()
         return {
@@ -328,7 +327,7 @@ class CaseRun:
             "reserved_mib": torch.cuda.memory_reserved() / MIB,
             "peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
-            "choice": totals(report())["choice"],
+            "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
             **({"launches": self._launches(loop)} if self.suite.profile else {}),
         }
 
