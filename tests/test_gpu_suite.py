@@ -217,6 +217,15 @@ def test_closeness_is_relative_to_the_values():
     assert far.max_diff == pytest.approx(1e-6)
 
 
+def test_rounding_is_relative_to_large_values():
+    generator = torch.Generator().manual_seed(0)
+    logits = 22 * torch.randn(100_000, generator=generator)
+    tuned_apart = logits + 0.1 * torch.randn(100_000, generator=generator)
+    assert _compare([logits], [tuned_apart], tolerance=1e-2).close
+    tuned_apart[logits.abs().argmin()] = 11
+    assert not _compare([logits], [tuned_apart], tolerance=1e-2).close
+
+
 @pytest.mark.parametrize(
     ("changed", "where"),
     [

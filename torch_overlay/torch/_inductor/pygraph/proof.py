@@ -43,9 +43,9 @@ TOLERANCE = {
 
 # Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
 # more: by so many times what uncaptured runs differ by where they differ most, if that is
-# no more than so many times the above.
+# no more than this fraction, whatever the dtype. What was not written differs by all of it.
 OWN_DIFFERENCES = 8
-MAX_TOLERANCES = 16
+MAX_DIFFERENCE = 0.3
 
 # Not int64: a sum of those wraps, and an even number of flipped signs goes unseen.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -137,7 +137,7 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
     within = difference <= allowed
     for other in others:
         own = OWN_DIFFERENCES * (expected.total - other.total).abs().max()
-        within |= difference <= (MAX_TOLERANCES * allowed).clamp(max=own)
+        within |= difference <= (MAX_DIFFERENCE * expected.norm).clamp(max=own)
     return bool((allowed.isfinite() & within).all())
 
 
