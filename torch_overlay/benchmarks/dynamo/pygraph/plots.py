@@ -196,7 +196,7 @@ def _finish(figure: Any, axes: Any, labels: list[str]) -> None:
     axes.set_xticks(range(len(labels)), labels, **turned)
     axes.tick_params(length=0)
     axes.set_xlim(-0.6, len(labels) - 0.4)
-    figure.legend(loc="outside upper right", ncols=4, fontsize=9)
+    figure.legend(loc="outside lower center", ncols=4, fontsize=9)
 
 
 PLOTS: dict[str, tuple[str, Callable[[list[Row]], Any] | None]] = {

@@ -413,7 +413,9 @@ def _notes(row: Row) -> list[str]:
     failed = [f"{variant}: {reason}" for variant, reason in row.get("failed", {}).items()]
     met = [must["what"] for must in row.get("musts", ()) if must["met"]]
     missed = row.get("missed", ())
-    return [*missed, *met, *failed, *filter(None, [row.get("skipped"), row.get("note"), row.get("explanation")])]
+    said = filter(None, [row.get("skipped"), row.get("note"), row.get("explanation")])
+    # What another variant failed by may be what is missed.
+    return list(dict.fromkeys([*missed, *met, *failed, *said]))
 
 
 # Of a row, by the names that tables give them.
