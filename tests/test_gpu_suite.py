@@ -132,7 +132,7 @@ def test_rounds_are_interleaved():
     rounds = ["".join(turn[0] for turn in turns[i : i + 3]) for i in range(0, len(turns), 3)]
     assert len(rounds) == 12
     assert {"".join(sorted(names)) for names in rounds} == {"abc"}
-    # Each comes after each other one.
+    # In several orders.
     assert len({*rounds}) > 3
 
 

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 log = logging.getLogger(__name__)
 
-# In root mean squares, from where on an element counts as large.
-OUTLIER = 8
+# An element may be wrong by as much as one of so many root mean squares, however small it is.
+RMS_OF_LARGE = 8
 
 
 @dataclass(frozen=True)
@@ -110,11 +110,11 @@ def _compare_leaf(where: str, ref: Any, res: Any, tolerance: float) -> Differenc
     # Absolute tolerances say little about gradients, which can be small throughout.
     norm = ref.norm().item()
     relative = distance.norm().item() / norm if norm else math.inf
-    # Nor is an element that is almost zero exact among large ones: kernels that were tuned
-    # apart add in another order.
-    typical = norm / math.sqrt(ref.numel())
+    # Nor about one that is almost zero among large ones: it is a sum of such that cancel out,
+    # and kernels that were tuned apart may add in another order.
+    rms = norm / math.sqrt(ref.numel())
     close = relative <= tolerance and torch.allclose(
-        ref, res, rtol=tolerance, atol=tolerance * max(1.0, OUTLIER * typical), equal_nan=True
+        ref, res, rtol=tolerance, atol=tolerance * max(1.0, RMS_OF_LARGE * rms), equal_nan=True
     )
     return Difference(False, close, distance.max().item(), where)
 

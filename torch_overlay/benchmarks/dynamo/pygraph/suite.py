@@ -358,11 +358,11 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
         launches = answer.get("launches")
         if launches and "error" in launches:
             _note(row, f"{variant} was not profiled: {launches['error']}")
-        elif launches and "undecided" not in (answer["choice"] or ""):
-            # Beside others, what Dynamo skips of one is skipped of all.
-            row.setdefault("launches", {})[variant] = launches
         elif launches:
-            row.setdefault("launches", {}).setdefault(variant, launches)
+            found = row.setdefault("launches", {})
+            # A frame that Dynamo skips for one variant is skipped for all in the process.
+            if variant not in found or "undecided" not in (answer["choice"] or ""):
+                found[variant] = launches
         if variant == "pygraph" and answer["choice"] != row["choice"]:
             _note(row, f"ran alone with {answer['choice']}")
 

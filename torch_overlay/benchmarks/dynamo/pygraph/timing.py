@@ -2,8 +2,8 @@
 Steady-state time of several ways to run the same work, taken in turns.
 
 A round times every loop once, so that clocks, temperature and neighbours change for all
-of them alike, and medians over rounds can be compared. Each round takes them in another order:
-what comes after a loop that leaves the device cool runs at a higher clock.
+of them alike, and medians over rounds can be compared. Each round takes them in another
+order, since what ran before may leave other clocks and caches.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ TOLERANCE = {
 
 # Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
 # more: by so many times what uncaptured runs differ by where they differ most, if that is
-# no more than this fraction, whatever the dtype. What was not written differs by all of it.
+# no more than this fraction of the norm, whatever the dtype. What was not written differs
+# by all of it.
 OWN_DIFFERENCES = 8
 MAX_DIFFERENCE = 0.3
 
