@@ -31,6 +31,7 @@ from torch._inductor import cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import (
     allocation,
+    collectives,
     deliver,
     native,
     placeholder,
@@ -58,6 +59,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
@@ -98,6 +100,7 @@ class Launch:
     compute: Callable[..., Any]
     # Each an address and a tensor of its metadata.
     args: list[tuple[int, torch.Tensor]]
+    enabled: bool = True
 
 
 class ModelledGraph:
@@ -120,7 +123,9 @@ class ModelledGraph:
         if not self.instantiated:
             raise AssertionError("replayed before it was instantiated")
         for launch in self.launches:
-            launch.compute(*(on_host(tensor_at(a, like, 0)) for a, like in launch.args))
+            if launch.enabled:
+                args = (on_host(tensor_at(a, like, 0)) for a, like in launch.args)
+                launch.compute(*args)
 
 
 class ModelledBinding:
@@ -405,6 +410,12 @@ def modelled_device() -> Iterator[ModelledDevice]:
         damaged = [arena.take_damage() for arena in device.arenas.values()]
         return any(damaged)
 
+    def enable(
+        captured: collectives.Captured, graph: ModelledGraph, *, enabled: bool
+    ) -> None:
+        for launch in captured.nodes.values():
+            launch.enabled = enabled
+
     nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
     patches: list[tuple[Any, dict[str, Any]]] = [
         (
@@ -473,6 +484,11 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "native": types.SimpleNamespace(compiled=None),
             },
         ),
+        (
+            collectives,
+            {"nodes_so_far": lambda index: dict(enumerate(device.captured.launches))},
+        ),
+        (collectives.Captured, {"enable": enable}),
         (torch, {"_foreach_copy_": foreach_copy}),
         (
             torch.Tensor,
@@ -524,6 +540,42 @@ class HeldByAutograd:
 
     def activation(self) -> torch.Tensor:
         return self.output.grad_fn.saved_tensors[0]
+
+
+class Ranks(TorchDispatchMode):
+    """
+    Other ranks, which give what this one does.
+
+    Attributes:
+        ran: how often a collective ran
+    """
+
+    def __init__(self, device: ModelledDevice) -> None:
+        super().__init__()
+        self.device = device
+        self.ran = 0
+
+    def reduce(self, x: torch.Tensor) -> None:
+        self.ran += 1
+        x.mul_(2)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]
+        if func is torch.ops._c10d_functional.all_reduce_.default:
+            self.device.launch(self.reduce, args[0])
+            return args[0]
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            gathered = self.device.empty_strided((16,), (1,), torch.float32)
+            self.device.launch(self.gather, gathered, args[0])
+            return gathered
+        return func(*args, **(kwargs or {}))
+
+    def gather(self, gathered: torch.Tensor, x: torch.Tensor) -> None:
+        self.ran += 1
+        gathered.view(2, 8)[:] = x
 
 
 @dataclasses.dataclass
@@ -749,6 +801,128 @@ class RecordTest(TestCase):
         roots = [len(nodes) for nodes in manager.roots.values()]
         self.assertEqual((roots, manager.new_graph_id().id), ([1, 1], 2))
         self.assertEqual([r.choice for r in report()], ["node_update", force])
+
+    COLLECTIVES = {
+        "in_between": """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x); reduce(a); wait(a)
+            b = new(); launch(add, b, a, y)
+            return (b,)
+        """,
+        "of_an_output": """
+            x, y = args; args.clear()
+            a = new(); launch(add, a, x, y); reduce(a); wait(a)
+            return (a,)
+        """,
+        "after_a_mutation": """
+            x, y = args; args.clear()
+            launch(add, x, x, y)
+            a = new(); launch(sin, a, x); reduce(a); wait(a)
+            return (a,)
+        """,
+        "of_an_input": """
+            x, y = args; args.clear()
+            reduce(x); wait(x)
+            a = new(); launch(add, a, x, y)
+            return (a,)
+        """,
+        "gathered": """
+            x, y = args; args.clear()
+            a = new(); launch(add, a, x, y); reduce(a); wait(a)
+            return (gather(a),)
+        """,
+    }
+
+    def check_collectives(self, name: str, calls: int = 7) -> None:
+        "Each call of a function runs its collectives once, whatever it does else."
+        body = self.COLLECTIVES[name]
+        for short, op in (
+            ("reduce(", "all_reduce_.default("),
+            ("wait(", "wait_tensor.default("),
+            ("gather(", "all_gather_into_tensor.default("),
+        ):
+            body = body.replace(short, f"torch.ops._c10d_functional.{op}")
+        body = body.replace("_.default(a)", "_.default(a, 'sum', '0')")
+        body = body.replace("_.default(x)", "_.default(x, 'sum', '0')")
+        body = body.replace("_into_tensor.default(a)", "_into_tensor.default(a, 2, '0')")
+        mutated = (0,) if name in ("after_a_mutation", "of_an_input") else ()
+        fn = None
+        with Ranks(self.device) as ranks:
+            for _ in range(calls):
+                inputs = [self.randn(), self.randn()]
+                fn = fn or self.deploy(body, inputs, force=None, mutated=mutated)
+                ranks.ran = 0
+                expected = self.expected(fn, inputs)
+                in_eager, ranks.ran = ranks.ran, 0
+                outputs = fn(*inputs)
+                self.assertEqual(self.values([*outputs, *inputs]), expected)
+                self.assertEqual(ranks.ran, in_eager)
+                del outputs, inputs
+
+    @parametrize("name", ("in_between", "of_an_output", "after_a_mutation"))
+    def test_collectives(self, name):
+        self.check_collectives(name)
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", 0))
+        self.assertEqual(counters["pygraph"]["bound_outputs"], 1)
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+
+    @parametrize(
+        "name, reason",
+        (
+            ("of_an_input", "a collective is given an input"),
+            (
+                "gathered",
+                "_c10d_functional.all_gather_into_tensor.default can not be left out"
+                " of the proof",
+            ),
+        ),
+    )
+    def test_collectives_that_are_copied(self, name, reason):
+        self.check_collectives(name)
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.reason), ("copy", reason))
+
+    @parametrize("what", ("proof", "nodes"))
+    def test_collectives_of_a_graph_that_fails(self, what):
+        "Here, and not on other ranks."
+        refused = mock.patch.object(
+            collectives.Captured, "enable", side_effect=DriverError("refused")
+        )
+        wrong = mock.patch.object(ModelledBinding, "hidden", 0)
+        with wrong if what == "proof" else refused:
+            self.check_collectives("in_between")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+
+    def test_collectives_of_a_backward(self):
+        "What the forward left in the pool is gone after the proof."
+        forward = self.deploy(
+            "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a,)",
+            [self.randn()],
+            mode="forward",
+            returned=(),
+        )
+        reduce = "torch.ops._c10d_functional.all_reduce_.default"
+        backward = self.deploy(
+            f"a, = args; args.clear(); launch(sin, a, a); {reduce}(a, 'sum', '0')\n"
+            "b = new(); launch(sin, b, a); return (b,)",
+            [self.randn()],
+            mode="backward",
+            names=("sin",),
+            force=None,
+        )
+        with Ranks(self.device) as ranks:
+            for _ in range(9):
+                x = self.randn()
+                expected = on_host(x).sin().sin().mul(2).sin()
+                ranks.ran = 0
+                activations = list(forward(x))
+                (out,) = backward.call(activations)
+                self.assertEqual(on_host(out), expected)
+                self.assertEqual(ranks.ran, 1)
+                del out
+        self.assertEqual([entry.choice for entry in report()], ["node_update", "copy"])
 
     @parametrize("repeats", (True, False))
     def test_results_that_are_only_close(self, repeats):

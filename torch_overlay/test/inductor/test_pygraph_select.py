@@ -1332,8 +1332,8 @@ class DeployTest(DeployTestCase):
 
         self.deploy(model)
         self.assertEqual(self.call(3), ["uncaptured", "record", "replay"])
-        self.assertFalse(self.recorded[0]["pygraph"].binds_inputs)
-        self.assertEqual(report()[0].choice, COPY)
+        self.assertTrue(self.recorded[0]["pygraph"].binds_inputs)
+        self.assertEqual(report()[0].choice, NODE_UPDATE)
 
     def test_log(self):
         with self.assertLogs(select.log, "INFO") as logs:

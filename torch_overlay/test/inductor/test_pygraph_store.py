@@ -515,8 +515,8 @@ class RememberTest(DeployTestCase):
             return [inputs[0] + 1]
 
         self.run_process(3, model=run)
-        self.assertEqual(self.choices()[-1], COPY)
-        self.assertEqual(report()[-1].reason, "forced")
+        self.assertEqual(self.choices()[-1], NODE_UPDATE)
+        self.assertIn("collectives", report()[-1].reason)
 
     def test_caches_are_off(self):
         for _ in range(2):

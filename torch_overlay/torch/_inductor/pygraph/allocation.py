@@ -28,7 +28,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
@@ -81,9 +81,15 @@ def with_allocator(
 
 
 class AllocationTrace:
-    """Allocates as the wrapper does, marks what it gives, and remembers in what order."""
+    """
+    Allocates as the wrapper does, marks what it gives, and remembers in what order.
 
-    def __init__(self) -> None:
+    Args:
+        pooled: storages that the graph needs in its pool; complete once the function ran
+    """
+
+    def __init__(self, pooled: Collection[StorageWeakRef] = ()) -> None:
+        self.pooled = pooled
         self.allocations: list[Allocation] = []
         # By storage, not by address: an operator may allocate where a buffer was.
         self.ordinals: dict[StorageWeakRef, int] = {}
@@ -103,6 +109,10 @@ class AllocationTrace:
         """Whether an output lies in one of them."""
         return StorageWeakRef(t.untyped_storage()) in self.ordinals
 
+    def can_place(self, t: torch.Tensor) -> bool:
+        """Whether it lies in one that the graph can have elsewhere than in its pool."""
+        return self.holds(t) and StorageWeakRef(t.untyped_storage()) not in self.pooled
+
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
         """
         The allocations that outputs lie in, by their place in the order. One that an output
@@ -111,7 +121,7 @@ class AllocationTrace:
         """
         found = {}
         for t in outputs:
-            if isinstance(t, torch.Tensor) and t.numel() > 0 and self.holds(t):
+            if isinstance(t, torch.Tensor) and t.numel() > 0 and self.can_place(t):
                 n = self.ordinals[StorageWeakRef(t.untyped_storage())]
                 found.setdefault(n, self.allocations[n])
                 nbytes = storage_extent(found[n].like())
@@ -127,8 +137,8 @@ class AllocationTrace:
         device: torch.device,
     ) -> dict[int, Allocation]:
         """
-        Of the outputs at ``idxs`` those that operators allocated, and of which a copy is
-        as good: each is alone in its memory, shared with no ``known`` tensor, and fills it.
+        Of the outputs at ``idxs`` those that cannot be placed, most of them since operators
+        allocated them, and of which a copy is as good: each is alone in its memory, shared with no ``known`` tensor, and fills it.
         """
         tensors = [t for t in (*known, *outputs) if isinstance(t, torch.Tensor)]
         sharing = Counter(StorageWeakRef(t.untyped_storage()) for t in tensors)
@@ -138,7 +148,7 @@ class AllocationTrace:
             if isinstance(t := outputs[i], torch.Tensor)
             and t.device == device
             and t.numel() > 0
-            and not self.holds(t)
+            and not self.can_place(t)
             and sharing[StorageWeakRef(t.untyped_storage())] == 1
             and t.storage_offset() == 0
             and torch.ops.aten.is_non_overlapping_and_dense(t)

@@ -49,6 +49,12 @@ from torch._inductor.pygraph.allocation import (
     with_allocator,
 )
 from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.collectives import (
+    Captured,
+    has_collectives,
+    LeftOut,
+    under,
+)
 from torch._inductor.pygraph.deliver import CapturedValues
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
@@ -70,11 +76,12 @@ from torch._inductor.pygraph.replay import InputHeld, is_steady
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.table import Table
 from torch._inductor.utils import clone_preserve_strides
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import NoReturn
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
@@ -184,7 +191,7 @@ class Rehearsal:
 
     It gives the proof something to compare with, the recording the allocations that its
     outputs lie in, and the caller its outputs should the recording be abandoned.
-    Afterwards inputs and generators are as they were before.
+    Afterwards inputs and generators are as they were before. It runs no collectives.
     """
 
     def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
@@ -199,6 +206,7 @@ class Rehearsal:
             if isinstance(inputs[i], torch.Tensor) and is_saved_activation(info)
         )
         self.model = function.model
+        self.left_out = LeftOut() if node.collectives is not None else None
         # Managed inputs have to die during capture as they will in replay.
         self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         self.mutated = mutated
@@ -209,8 +217,8 @@ class Rehearsal:
         self.others: list[Proof] = []
         try:
             for _ in range(OTHER_RUNS if managed else 0):
-                run = with_allocator(self.model, AllocationTrace())
-                self.others.append(Proof(inputs, run(list(inputs)), mutated))
+                outputs = self._rehearse(inputs, AllocationTrace())
+                self.others.append(Proof(inputs, outputs, mutated))
                 self._restore(inputs)
             self._run(node, inputs, has_managed=bool(managed))
         finally:
@@ -223,13 +231,32 @@ class Rehearsal:
         for i, saved in self.before.items():
             saved.restore(inputs[i])
 
+    def _rehearse(
+        self, inputs: Sequence[Any], trace: AllocationTrace
+    ) -> OutputType:
+        # Not in the pool: inputs stay alive here that die during capture, and the pool
+        # would keep what that takes.
+        run = with_allocator(self.model, trace)
+        if self.left_out is not None:
+            run = under(self.left_out, run)
+        return run(list(inputs))
+
     def _run(
         self, node: BoundGraphNode, inputs: list[InputType], *, has_managed: bool
     ) -> None:
-        # Not in the pool: inputs stay alive here that die during capture, and the pool
-        # would keep what that takes.
-        trace = AllocationTrace()
-        outputs = with_allocator(self.model, trace)(list(inputs))
+        operands: Collection[StorageWeakRef] = (
+            self.left_out.operands if self.left_out is not None else ()
+        )
+        trace = AllocationTrace(operands)
+        outputs = self._rehearse(inputs, trace)
+        given = [
+            i
+            for i, t in enumerate(inputs)
+            if isinstance(t, torch.Tensor)
+            and StorageWeakRef(t.untyped_storage()) in operands
+        ]
+        if not OrderedSet(given).isdisjoint(node.non_static_input_idx):
+            raise BindingError("a collective is given an input")
         function = node.wrapped_function
         owned = function.pygraph.owned_output_idxs
         self.allocations = trace.of(outputs[i] for i in owned)
@@ -274,23 +301,26 @@ class Rehearsal:
                 saved.restore(self.inputs[i])
             rng.restore()
             return outputs
-        return self._from_start(self.model)
+        self.restore()
+        return self.model(list(self.inputs))
 
-    def _from_start(self, model: ModelType) -> OutputType:
+    def restore(self) -> None:
+        """What the function wrote. Not if managed inputs died."""
         self._restore(self.inputs)
-        return model(list(self.inputs))
 
     def repeats_itself(self) -> bool:
         """
         Whether the uncaptured function gives the same results to the bit, run after run.
         False if it can not be asked, since inputs died.
         """
-        return self.kept is None and all(
-            self.proof.is_exact(
-                self.inputs, self._from_start(with_allocator(self.model, AllocationTrace()))
-            )
-            for _ in range(RERUNS)
-        )
+        if self.kept is not None:
+            return False
+        for _ in range(RERUNS):
+            self.restore()
+            outputs = self._rehearse(self.inputs, AllocationTrace())
+            if not self.proof.is_exact(self.inputs, outputs):
+                return False
+        return True
 
 
 @contextlib.contextmanager
@@ -455,6 +485,7 @@ class BoundGraphNode(CopyGraphNode):
     # See replay.py. Changes with the tensors that trees cache.
     is_steady: bool = False
     begins_with_prelude: bool = False
+    collectives: Captured | None = None
 
     def _declared_static_idxs(
         self, inputs: list[InputType], mode: CompilationMode | None
@@ -498,6 +529,11 @@ class BoundGraphNode(CopyGraphNode):
         if any(i in managed for i in self.wrapped_function.mutated_input_idxs):
             # Capture has to let go of managed inputs, so it could not be undone.
             self._abandon("an earlier graph's output is mutated", inputs)
+        if has_collectives(self.wrapped_function.model):
+            if managed:
+                # The proof overwrites them, and the call runs the graph once more.
+                self._abandon("collectives follow an earlier graph's output", inputs)
+            self.collectives = Captured(self.device)
         try:
             self.call_tensors = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in self.call_tensors]
@@ -512,6 +548,8 @@ class BoundGraphNode(CopyGraphNode):
             self._place(self.rehearsal.allocations, self.rehearsal.copies)
         except RecordingAbandoned:
             raise
+        except BindingError as e:
+            self._abandon(str(e), inputs)
         except Exception as e:
             # The program's own error comes again from the uncaptured run.
             failure = f"{type(e).__name__}: {e}".partition("\n")[0]
@@ -625,6 +663,8 @@ class BoundGraphNode(CopyGraphNode):
         stream = torch.cuda.current_stream(self.device)
         placed = PlacedAllocations(self.placed_allocations, self.device)
         model = with_allocator(model, placed)
+        if self.collectives is not None:
+            model = under(self.collectives, model)
         self.copied = Copied(model, self.placed_copies, self.device)
         try:
             return super()._record(self.copied, inputs)
@@ -649,6 +689,12 @@ class BoundGraphNode(CopyGraphNode):
             words = range(len(self.call_tensors), len(placeholders))
             if not all(self.binding.nodes_of[k] for k in words):
                 raise BindingError("a CPU value is no parameter of the graph")
+            if self.collectives is not None:
+                if any(map(self.placeholders.find, self.collectives.addresses)):
+                    raise BindingError("a collective is given a placeholder")
+                self.collectives.enable(
+                    self.graph.raw_cuda_graph_exec(), enabled=False
+                )
             take_damage(self.device)
             self.binding.update(pointers)
         except (BindingError, DriverError) as e:
@@ -679,6 +725,14 @@ class BoundGraphNode(CopyGraphNode):
             failure = prelude.failure() or failure
         if failure is not None:
             self._abandon(failure)
+        if self.collectives is not None:
+            try:
+                self.collectives.enable(self.graph.raw_cuda_graph_exec(), enabled=True)
+            except DriverError as e:
+                self._abandon(str(e))
+            # The call, of which other ranks get their part.
+            self.rehearsal.restore()
+            super()._first_replay()
         self.rehearsal = None
         self.call_tensors = []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)

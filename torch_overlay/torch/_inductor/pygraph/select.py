@@ -49,6 +49,7 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph import store
+from torch._inductor.pygraph.collectives import has_collectives
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import (
@@ -913,13 +914,11 @@ def deploy(
         uncaptured = run_backward
     uncaptured = realigned(uncaptured)
 
-    code = getattr(model, "__code__", None)
-    if code is not None and "_c10d_functional" in code.co_names:
-        # Ranks time alike only on average, and a rehearsal would be one collective more
-        # than the other ranks run. So every rank does what trees do.
-        force = force or COPY
+    reason = "forced"
+    if force is None and has_collectives(model):
+        force, reason = NODE_UPDATE, "ranks would not time its collectives alike"
     if force == NO_GRAPH:
-        decide(function, NO_GRAPH, "forced")
+        decide(function, NO_GRAPH, reason)
         return uncaptured
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
@@ -983,7 +982,7 @@ def deploy(
 
     if force is not None:
         function.bind_as(force)
-        decide(function, force, "forced")
+        decide(function, force, reason)
 
     def forget(id: FunctionID | None) -> bool:
         from torch._inductor.pygraph import record

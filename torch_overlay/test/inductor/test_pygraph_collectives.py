@@ -1,0 +1,122 @@
+# Owner(s): ["module: inductor"]
+"""
+Graphs with collectives, on two GPUs. test_pygraph_record.py has the same on a modelled device,
+and what is not bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import unittest
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch._inductor.pygraph import record, report
+from torch.distributed import _functional_collectives as collectives
+from torch.testing._internal.common_distributed import (
+    _dynamo_dist_per_rank_init,
+    DynamoDistributedMultiProcTestCase,
+)
+from torch.testing._internal.common_utils import run_tests
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+CALLS = 9
+
+
+def reduced(x: torch.Tensor) -> torch.Tensor:
+    return collectives.all_reduce(x, "sum", dist.group.WORLD)
+
+
+@unittest.skipIf(torch.cuda.device_count() < 2, "requires CUDA and two GPUs")
+class CollectivesTest(DynamoDistributedMultiProcTestCase):
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @contextlib.contextmanager
+    def ranks(self) -> Iterator[None]:
+        # By file: tests may run beside each other.
+        store = dist.FileStore(self.file_name, self.world_size)
+        dist.init_process_group(
+            "nccl", store=store, rank=self.rank, world_size=self.world_size
+        )
+        try:
+            with _dynamo_dist_per_rank_init(self.rank, self.world_size, init_pg=False):
+                yield
+        finally:
+            dist.destroy_process_group()
+
+    def randn(self, *size: int) -> torch.Tensor:
+        return torch.randn(*size, device="cuda")
+
+    def check(self, fn: Callable[..., torch.Tensor], calls: int = CALLS) -> None:
+        "Each rank has inputs of its own, other ones in each call."
+        compiled = torch.compile(fn, options={"pygraph": True})
+        uncaptured = torch.compile(fn)
+        torch.manual_seed(self.rank)
+        kept = []
+        for _ in range(calls):
+            inputs = [self.randn(64, 64), self.randn(64)]
+            expected = uncaptured(*(x.clone() for x in inputs))
+            kept.append((compiled(*inputs), expected))
+        for actual, expected in kept:
+            self.assertTrue(torch.equal(actual, expected))
+
+    def test_between_kernels(self):
+        with self.ranks():
+            weight = self.randn(64, 64)
+            self.check(lambda x, y: reduced(x @ weight).relu() @ weight + y)
+            (entry,) = report()
+            self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", 0))
+            self.assertGreater(counters["pygraph"]["bound_inputs"], 0)
+
+    def test_of_an_output(self):
+        with self.ranks():
+            self.check(lambda x, y: reduced(x.sin() + y))
+            (entry,) = report()
+            self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", 0))
+
+    def test_several(self):
+        def fn(x, y):
+            for _ in range(5):
+                x = reduced(x.sin() + y).cos()
+            return x
+
+        with self.ranks():
+            self.check(fn)
+            (entry,) = report()
+            self.assertEqual(entry.choice, "node_update")
+
+    def test_gathered(self):
+        def fn(x, y):
+            x = collectives.all_gather_tensor(x.sin() + y, 0, dist.group.WORLD)
+            return x.cos()
+
+        with self.ranks():
+            self.check(fn)
+            (entry,) = report()
+            self.assertEqual(entry.choice, "copy")
+
+    def test_one_rank_fails(self):
+        "Its proof: the other one does not wait for it, and is not given what it only tried."
+        wrong = mock.patch.object(
+            record.BoundGraphNode, "_difference", return_value="made up"
+        )
+        with self.ranks():
+            if self.rank == 1:
+                wrong.start()
+                self.addCleanup(wrong.stop)
+            self.check(lambda x, y: reduced(x.sin() + y).cos())
+            (entry,) = report()
+            self.assertEqual(entry.choice, "copy" if self.rank else "node_update")
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,159 @@
+"""
+Graphs with collectives.
+
+Every rank has to run each collective as often as the others do: once a call, whatever it
+does with it. So nothing here asks other ranks, and nothing that only one rank decides, as
+whether a recording succeeds, changes how often a collective runs:
+
+- The rehearsal leaves collectives out, and so does the replay that has to reproduce it: the
+  nodes that they captured are disabled meanwhile (cuGraphNodeSetEnabled). An all-reduce in
+  place that is left out is one that changes nothing.
+- The nodes of collectives themselves are not bound. What a collective is given lies in the
+  graphs' pool, since NCCL may keep addresses where no parameter shows them, and registers
+  with the other ranks what a captured collective uses.
+- Then the call's inputs are restored, and the whole graph runs once, as the call.
+
+Ranks time alike only on average, so a function with collectives is not selected by time.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.binding import BindingError
+from torch._inductor.pygraph.driver import bindings, check
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.utils import InputType
+
+
+# Of the operators that wait for other ranks.
+NAMESPACES = ("_c10d_functional", "symm_mem")
+
+# Those that return their operand, so that they can be left out.
+IN_PLACE = ("all_reduce_", "wait_tensor")
+
+
+def has_collectives(model: ModelType) -> bool:
+    code = getattr(model, "__code__", None)
+    return code is not None and any(name in code.co_names for name in NAMESPACES)
+
+
+def under(mode: TorchDispatchMode, model: ModelType) -> ModelType:
+    def run(inputs: list[InputType]) -> OutputType:
+        with mode:
+            return model(inputs)
+
+    return run
+
+
+class _Collectives(TorchDispatchMode):
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace not in NAMESPACES:
+            return func(*args, **kwargs)
+        if func.overloadpacket.__name__ not in IN_PLACE:
+            raise BindingError(f"{func} can not be left out of the proof")
+        return self.collective(func, args, kwargs)
+
+    def collective(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        raise NotImplementedError
+
+
+class LeftOut(_Collectives):
+    """
+    Runs no collective.
+
+    Attributes:
+        operands: the storages that they were given
+
+    Raises:
+        BindingError: one cannot be left out. None has run by then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
+
+    def collective(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self.operands.add(StorageWeakRef(args[0].untyped_storage()))
+        return args[0]
+
+
+class Captured(_Collectives):
+    """
+    Lets collectives be captured.
+
+    Attributes:
+        addresses: of what they were given
+        nodes: what they added to the graph
+    """
+
+    def __init__(self, device_index: int) -> None:
+        super().__init__()
+        self.device_index = device_index
+        self.addresses: OrderedSet[int] = OrderedSet()
+        self.nodes: dict[int, Any] = {}
+
+    def collective(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        before = nodes_so_far(self.device_index)
+        result = func(*args, **kwargs)
+        after = nodes_so_far(self.device_index)
+        self.nodes |= {node: after[node] for node in after.keys() - before.keys()}
+        self.addresses.add(args[0].data_ptr())
+        return result
+
+    def enable(self, executable: int, *, enabled: bool) -> None:
+        """
+        Whether the next launches run them.
+
+        Raises:
+            DriverError: a node could not be set.
+        """
+        cu = bindings()
+        kind = cu.CUgraphNodeType
+        kinds = (
+            kind.CU_GRAPH_NODE_TYPE_KERNEL,
+            kind.CU_GRAPH_NODE_TYPE_MEMCPY,
+            kind.CU_GRAPH_NODE_TYPE_MEMSET,
+        )
+        for node in self.nodes.values():
+            # The others only order what other streams do.
+            if check(cu.cuGraphNodeGetType(node)) in kinds:
+                check(
+                    cu.cuGraphNodeSetEnabled(
+                        cu.CUgraphExec(executable), node, int(enabled)
+                    )
+                )
+
+
+def nodes_so_far(device_index: int) -> dict[int, Any]:
+    """By address, those of the graph that the current stream is captured in."""
+    cu = bindings()
+    stream = torch.cuda.current_stream(device_index).cuda_stream
+    _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
+    _, count = check(cu.cuGraphGetNodes(graph))
+    if not count:
+        return {}
+    nodes, _ = check(cu.cuGraphGetNodes(graph, count))
+    return {int(node): node for node in nodes}
