@@ -1,26 +1,33 @@
 # Owner(s): ["module: inductor"]
 """
-Graphs with collectives, on two GPUs. test_pygraph_record.py has the same on a modelled device,
-and what is not bound.
+Graphs with collectives, on two GPUs, and how ranks agree. test_pygraph_record.py has the same
+on a modelled device, and what is not bound.
 """
 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import record, report
-from torch.distributed import _functional_collectives as collectives
+from torch._inductor.pygraph import collectives, record, report
+from torch._inductor.test_case import TestCase
+from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (
     _dynamo_dist_per_rank_init,
     DynamoDistributedMultiProcTestCase,
 )
-from torch.testing._internal.common_utils import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+    run_tests,
+)
 
 
 if TYPE_CHECKING:
@@ -31,7 +38,33 @@ CALLS = 9
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
-    return collectives.all_reduce(x, "sum", dist.group.WORLD)
+    return functional.all_reduce(x, "sum", dist.group.WORLD)
+
+
+class AgreeTest(TestCase):
+    @parametrize("ready", ((True, True, True), (True, False, True), (False,) * 3))
+    def test_all_or_none(self, ready):
+        store = dist.HashStore()
+
+        def ask(ready):
+            return collectives._agree(store, "key", 3, ready=ready)
+
+        with ThreadPoolExecutor(3) as pool:
+            self.assertEqual(list(pool.map(ask, ready)), [all(ready)] * 3)
+
+    def test_rank_that_does_not_come(self):
+        "What was decided without it holds for it when it does."
+        store = dist.HashStore()
+        patience = datetime.timedelta(seconds=0.1)
+        with mock.patch.object(collectives, "PATIENCE", patience):
+            for _ in range(2):
+                self.assertFalse(collectives._agree(store, "key", 2, ready=True))
+
+    def test_group_that_is_gone(self):
+        self.assertFalse(collectives.agree("no such group", "key", ready=True))
+
+
+instantiate_parametrized_tests(AgreeTest)
 
 
 @unittest.skipIf(torch.cuda.device_count() < 2, "requires CUDA and two GPUs")
@@ -96,7 +129,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
 
     def test_gathered(self):
         def fn(x, y):
-            x = collectives.all_gather_tensor(x.sin() + y, 0, dist.group.WORLD)
+            x = functional.all_gather_tensor(x.sin() + y, 0, dist.group.WORLD)
             return x.cos()
 
         with self.ranks():
@@ -105,7 +138,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
             self.assertEqual(entry.choice, "copy")
 
     def test_one_rank_fails(self):
-        "Its proof: the other one does not wait for it, and is not given what it only tried."
+        "Its proof: neither deploys the graph, nor runs a collective that the other does not."
         wrong = mock.patch.object(
             record.BoundGraphNode, "_difference", return_value="made up"
         )
@@ -115,7 +148,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
                 self.addCleanup(wrong.stop)
             self.check(lambda x, y: reduced(x.sin() + y).cos())
             (entry,) = report()
-            self.assertEqual(entry.choice, "copy" if self.rank else "node_update")
+            self.assertEqual(entry.choice, "no_graph")
 
 
 if __name__ == "__main__":

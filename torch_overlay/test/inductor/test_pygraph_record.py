@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import itertools
 import tempfile
 import threading
@@ -486,7 +487,10 @@ def modelled_device() -> Iterator[ModelledDevice]:
         ),
         (
             collectives,
-            {"nodes_so_far": lambda index: dict(enumerate(device.captured.launches))},
+            {
+                "nodes_so_far": lambda index: dict(enumerate(device.captured.launches)),
+                "agree": lambda group, what, ready: ready,
+            },
         ),
         (collectives.Captured, {"enable": enable}),
         (torch, {"_foreach_copy_": foreach_copy}),
@@ -883,17 +887,38 @@ class RecordTest(TestCase):
         (entry,) = report()
         self.assertEqual((entry.choice, entry.reason), ("copy", reason))
 
-    @parametrize("what", ("proof", "nodes"))
-    def test_collectives_of_a_graph_that_fails(self, what):
-        "Here, and not on other ranks."
-        refused = mock.patch.object(
-            collectives.Captured, "enable", side_effect=DriverError("refused")
-        )
-        wrong = mock.patch.object(ModelledBinding, "hidden", 0)
-        with wrong if what == "proof" else refused:
+    @parametrize(
+        "failure, choice",
+        (
+            ("proof", "no_graph"),
+            ("nodes", "no_graph"),
+            ("deploy", "no_graph"),
+            ("capture", "copy"),
+        ),
+    )
+    def test_collectives_of_a_graph_that_fails(self, failure, choice):
+        "Here, or on another rank."
+        asked = []
+
+        def agree(group, what, ready):
+            asked.append((group, what.rpartition("/")[2], ready))
+            return ready and what.rpartition("/")[2] != failure
+
+        with contextlib.ExitStack() as stack:
+            patch = functools.partial(mock.patch.object, collectives)
+            stack.enter_context(patch("agree", agree))
+            if failure == "proof":
+                stack.enter_context(mock.patch.object(ModelledBinding, "hidden", 0))
+            if failure == "nodes":
+                refused = DriverError("refused")
+                patch = functools.partial(mock.patch.object, collectives.Captured)
+                stack.enter_context(patch("enable", side_effect=refused))
             self.check_collectives("in_between")
         (entry,) = report()
-        self.assertEqual(entry.choice, "copy")
+        self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))
+        ready = failure == "deploy"
+        both = [("0", "capture", True), ("0", "deploy", ready)]
+        self.assertEqual(asked, both[:1] if failure == "capture" else both)
 
     def test_collectives_of_a_backward(self):
         "What the forward left in the pool is gone after the proof."

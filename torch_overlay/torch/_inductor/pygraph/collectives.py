@@ -1,26 +1,33 @@
 """
 Graphs with collectives.
 
-Every rank has to run each collective as often as the others do: once a call, whatever it
-does with it. So nothing here asks other ranks, and nothing that only one rank decides, as
-whether a recording succeeds, changes how often a collective runs:
+Every rank has to run each collective as often as the others do, once a call, whatever it
+does with it:
 
 - The rehearsal leaves collectives out, and so does the replay that has to reproduce it: the
   nodes that they captured are disabled meanwhile (cuGraphNodeSetEnabled). An all-reduce in
   place that is left out is one that changes nothing.
 - The nodes of collectives themselves are not bound. What a collective is given lies in the
-  graphs' pool, since NCCL may keep addresses where no parameter shows them, and registers
-  with the other ranks what a captured collective uses.
+  graphs' pool, since NCCL may keep addresses where no parameter shows them.
 - Then the call's inputs are restored, and the whole graph runs once, as the call.
+
+And a collective that is captured needs others that are: NCCL may register the memory of a
+captured collective with the other ranks, while it is captured (NCCL_GRAPH_REGISTER), and
+then uses other kernels. So ranks agree, by the store of their group, that all of them
+capture, and that all of them deploy what they captured.
 
 Ranks time alike only on average, so a function with collectives is not selected by time.
 """
 
 from __future__ import annotations
 
+import datetime
+import logging
+from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 from torch._inductor.pygraph.binding import BindingError
 from torch._inductor.pygraph.driver import bindings, check
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -34,6 +41,11 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
 
+
+log = logging.getLogger(__name__)
+
+# How long a rank waits for others to come to where it is: they may have more to compile.
+PATIENCE = datetime.timedelta(minutes=2)
 
 # Of the operators that wait for other ranks.
 NAMESPACES = ("_c10d_functional", "symm_mem")
@@ -82,6 +94,7 @@ class LeftOut(_Collectives):
 
     Attributes:
         operands: the storages that they were given
+        groups: the names of the process groups that they are of
 
     Raises:
         BindingError: one cannot be left out. None has run by then.
@@ -90,11 +103,15 @@ class LeftOut(_Collectives):
     def __init__(self) -> None:
         super().__init__()
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
+        self.groups: OrderedSet[str] = OrderedSet()
 
     def collective(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.operands.add(StorageWeakRef(args[0].untyped_storage()))
+        if len(args) > 1:
+            # all_reduce_(tensor, what to do, group)
+            self.groups.add(args[2])
         return args[0]
 
 
@@ -102,14 +119,24 @@ class Captured(_Collectives):
     """
     Lets collectives be captured.
 
+    Args:
+        function: what the function is called, on all ranks alike
+        group: the process group of its collectives
+
     Attributes:
         addresses: of what they were given
         nodes: what they added to the graph
+        captures: whether all ranks agreed to capture
     """
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, function: str, group: str) -> None:
         super().__init__()
         self.device_index = device_index
+        self.group = group
+        _recordings[function] += 1
+        function = f"{function}/{_recordings[function]}"
+        self.to_agree_on = [f"{function}/capture", f"{function}/deploy"]
+        self.captures = False
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
 
@@ -122,6 +149,21 @@ class Captured(_Collectives):
         self.nodes |= {node: after[node] for node in after.keys() - before.keys()}
         self.addresses.add(args[0].data_ptr())
         return result
+
+    def agree(self) -> bool:
+        """Whether all ranks take the next step: first to capture, then to deploy."""
+        is_agreed = agree(self.group, self.to_agree_on.pop(0), ready=True)
+        if is_agreed:
+            self.captures = True
+        else:
+            self.to_agree_on.clear()
+        return is_agreed
+
+    def refuse(self) -> None:
+        """This rank does not take it."""
+        if self.to_agree_on:
+            agree(self.group, self.to_agree_on[0], ready=False)
+            self.to_agree_on.clear()
 
     def enable(self, executable: int, *, enabled: bool) -> None:
         """
@@ -157,3 +199,35 @@ def nodes_so_far(device_index: int) -> dict[int, Any]:
         return {}
     nodes, _ = check(cu.cuGraphGetNodes(graph, count))
     return {int(node): node for node in nodes}
+
+
+# How often this process has recorded a function: others do so as often.
+_recordings: Counter[str] = Counter()
+
+
+def agree(group_name: str, what: str, *, ready: bool) -> bool:
+    """
+    Whether all ranks of a group are ready for something, which has a name of its own. Waits
+    for those that have not come to it, unless this one is not ready.
+    """
+    try:
+        group = dist.distributed_c10d._resolve_process_group(group_name)
+        _, store = dist.distributed_c10d._world.pg_map[group]
+        return _agree(store, f"pygraph/{what}", group.size(), ready=ready)
+    except (KeyError, RuntimeError, ValueError) as e:
+        log.info("ranks can not agree: %s", str(e).partition("\n")[0])
+        return False
+
+
+def _agree(store: dist.Store, key: str, size: int, *, ready: bool) -> bool:
+    # What is set first holds, for all.
+    if not ready:
+        store.compare_set(key, "", "no")
+    elif store.add(f"{key}/ready", 1) == size:
+        store.compare_set(key, "", "yes")
+    else:
+        try:
+            store.wait([key], PATIENCE)
+        except dist.DistStoreError:
+            store.compare_set(key, "", "no")
+    return store.get(key) == b"yes"

@@ -206,7 +206,7 @@ class Rehearsal:
             if isinstance(inputs[i], torch.Tensor) and is_saved_activation(info)
         )
         self.model = function.model
-        self.left_out = LeftOut() if node.collectives is not None else None
+        self.left_out = LeftOut() if has_collectives(self.model) else None
         # Managed inputs have to die during capture as they will in replay.
         self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         self.mutated = mutated
@@ -529,11 +529,9 @@ class BoundGraphNode(CopyGraphNode):
         if any(i in managed for i in self.wrapped_function.mutated_input_idxs):
             # Capture has to let go of managed inputs, so it could not be undone.
             self._abandon("an earlier graph's output is mutated", inputs)
-        if has_collectives(self.wrapped_function.model):
-            if managed:
-                # The proof overwrites them, and the call runs the graph once more.
-                self._abandon("collectives follow an earlier graph's output", inputs)
-            self.collectives = Captured(self.device)
+        if managed and has_collectives(self.wrapped_function.model):
+            # The proof overwrites them, and the call runs the graph once more.
+            self._abandon("collectives follow an earlier graph's output", inputs)
         try:
             self.call_tensors = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in self.call_tensors]
@@ -546,6 +544,7 @@ class BoundGraphNode(CopyGraphNode):
             )
             self.rehearsal = Rehearsal(self, inputs)
             self._place(self.rehearsal.allocations, self.rehearsal.copies)
+            self._agree_to_capture(self.rehearsal)
         except RecordingAbandoned:
             raise
         except BindingError as e:
@@ -604,8 +603,27 @@ class BoundGraphNode(CopyGraphNode):
             for (i, copy), address in zip(copies.items(), addresses[len(allocations) :])
         }
 
+    def _agree_to_capture(self, rehearsal: Rehearsal) -> None:
+        if rehearsal.left_out is None or not rehearsal.left_out.operands:
+            return
+        if len(rehearsal.left_out.groups) != 1:
+            raise BindingError("its collectives are of several groups")
+        entry = self.wrapped_function.pygraph.report
+        self.collectives = Captured(
+            self.device,
+            f"{entry.compile_id}/{entry.mode}/{entry.name}",
+            next(iter(rehearsal.left_out.groups)),
+        )
+        if not self.collectives.agree():
+            raise BindingError("not all ranks capture its collectives")
+
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
         function: Function = self.wrapped_function.pygraph
+        if self.collectives is not None:
+            self.collectives.refuse()
+            if self.collectives.captures:
+                # Nor do other ranks again, since this one may not be able to.
+                function.is_capturable = False
         if self.begins_with_prelude:
             function.bind_by_host(reason)
         else:
@@ -730,6 +748,8 @@ class BoundGraphNode(CopyGraphNode):
                 self.collectives.enable(self.graph.raw_cuda_graph_exec(), enabled=True)
             except DriverError as e:
                 self._abandon(str(e))
+            if not self.collectives.agree():
+                self._abandon("not all ranks deploy its collectives' graph")
             # The call, of which other ranks get their part.
             self.rehearsal.restore()
             super()._first_replay()

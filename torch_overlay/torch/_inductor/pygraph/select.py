@@ -262,10 +262,12 @@ class Function:
             self.reselect()
         elif self.report.choice in BINDINGS:
             # It was forced.
-            self.report.choice = COPY
-            self.report.copied_bytes = self.report.stock_copied_bytes
+            self.report.choice = COPY if self.is_capturable else NO_GRAPH
+            if self.is_capturable:
+                self.report.copied_bytes = self.report.stock_copied_bytes
         counters["pygraph"]["unbound"] += 1
-        log.info("%s: inputs are copied: %s", self.report.name, reason)
+        way = "inputs are copied" if self.is_capturable else "it is not captured"
+        log.info("%s: %s: %s", self.report.name, way, reason)
 
 
 # What backwards that are not recorded yet returned last, until the next step.
