@@ -490,6 +490,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
             {
                 "nodes_so_far": lambda index: dict(enumerate(device.captured.launches)),
                 "agree": lambda group, what, ready: ready,
+                "groups_of": lambda model: ["0"],
             },
         ),
         (collectives.Captured, {"enable": enable}),
@@ -937,7 +938,16 @@ class RecordTest(TestCase):
             names=("sin",),
             force=None,
         )
-        with Ranks(self.device) as ranks:
+        asked = []
+
+        def agree(group, what, ready):
+            asked.append((what.rpartition("/")[2], ready))
+            return ready
+
+        with (
+            Ranks(self.device) as ranks,
+            mock.patch.object(collectives, "agree", agree),
+        ):
             for _ in range(9):
                 x = self.randn()
                 expected = on_host(x).sin().sin().mul(2).sin()
@@ -948,6 +958,16 @@ class RecordTest(TestCase):
                 self.assertEqual(ranks.ran, 1)
                 del out
         self.assertEqual([entry.choice for entry in report()], ["node_update", "copy"])
+        # A rank on which the forward is no graph would wait.
+        self.assertEqual(asked, [("capture", False)])
+
+    @parametrize("groups", ((), ("0", "1")))
+    def test_collectives_of_several_groups(self, groups):
+        "Or of none that is known."
+        with mock.patch.object(collectives, "groups_of", lambda model: groups):
+            self.check_collectives("in_between")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
 
     @parametrize("repeats", (True, False))
     def test_results_that_are_only_close(self, repeats):

@@ -59,6 +59,12 @@ def has_collectives(model: ModelType) -> bool:
     return code is not None and any(name in code.co_names for name in NAMESPACES)
 
 
+def groups_of(model: ModelType) -> list[str]:
+    """The process groups of its collectives, which generated code names by literals."""
+    names = dist.distributed_c10d._world.pg_names.values()
+    return [name for name in model.__code__.co_consts if name in names]
+
+
 def under(mode: TorchDispatchMode, model: ModelType) -> ModelType:
     def run(inputs: list[InputType]) -> OutputType:
         with mode:
@@ -94,7 +100,6 @@ class LeftOut(_Collectives):
 
     Attributes:
         operands: the storages that they were given
-        groups: the names of the process groups that they are of
 
     Raises:
         BindingError: one cannot be left out. None has run by then.
@@ -103,15 +108,11 @@ class LeftOut(_Collectives):
     def __init__(self) -> None:
         super().__init__()
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
-        self.groups: OrderedSet[str] = OrderedSet()
 
     def collective(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         self.operands.add(StorageWeakRef(args[0].untyped_storage()))
-        if len(args) > 1:
-            # all_reduce_(tensor, what to do, group)
-            self.groups.add(args[2])
         return args[0]
 
 
@@ -120,8 +121,8 @@ class Captured(_Collectives):
     Lets collectives be captured.
 
     Args:
-        function: what the function is called, on all ranks alike
-        group: the process group of its collectives
+        model: the function
+        name: what it is called, on all ranks alike
 
     Attributes:
         addresses: of what they were given
@@ -129,13 +130,13 @@ class Captured(_Collectives):
         captures: whether all ranks agreed to capture
     """
 
-    def __init__(self, device_index: int, function: str, group: str) -> None:
+    def __init__(self, model: ModelType, name: str, device_index: int) -> None:
         super().__init__()
         self.device_index = device_index
-        self.group = group
-        _recordings[function] += 1
-        function = f"{function}/{_recordings[function]}"
-        self.to_agree_on = [f"{function}/capture", f"{function}/deploy"]
+        self.groups = groups_of(model)
+        _recordings[name] += 1
+        name = f"{name}/{_recordings[name]}"
+        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
         self.captures = False
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
@@ -152,18 +153,21 @@ class Captured(_Collectives):
 
     def agree(self) -> bool:
         """Whether all ranks take the next step: first to capture, then to deploy."""
-        is_agreed = agree(self.group, self.to_agree_on.pop(0), ready=True)
-        if is_agreed:
-            self.captures = True
-        else:
+        if len(self.groups) != 1:
+            # What one agrees on may not be what the next one does.
+            self.refuse()
+            return False
+        is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)
+        if not is_agreed:
             self.to_agree_on.clear()
+        self.captures |= is_agreed
         return is_agreed
 
     def refuse(self) -> None:
         """This rank does not take it."""
-        if self.to_agree_on:
-            agree(self.group, self.to_agree_on[0], ready=False)
-            self.to_agree_on.clear()
+        for group in self.groups if self.to_agree_on else ():
+            agree(group, self.to_agree_on[0], ready=False)
+        self.to_agree_on.clear()
 
     def enable(self, executable: int, *, enabled: bool) -> None:
         """

@@ -206,7 +206,7 @@ class Rehearsal:
             if isinstance(inputs[i], torch.Tensor) and is_saved_activation(info)
         )
         self.model = function.model
-        self.left_out = LeftOut() if has_collectives(self.model) else None
+        self.left_out = LeftOut() if node.collectives is not None else None
         # Managed inputs have to die during capture as they will in replay.
         self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         self.mutated = mutated
@@ -506,6 +506,10 @@ class BoundGraphNode(CopyGraphNode):
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         super()._bind_inputs(inputs)
         function: Function = self.wrapped_function.pygraph
+        if has_collectives(model := self.wrapped_function.model):
+            entry = function.report
+            name = f"{entry.compile_id}/{entry.mode}/{entry.name}"
+            self.collectives = Captured(model, name, self.device)
         managed = self.cudagraph_managed_idxs
         self.staged = []
         # Integers are sizes. There is a function for each combination of them, and nothing to
@@ -529,7 +533,7 @@ class BoundGraphNode(CopyGraphNode):
         if any(i in managed for i in self.wrapped_function.mutated_input_idxs):
             # Capture has to let go of managed inputs, so it could not be undone.
             self._abandon("an earlier graph's output is mutated", inputs)
-        if managed and has_collectives(self.wrapped_function.model):
+        if managed and self.collectives is not None:
             # The proof overwrites them, and the call runs the graph once more.
             self._abandon("collectives follow an earlier graph's output", inputs)
         try:
@@ -544,7 +548,8 @@ class BoundGraphNode(CopyGraphNode):
             )
             self.rehearsal = Rehearsal(self, inputs)
             self._place(self.rehearsal.allocations, self.rehearsal.copies)
-            self._agree_to_capture(self.rehearsal)
+            if self.collectives is not None and not self.collectives.agree():
+                raise BindingError("not all ranks capture its collectives")
         except RecordingAbandoned:
             raise
         except BindingError as e:
@@ -602,20 +607,6 @@ class BoundGraphNode(CopyGraphNode):
             i: (copy, address)
             for (i, copy), address in zip(copies.items(), addresses[len(allocations) :])
         }
-
-    def _agree_to_capture(self, rehearsal: Rehearsal) -> None:
-        if rehearsal.left_out is None or not rehearsal.left_out.operands:
-            return
-        if len(rehearsal.left_out.groups) != 1:
-            raise BindingError("its collectives are of several groups")
-        entry = self.wrapped_function.pygraph.report
-        self.collectives = Captured(
-            self.device,
-            f"{entry.compile_id}/{entry.mode}/{entry.name}",
-            next(iter(rehearsal.left_out.groups)),
-        )
-        if not self.collectives.agree():
-            raise BindingError("not all ranks capture its collectives")
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
         function: Function = self.wrapped_function.pygraph
