@@ -226,12 +226,18 @@ class EfficientDet(nn.Module):
         for layer in self.pyramid:
             levels = layer(levels)
         scores, offsets = self.classify(levels), self.locate(levels)
-        losses = [self.loss(*one) for one in zip(scores.float(), offsets.float(), boxes, classes)]
-        return torch.stack(losses).mean()
+        return self.loss(scores.float(), offsets.float(), *self.targets(boxes, classes))
 
-    def loss(
-        self, scores: torch.Tensor, offsets: torch.Tensor, boxes: torch.Tensor, classes: torch.Tensor
-    ) -> torch.Tensor:
+    def targets(self, boxes: torch.Tensor, classes: torch.Tensor) -> list[torch.Tensor]:
+        """
+        Of each image. The loop, which breaks the graph, is in a method of its own, as in the
+        original: a function with such a loop is not compiled.
+        """
+        found = [self.match(*one) for one in zip(boxes, classes)]
+        return [torch.stack(t) for t in zip(*found)]
+
+    def match(self, boxes: torch.Tensor, classes: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Of each anchor: the class, offsets, whether it has a box, and whether it must be right about that."""
         real = classes >= 0
         boxes, classes = boxes[real], classes[real]
         low = torch.maximum(self.anchors[:, None, :2], boxes[:, :2])
@@ -240,15 +246,25 @@ class EfficientDet(nn.Module):
         area, anchor_area = ((b[:, 2:] - b[:, :2]).prod(-1) for b in (boxes, self.anchors))
         overlap, match = (common / (area + anchor_area[:, None] - common)).max(1)
         positive, counted = overlap >= 0.5, (overlap >= 0.5) | (overlap < 0.4)
-        wanted = F.one_hot(classes[match], self.classes) * positive[:, None]
-        wanted = wanted.to(scores.dtype)
-        probability = scores.sigmoid()
-        modulated = (wanted - probability).abs() ** 1.5 * (0.25 * wanted + 0.75 * (1 - wanted))
-        focal = modulated * F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
         anchor_size = self.anchors[:, 2:] - self.anchors[:, :2]
         matched = boxes[match]
         shift = ((matched[:, :2] + matched[:, 2:]) - (self.anchors[:, :2] + self.anchors[:, 2:])) / 2 / anchor_size
         growth = ((matched[:, 2:] - matched[:, :2]) / anchor_size).log()
-        distance = F.huber_loss(offsets, torch.cat([shift, growth], -1), reduction="none", delta=0.1)
+        return classes[match], torch.cat([shift, growth], -1), positive, counted
+
+    def loss(
+        self,
+        scores: torch.Tensor,
+        offsets: torch.Tensor,
+        classes: torch.Tensor,
+        wanted_offsets: torch.Tensor,
+        positive: torch.Tensor,
+        counted: torch.Tensor,
+    ) -> torch.Tensor:
+        wanted = (F.one_hot(classes, self.classes) * positive[..., None]).to(scores.dtype)
+        probability = scores.sigmoid()
+        modulated = (wanted - probability).abs() ** 1.5 * (0.25 * wanted + 0.75 * (1 - wanted))
+        focal = modulated * F.binary_cross_entropy_with_logits(scores, wanted, reduction="none")
+        distance = F.huber_loss(offsets, wanted_offsets, reduction="none", delta=0.1)
         positives = positive.sum() + 1.0
-        return ((focal * counted[:, None]).sum() + 50 * (distance * positive[:, None]).sum() / 4) / positives
+        return ((focal * counted[..., None]).sum() + 50 * (distance * positive[..., None]).sum() / 4) / positives
