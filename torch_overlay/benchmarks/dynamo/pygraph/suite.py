@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from . import cgct_run
 from .cases import described, SUITES
+from .program import VARIANTS
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
 
@@ -56,6 +57,8 @@ MAX_ALONE = 8
 # need about half of what all variants do.
 BATCH_SHARE = 0.65
 ALONE_SHARE = 0.3
+# That compile kernels for a variant that runs alone.
+ALONE_THREADS = 2
 # Those whose memory has a place in the row.
 MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
 
@@ -217,24 +220,33 @@ class _Run:
             if left <= (MIN_BATCH_S if i else 0.0):
                 skipped += [case.name for case in batch]
                 continue
-            done, late = self.batch(batch, left)
+            compiling_s = min(COMPILE_SHARE * left, MAX_COMPILE_S)
+            if batch is batches[-1]:
+                # It takes no time of later cases, and to measure few takes less than half.
+                compiling_s = max(compiling_s, left - sum(SUITES[case.suite].max_case_s for case in batch))
+            done, late = self.batch(batch, compiling_s)
             rows += done
             skipped += late
         return rows, skipped
 
-    def batch(self, cases: list[Case], left: float) -> tuple[list[Row], list[str]]:
+    def batch(self, cases: list[Case], compiling_s: float) -> tuple[list[Row], list[str]]:
         """Cases that are prepared at the same time, and measured one after the other."""
         start = time.monotonic()
         threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(cases))
-        compiled_by = start + min(COMPILE_SHARE * left, MAX_COMPILE_S)
-        seconds = PREPARE_SHARE * (compiled_by - start)
+        compiled_by = start + compiling_s
+        seconds = PREPARE_SHARE * compiling_s
         room = _Room(MAX_ALONE, ALONE_SHARE * self.device_gib)
         tasks = [(case, name) for case in cases for name in SUITES[case.suite].solo if self.solo]
         rows, skipped = [], []
         with _closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
             # The threads only wait: for the workers, or for room.
             with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
-                preparing = {w.case.name: pool.submit(w.ask, f"prepare {seconds:.0f}", compiled_by) for w in workers}
+                apart = [] if len(cases) > 1 else self.apart(cases[0], len(cases) + len(tasks))
+                # Together as many as the case's process has, so that they are not long behind it.
+                shared = max(ALONE_THREADS, threads // max(1, len(apart)))
+                preparing = {
+                    w.case.name: pool.submit(self.prepared, w, seconds, compiled_by, apart, shared) for w in workers
+                }
 
                 def alone(case: Case, variant: str) -> Row:
                     cold = SUITES[case.suite].cold
@@ -243,7 +255,8 @@ class _Run:
                     with room.held(case.gib / 2):
                         if time.monotonic() >= compiled_by:
                             return {"error": "out of time"}
-                        with _closing([self.start_worker(case, self.options, self.logs, 2, cold)]) as (worker,):
+                        own = self.start_worker(case, self.options, self.logs, ALONE_THREADS, cold)
+                        with _closing([own]) as (worker,):
                             return worker.ask(f"solo {variant}", compiled_by)
 
                 # Submitted in pairs, so that what is compared runs in the same crowd.
@@ -272,6 +285,34 @@ class _Run:
                 rows.append(row)
                 self.on_row(row)
         return rows, skipped
+
+    def apart(self, case: Case, others: int) -> list[str]:
+        """
+        The variants that are compiled beside the case's process, in one each, if there are
+        cores for them and for ``others``. One after the other takes too long of a large case.
+        """
+        suite = SUITES[case.suite]
+        asked = suite.variants
+        if "--variants" in self.options:
+            asked = self.options[self.options.index("--variants") + 1].split(",")
+        # The case's process itself begins with what selects; by hand, what has no CUDA graphs is captured.
+        names = [
+            name
+            for name in asked
+            if (variant := VARIANTS[name]).compile is not None and not (variant.selects or variant.hand_written)
+        ]
+        cores, gib = others + len(names), (1 + len(names) / 2) * case.gib
+        fits = cores <= len(os.sched_getaffinity(0)) and gib <= BATCH_SHARE * self.device_gib
+        return names if suite.apart and fits else []
+
+    def prepared(self, worker: Worker, seconds: float, by: float, apart: list[str], threads: int) -> Row:
+        """The worker finds in its caches what was compiled apart, which ends when it has all it needs."""
+        options = [[*self.options, "--variants", name] for name in apart]
+        started = [self.start_worker(worker.case, own, self.logs, threads) for own in options]
+        with ThreadPoolExecutor(1 + len(apart)) as pool, _closing(started) as others:
+            for other in others:
+                pool.submit(other.ask, "prepare", by)
+            return worker.ask(f"prepare {seconds:.0f}", by)
 
     def measured(self, worker: Worker, ready: Row, by: float, threads: int) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
