@@ -242,8 +242,8 @@ class _Run:
             # The threads only wait: for the workers, or for room.
             with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
                 apart = [] if len(cases) > 1 else self.apart(cases[0], len(cases) + len(tasks))
-                # Together as many as the case's process has, so that they are not long behind it.
-                shared = max(ALONE_THREADS, threads // max(1, len(apart)))
+                # Of those beside it as many as the case's process has, so that they are not long behind it.
+                shared = max(ALONE_THREADS, threads // len(apart)) if apart else ALONE_THREADS
                 preparing = {
                     w.case.name: pool.submit(self.prepared, w, seconds, compiled_by, apart, shared) for w in workers
                 }
@@ -255,7 +255,7 @@ class _Run:
                     with room.held(case.gib / 2):
                         if time.monotonic() >= compiled_by:
                             return {"error": "out of time"}
-                        own = self.start_worker(case, self.options, self.logs, ALONE_THREADS, cold)
+                        own = self.start_worker(case, self.options, self.logs, shared, cold)
                         with _closing([own]) as (worker,):
                             return worker.ask(f"solo {variant}", compiled_by)
 
