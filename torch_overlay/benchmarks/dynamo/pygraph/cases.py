@@ -60,6 +60,9 @@ class Case:
     quick: bool = False
     # Device memory that it holds while others are measured.
     gib: float = 2.0
+    # One variant after the other takes longer to compile than a run has. Side by side each
+    # tunes its own kernels, so that variants differ by rounding.
+    apart: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -103,8 +106,6 @@ class Suite:
     # PyGraph selects in the loop that is timed then, and not in one that compares results. In
     # another program another choice may be right.
     selects_in_loop: bool = False
-    # Variants of a case that is prepared alone are compiled side by side, where cores are idle.
-    apart: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02
     # Cases that processes after the first repeat with its decisions, and the one that is
@@ -132,7 +133,6 @@ WORKLOADS = Suite(
         "forced_copy",
     ),
     profiled=("stock_whole", "pygraph", "forced_copy"),
-    apart=True,
 )
 
 SUITES = {

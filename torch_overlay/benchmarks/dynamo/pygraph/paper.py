@@ -255,6 +255,7 @@ paper(
     about="own, for TorchBench's timm_efficientdet (EfficientDet-D1)",
     obstacle="the number of boxes depends on the data: a graph break",
     capturable=False,
+    apart=True,
 )
 paper(
     "dcgan_train",

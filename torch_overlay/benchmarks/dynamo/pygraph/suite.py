@@ -291,8 +291,9 @@ class _Run:
         The variants that are compiled beside the case's process, in one each, if there are
         cores for them and for ``others``. One after the other takes too long of a large case.
         """
-        suite = SUITES[case.suite]
-        asked = suite.variants
+        if not case.apart:
+            return []
+        asked: Sequence[str] = SUITES[case.suite].variants
         if "--variants" in self.options:
             asked = self.options[self.options.index("--variants") + 1].split(",")
         # The case's process itself begins with what selects; by hand, what has no CUDA graphs is captured.
@@ -303,7 +304,7 @@ class _Run:
         ]
         cores, gib = others + len(names), (1 + len(names) / 2) * case.gib
         fits = cores <= len(os.sched_getaffinity(0)) and gib <= BATCH_SHARE * self.device_gib
-        return names if suite.apart and fits else []
+        return names if fits else []
 
     def prepared(self, worker: Worker, seconds: float, by: float, apart: list[str], threads: int) -> Row:
         """The worker finds in its caches what was compiled apart, which ends when it has all it needs."""

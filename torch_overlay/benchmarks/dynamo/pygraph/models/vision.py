@@ -226,7 +226,7 @@ class EfficientDet(nn.Module):
         for layer in self.pyramid:
             levels = layer(levels)
         scores, offsets = self.classify(levels), self.locate(levels)
-        return self.loss(scores.float(), offsets.float(), *self.targets(boxes, classes))
+        return self.loss(scores.to(images.dtype), offsets.to(images.dtype), *self.targets(boxes, classes))
 
     def targets(self, boxes: torch.Tensor, classes: torch.Tensor) -> list[torch.Tensor]:
         """
