@@ -55,6 +55,8 @@ class Case:
     # kernels before them become as large as float16's: the mantissa has as many bits. Where
     # CPU values are placed otherwise there are other kernels.
     in_tf32: bool = False
+    # They are not: its gradients would be rounding errors.
+    without_tf32: bool = False
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True
     quick: bool = False
