@@ -579,6 +579,21 @@ def test_buffers_start_from_the_same_state():
     assert row["bitwise"]
 
 
+def test_buffers_may_become_one():
+    # As the frequencies of rotary embeddings do in transformers.
+    class Rotary(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("original", torch.ones(4))
+            self.register_buffer("scaled", torch.ones(4))
+
+        def forward(self, x, y):
+            self.scaled = self.original
+            return self.scaled * x + y
+
+    assert _measure(_workload(module=lambda small: Rotary()), WORKLOAD)["bitwise"]
+
+
 def test_inference_shares_weights_and_training_does_not():
     for mode, shared in (("inference", True), ("training", False)):
         case = _workload(mode)

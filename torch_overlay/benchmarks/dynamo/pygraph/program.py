@@ -159,7 +159,9 @@ class Program:
 
     def observe(self, inputs: Inputs, state: dict[str, torch.Tensor]) -> dict[str, Any]:
         """A copy of all that a step from the given state leaves behind. Does not wait."""
-        own = dict(itertools.chain(self.module.named_parameters(), self.module.named_buffers()))
+        # One tensor may have become two buffers.
+        buffers = self.module.named_buffers(remove_duplicate=False)
+        own = dict(itertools.chain(self.module.named_parameters(), buffers))
         with torch.no_grad():
             for name, value in state.items():
                 own[name].copy_(value)

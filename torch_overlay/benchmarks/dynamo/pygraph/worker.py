@@ -424,6 +424,7 @@ class CaseRun:
 
     def _compare_all(self, reference: str, names: list[str], checks: int) -> dict[str, Difference]:
         total = dict.fromkeys(names, Difference())
+        tolerance = self.case.tolerance_of_eager if reference == "eager" else self.case.tolerance
         for _ in range(checks):
             inputs = self._inputs()
             expected = self._observe(reference, inputs)
@@ -436,7 +437,7 @@ class CaseRun:
                     continue
                 with self._noting(name):
                     result = self._observe(name, inputs)
-                    total[name] |= compare(expected, result, self.case.tolerance, exact)
+                    total[name] |= compare(expected, result, tolerance, exact)
         return total
 
     def _exact(self, inputs: Inputs) -> dict[str, Any]:
