@@ -138,7 +138,8 @@ class AllocationTrace:
     ) -> dict[int, Allocation]:
         """
         Of the outputs at ``idxs`` those that cannot be placed, most of them since operators
-        allocated them, and of which a copy is as good: each is alone in its memory, shared with no ``known`` tensor, and fills it.
+        allocated them, and of which a copy is as good: each is alone in its memory, shared
+        with no ``known`` tensor, and fills it.
         """
         tensors = [t for t in (*known, *outputs) if isinstance(t, torch.Tensor)]
         sharing = Counter(StorageWeakRef(t.untyped_storage()) for t in tensors)
