@@ -54,12 +54,21 @@ def test_summary(rows):
     assert report.summary(_of(rows, "paper")) == [
         "3 of 6 workloads ran with right results, 1 were skipped.",
         "Speed-up over stock CUDA graphs: geomean 1.328 of 3, 1.042 to 1.500.",
+        "... where stock's host waits for the device: geomean 1.328 of 3, 1.042 to 1.500.",
         "Speed-up over no CUDA graphs: geomean 1.842 of 3, 1.000 to 3.000.",
         "Speed-up over the better of the two: geomean 1.160 of 3, 1.000 to 1.500.",
         "Speed-up over stock without graph partition: geomean 2.109 of 3, 1.500 to 3.000.",
         "Compile and warm-up, of stock CUDA graphs': geomean 1.100 of 3, 1.100 to 1.100.",
         "Compile and warm-up of all together: 1.100 of stock's, of at most 1.15.",
     ]
+
+
+def test_rows_whose_host_has_time(rows):
+    row = next(row for row in rows if row["name"] == "eos")
+    names = ["... where stock's host waits for the device", "... where it does not"]
+    for share, found in ((0.89, [1.5, None]), (0.91, [None, 1.5])):
+        row["host_us"]["stock_cg"] = share * row["stock_cg_us"]
+        assert [report.SPEEDUPS[name](row) for name in names] == found
 
 
 def test_table_of_workloads(rows):
