@@ -321,7 +321,7 @@ class CaseRun:
             loop(1)
             calls += 1
             # Until the last decision: what is hardly called is never decided.
-            count = sum(entry["choice"] == "undecided" for entry in report())
+            count = undecided(report())
             if calls <= MIN_WARM_UP_CALLS or count != undecided_before:
                 self._synchronize()
                 settled = time.perf_counter()
@@ -654,8 +654,8 @@ def _median(timing: Timing | None) -> float | None:
     return None if timing is None else round(timing.median_us, 2)
 
 
-def undecided(entries: list[dict[str, Any]]) -> bool:
-    return any(entry["choice"] == "undecided" for entry in entries)
+def undecided(entries: list[dict[str, Any]]) -> int:
+    return sum(entry["choice"] == "undecided" for entry in entries)
 
 
 def hardly_called(entry: dict[str, Any]) -> bool:
