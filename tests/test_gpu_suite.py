@@ -1210,6 +1210,22 @@ time.sleep(60)
 """
 
 
+def test_rows_of_tp_may_be_chosen(monkeypatch, tmp_path):
+    gpu_suite, asked = _gpu_suite(), []
+
+    def suite(self, name, module, arguments, seconds, found):
+        asked.append((name, arguments))
+
+    monkeypatch.setattr(gpu_suite, "_call", lambda *args, **kwargs: 0)
+    monkeypatch.setattr(gpu_suite.Run, "suite", suite)
+    monkeypatch.setenv("OUT", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu_suite", "--tp", "2", "--cases", "speech_transformer_x2"])
+    assert gpu_suite.main() == 0
+    ((name, arguments),) = asked
+    assert (name, arguments[:4]) == ("tp", ["--ranks", "2", "--rows", "speech_transformer_x2"])
+
+
+
 def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
     gpu_suite = _gpu_suite()
     monkeypatch.setattr(gpu_suite, "WATCH_S", 0.05)
