@@ -223,17 +223,17 @@ class DiT(nn.Module):
 
 class GuidedStep(nn.Module):
     """
-    One Euler step of sampling with classifier-free guidance. As in the samplers in use,
-    the noise levels stay on the CPU, and a branch looks at one.
+    One Euler step of sampling with classifier-free guidance, from one noise level to the
+    following. As in the samplers in use, they stay on the CPU, and a branch looks at one.
     """
 
-    def __init__(self, net: nn.Module, steps: int = 50) -> None:
+    def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net = net
-        self.sigmas = torch.linspace(14.6, 0.03, steps + 1, device="cpu")
 
-    def forward(self, x: torch.Tensor, label: torch.Tensor, step: int) -> torch.Tensor:
-        sigma, following = self.sigmas[step], self.sigmas[step + 1]
+    def forward(
+        self, x: torch.Tensor, label: torch.Tensor, sigma: torch.Tensor, following: torch.Tensor
+    ) -> torch.Tensor:
         scaled = x / (sigma**2 + 1) ** 0.5
         time = torch.full((2 * x.shape[0],), 1.0, device=x.device) * (0.25 * sigma.log())
         both = self.net(torch.cat([scaled, scaled]), time, torch.cat([label, torch.full_like(label, 1000)]))
