@@ -1210,6 +1210,17 @@ time.sleep(60)
 """
 
 
+def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
+    gpu_suite = _gpu_suite()
+    monkeypatch.setattr(gpu_suite, "WATCH_S", 0.05)
+    (tmp_path / "hangs.py").write_text(ROWS_THEN_HANGS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = gpu_suite.Run(tmp_path, tmp_path, tmp_path)
+    found = []
+    run.suite("s", "hangs", [], 4.0, found.append)
+    assert [row["name"] for row in found[-1]] == ["0", "1"] and len(found) == 2
+
+
 def test_rows_of_tp_may_be_chosen(monkeypatch, tmp_path):
     gpu_suite, asked = _gpu_suite(), []
 
@@ -1223,18 +1234,6 @@ def test_rows_of_tp_may_be_chosen(monkeypatch, tmp_path):
     assert gpu_suite.main() == 0
     ((name, arguments),) = asked
     assert (name, arguments[:4]) == ("tp", ["--ranks", "2", "--rows", "speech_transformer_x2"])
-
-
-
-def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
-    gpu_suite = _gpu_suite()
-    monkeypatch.setattr(gpu_suite, "WATCH_S", 0.05)
-    (tmp_path / "hangs.py").write_text(ROWS_THEN_HANGS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    run = gpu_suite.Run(tmp_path, tmp_path, tmp_path)
-    found = []
-    run.suite("s", "hangs", [], 4.0, found.append)
-    assert [row["name"] for row in found[-1]] == ["0", "1"] and len(found) == 2
 
 
 def test_differences_between_configurations():

@@ -34,9 +34,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 
-CALLS = 9
-
-
 def reduced(x: torch.Tensor) -> torch.Tensor:
     return functional.all_reduce(x, "sum", dist.group.WORLD)
 
@@ -89,13 +86,13 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
     def randn(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda")
 
-    def check(self, fn: Callable[..., torch.Tensor], calls: int = CALLS) -> None:
+    def check(self, fn: Callable[..., torch.Tensor]) -> None:
         "Each rank has inputs of its own, other ones in each call."
         compiled = torch.compile(fn, options={"pygraph": True})
         uncaptured = torch.compile(fn)
         torch.manual_seed(self.rank)
         kept = []
-        for _ in range(calls):
+        for _ in range(9):
             inputs = [self.randn(64, 64), self.randn(64)]
             expected = uncaptured(*(x.clone() for x in inputs))
             kept.append((compiled(*inputs), expected))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import functools
 import itertools
 import tempfile
 import threading
@@ -810,50 +809,45 @@ class RecordTest(TestCase):
     COLLECTIVES = {
         "in_between": """
             x, y = args; args.clear()
-            a = new(); launch(sin, a, x); reduce(a); wait(a)
+            a = new(); launch(sin, a, x)
+            c10d.wait_tensor(c10d.all_reduce_(a, 'sum', '0'))
             b = new(); launch(add, b, a, y)
             return (b,)
         """,
         "of_an_output": """
             x, y = args; args.clear()
-            a = new(); launch(add, a, x, y); reduce(a); wait(a)
+            a = new(); launch(add, a, x, y)
+            c10d.wait_tensor(c10d.all_reduce_(a, 'sum', '0'))
             return (a,)
         """,
         "after_a_mutation": """
             x, y = args; args.clear()
             launch(add, x, x, y)
-            a = new(); launch(sin, a, x); reduce(a); wait(a)
+            a = new(); launch(sin, a, x)
+            c10d.wait_tensor(c10d.all_reduce_(a, 'sum', '0'))
             return (a,)
         """,
         "of_an_input": """
             x, y = args; args.clear()
-            reduce(x); wait(x)
+            c10d.wait_tensor(c10d.all_reduce_(x, 'sum', '0'))
             a = new(); launch(add, a, x, y)
             return (a,)
         """,
         "gathered": """
             x, y = args; args.clear()
-            a = new(); launch(add, a, x, y); reduce(a); wait(a)
-            return (gather(a),)
+            a = new(); launch(add, a, x, y)
+            c10d.wait_tensor(c10d.all_reduce_(a, 'sum', '0'))
+            return (c10d.all_gather_into_tensor(a, 2, '0'),)
         """,
     }
 
-    def check_collectives(self, name: str, calls: int = 7) -> None:
+    def check_collectives(self, name: str) -> None:
         "Each call of a function runs its collectives once, whatever it does else."
-        body = self.COLLECTIVES[name]
-        for short, op in (
-            ("reduce(", "all_reduce_.default("),
-            ("wait(", "wait_tensor.default("),
-            ("gather(", "all_gather_into_tensor.default("),
-        ):
-            body = body.replace(short, f"torch.ops._c10d_functional.{op}")
-        body = body.replace("_.default(a)", "_.default(a, 'sum', '0')")
-        body = body.replace("_.default(x)", "_.default(x, 'sum', '0')")
-        body = body.replace("_into_tensor.default(a)", "_into_tensor.default(a, 2, '0')")
+        body = "c10d = torch.ops._c10d_functional\n" + self.COLLECTIVES[name].strip()
         mutated = (0,) if name in ("after_a_mutation", "of_an_input") else ()
         fn = None
         with Ranks(self.device) as ranks:
-            for _ in range(calls):
+            for _ in range(7):
                 inputs = [self.randn(), self.randn()]
                 fn = fn or self.deploy(body, inputs, force=None, mutated=mutated)
                 ranks.ran = 0
@@ -905,15 +899,15 @@ class RecordTest(TestCase):
             asked.append((group, what.rpartition("/")[2], ready))
             return ready and what.rpartition("/")[2] != failure
 
-        with contextlib.ExitStack() as stack:
-            patch = functools.partial(mock.patch.object, collectives)
-            stack.enter_context(patch("agree", agree))
-            if failure == "proof":
-                stack.enter_context(mock.patch.object(ModelledBinding, "hidden", 0))
-            if failure == "nodes":
-                refused = DriverError("refused")
-                patch = functools.partial(mock.patch.object, collectives.Captured)
-                stack.enter_context(patch("enable", side_effect=refused))
+        refused = DriverError("refused")
+        here = {
+            "proof": mock.patch.object(ModelledBinding, "hidden", 0),
+            "nodes": mock.patch.object(collectives.Captured, "enable", side_effect=refused),
+        }
+        with (
+            mock.patch.object(collectives, "agree", agree),
+            here.get(failure, contextlib.nullcontext()),
+        ):
             self.check_collectives("in_between")
         (entry,) = report()
         self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))

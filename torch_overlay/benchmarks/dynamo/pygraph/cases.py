@@ -55,7 +55,7 @@ class Case:
     # kernels before them become as large as float16's: the mantissa has as many bits. Where
     # CPU values are placed otherwise there are other kernels.
     in_tf32: bool = False
-    # They are not: its gradients would be rounding errors.
+    # They are not in TF32, as rounding would decide its gradients.
     without_tf32: bool = False
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True
@@ -72,7 +72,7 @@ class Case:
 
     @property
     def tolerance_of_eager(self) -> float:
-        """Of other kernels, which benchmarks/dynamo takes not to be as exact in training."""
+        """Of results that are compared with eager's: benchmarks/dynamo allows more in training."""
         return max(self.tolerance, 1e-3) if self.mode == "training" else self.tolerance
 
     @property

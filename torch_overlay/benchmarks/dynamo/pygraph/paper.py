@@ -252,7 +252,7 @@ paper(
     _detection_targets,
     "training",
     without_tf32=True,
-    about="own, for TorchBench's timm_efficientdet (EfficientDet-D1), in float32: in bfloat16 its gradients are rounding errors",
+    about="own, for TorchBench's timm_efficientdet (EfficientDet-D1), in float32: rounding decides gradients in bfloat16",
     obstacle="the number of boxes depends on the data: a graph break",
     capturable=False,
     apart=True,

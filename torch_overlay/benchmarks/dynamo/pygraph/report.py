@@ -64,7 +64,7 @@ PAPER_COPIES = {
 MAX_REGRET = 0.005
 # Of stock's seconds until the steady state, all workloads together.
 MAX_START_UP = 1.15
-# Of a call's time, what the host needs at most to be waiting for the device.
+# A host that needs less than this part of a call's time waits for the device.
 WAITING = 0.9
 
 # facts of a row
@@ -422,8 +422,8 @@ def _notes(row: Row) -> list[str]:
 
 def _over_stock(row: Row, *, waits: bool) -> float | None:
     """
-    If the host waits for the device with stock CUDA graphs, or not. Where it does, no time
-    that the host takes is left to gain.
+    PyGraph's speed-up, of a row whose host ``waits`` for the device with stock CUDA graphs, or
+    does not. Where it does, less work of the host gains nothing.
     """
     host, whole = row.get("host_us", {}).get("stock_cg"), row.get("stock_cg_us")
     if not host or not whole or (host < WAITING * whole) != waits:

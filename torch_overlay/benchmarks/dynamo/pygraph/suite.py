@@ -57,7 +57,7 @@ MAX_ALONE = 8
 # need about half of what all variants do.
 BATCH_SHARE = 0.65
 ALONE_SHARE = 0.3
-# That compile kernels for a variant that runs alone.
+# That compile kernels for a variant that runs alone, at least.
 ALONE_THREADS = 2
 # Those whose memory has a place in the row.
 MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
@@ -242,7 +242,7 @@ class _Run:
             # The threads only wait: for the workers, or for room.
             with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
                 apart = [] if len(cases) > 1 else self.apart(cases[0], len(cases) + len(tasks))
-                # Of those beside it as many as the case's process has, so that they are not long behind it.
+                # What is compiled apart has as many threads, in all, as the case's process, so as to keep up with it.
                 shared = max(ALONE_THREADS, threads // len(apart)) if apart else ALONE_THREADS
                 preparing = {
                     w.case.name: pool.submit(self.prepared, w, seconds, compiled_by, apart, shared) for w in workers
@@ -296,7 +296,7 @@ class _Run:
         asked: Sequence[str] = SUITES[case.suite].variants
         if "--variants" in self.options:
             asked = self.options[self.options.index("--variants") + 1].split(",")
-        # The case's process itself begins with what selects; by hand, what has no CUDA graphs is captured.
+        # The case's process compiles those that select first, and hand_written captures what no_cg compiled.
         names = [
             name
             for name in asked

@@ -217,6 +217,7 @@ class CaseRun:
         checked = self._check(measured)
         repeatable = checked.pop("no_cg").bitwise
         wrong = self._check_with_eager(measured)
+
         previous = "pygraph"
         for name in alone:
             self._drop(previous)
@@ -259,8 +260,8 @@ class CaseRun:
             if name in wrong:
                 self.failed.setdefault(name, f"wrong result: {wrong[name]} differs from eager's")
             elif not found.close and self.known_exactly and (name in STOCK or not repeatable):
-                # Stock computes on the GPU what the program does on the CPU, and rounds otherwise. And
-                # where no CUDA graphs differs from itself, some gradients are nothing but rounding.
+                # Stock moves some of what the program computes on the CPU to the GPU, which may round
+                # otherwise. And what differs from run to run may be nothing but rounding.
                 self.notes.append(f"{name} is hardly further from exact results than eager: {found.where}")
             elif not found.close:
                 self.failed.setdefault(name, f"wrong result: {found.where} differs from no CUDA graphs'")

@@ -1,14 +1,15 @@
 """
 Graphs with collectives.
 
-Every rank has to run each collective as often as the others do, once a call, whatever it
-does with it:
+Every rank has to run each collective as often as the others do, once a call, also in a
+call that records:
 
 - The rehearsal leaves collectives out, and so does the replay that has to reproduce it: the
   nodes that they captured are disabled meanwhile (cuGraphNodeSetEnabled). An all-reduce in
   place that is left out is one that changes nothing.
 - The nodes of collectives themselves are not bound. What a collective is given lies in the
-  graphs' pool, since NCCL may keep addresses where no parameter shows them.
+  graphs' pool, or is an input that does not move, since NCCL may keep addresses where no
+  parameter shows them.
 - Then the call's inputs are restored, and the whole graph runs once, as the call.
 
 And a collective that is captured needs others that are: NCCL may register the memory of a
@@ -28,7 +29,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._inductor.pygraph.binding import BindingError
+from torch._inductor.pygraph.binding import BindingError, graph_nodes
 from torch._inductor.pygraph.driver import bindings, check
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
@@ -52,6 +53,9 @@ NAMESPACES = ("_c10d_functional", "symm_mem")
 
 # Those that return their operand, so that they can be left out.
 IN_PLACE = ("all_reduce_", "wait_tensor")
+
+# How often this process has recorded a function: others do so as often.
+_recordings: Counter[str] = Counter()
 
 
 def has_collectives(model: ModelType) -> bool:
@@ -96,10 +100,10 @@ class _Collectives(TorchDispatchMode):
 
 class LeftOut(_Collectives):
     """
-    Runs no collective.
+    Returns what a collective is given, and runs none.
 
     Attributes:
-        operands: the storages that they were given
+        operands: the storages of what they were given
 
     Raises:
         BindingError: one cannot be left out. None has run by then.
@@ -154,7 +158,7 @@ class Captured(_Collectives):
     def agree(self) -> bool:
         """Whether all ranks take the next step: first to capture, then to deploy."""
         if len(self.groups) != 1:
-            # What one agrees on may not be what the next one does.
+            # Ranks of one may agree and those of the next one may not.
             self.refuse()
             return False
         is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)
@@ -198,15 +202,7 @@ def nodes_so_far(device_index: int) -> dict[int, Any]:
     cu = bindings()
     stream = torch.cuda.current_stream(device_index).cuda_stream
     _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
-    _, count = check(cu.cuGraphGetNodes(graph))
-    if not count:
-        return {}
-    nodes, _ = check(cu.cuGraphGetNodes(graph, count))
-    return {int(node): node for node in nodes}
-
-
-# How often this process has recorded a function: others do so as often.
-_recordings: Counter[str] = Counter()
+    return {int(node): node for node, _ in graph_nodes(graph)}
 
 
 def agree(group_name: str, what: str, *, ready: bool) -> bool:

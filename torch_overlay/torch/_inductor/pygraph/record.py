@@ -249,13 +249,8 @@ class Rehearsal:
         )
         trace = AllocationTrace(operands)
         outputs = self._rehearse(inputs, trace)
-        given = [
-            i
-            for i, t in enumerate(inputs)
-            if isinstance(t, torch.Tensor)
-            and StorageWeakRef(t.untyped_storage()) in operands
-        ]
-        if not OrderedSet(given).isdisjoint(node.non_static_input_idx):
+        external = (inputs[i] for i in node.non_static_input_idx)
+        if any(StorageWeakRef(t.untyped_storage()) in operands for t in external):  # type: ignore[union-attr]
             raise BindingError("a collective is given an input")
         function = node.wrapped_function
         owned = function.pygraph.owned_output_idxs
@@ -305,7 +300,7 @@ class Rehearsal:
         return self.model(list(self.inputs))
 
     def restore(self) -> None:
-        """What the function wrote. Not if managed inputs died."""
+        """Undoes what the function wrote. Called only while no managed input has died."""
         self._restore(self.inputs)
 
     def repeats_itself(self) -> bool:
@@ -485,6 +480,7 @@ class BoundGraphNode(CopyGraphNode):
     # See replay.py. Changes with the tensors that trees cache.
     is_steady: bool = False
     begins_with_prelude: bool = False
+    # While it is recorded.
     collectives: Captured | None = None
 
     def _declared_static_idxs(
@@ -613,7 +609,7 @@ class BoundGraphNode(CopyGraphNode):
         if self.collectives is not None:
             self.collectives.refuse()
             if self.collectives.captures:
-                # Nor do other ranks again, since this one may not be able to.
+                # The other ranks do not capture it again either: this one may not be able to.
                 function.is_capturable = False
         if self.begins_with_prelude:
             function.bind_by_host(reason)
@@ -744,7 +740,7 @@ class BoundGraphNode(CopyGraphNode):
             # The call, of which other ranks get their part.
             self.rehearsal.restore()
             super()._first_replay()
-        self.rehearsal = None
+        self.rehearsal = self.collectives = None
         self.call_tensors = []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         self.mutated_bound = OrderedSet(

@@ -261,7 +261,7 @@ class Function:
         if self.reselect is not None:
             self.reselect()
         elif self.report.choice in BINDINGS:
-            # It was forced.
+            # It was not selected.
             self.report.choice = COPY if self.is_capturable else NO_GRAPH
             if self.is_capturable:
                 self.report.copied_bytes = self.report.stock_copied_bytes
@@ -920,7 +920,7 @@ def deploy(
     if force is None and has_collectives(model):
         force, reason = NODE_UPDATE, "ranks would not time its collectives alike"
     if force == NO_GRAPH:
-        decide(function, NO_GRAPH, reason)
+        decide(function, NO_GRAPH, "forced")
         return uncaptured
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
