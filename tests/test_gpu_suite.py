@@ -504,6 +504,14 @@ def test_pygraph_may_not_where_no_cg_repeats_itself():
     assert not row["equal"] and set(row["failed"]) == {"pygraph"}
 
 
+@pytest.mark.parametrize("at_compile_time", [False, True])
+def test_what_eager_mode_computes_may_round_otherwise(at_compile_time, monkeypatch):
+    monkeypatch.setattr(worker, "computed_at_compile_time", lambda: at_compile_time)
+    row = _measure(_workload(module=lambda small: Cancels()), {**WORKLOAD, **_noisy("pygraph")})
+    assert row["equal"] == at_compile_time and row["repeatable"] and not row["bitwise"]
+    assert ("pygraph" in row["failed"]) != at_compile_time
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_what_does_not_repeat_is_as_exact_as_eager(known, monkeypatch):
     if not known:

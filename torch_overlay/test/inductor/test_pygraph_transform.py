@@ -165,11 +165,24 @@ def values_around_a_copy(x, s):
     return z.sum(-1), (y > y).cuda()
 
 
+def positions(x):
+    frequency = 1 / torch.pow(10000, torch.arange(0, 8, 2.0) / 8)
+    angle = torch.arange(8, -8, -1.0)[:, None] * frequency
+    return torch.cat([angle.sin(), angle.cos()], -1).to(x.device, x.dtype)
+
+
+def known_is_written_to(x):
+    table = torch.arange(8.0).sin().to("cuda")
+    table[2] = x[0]
+    shifted = torch.arange(8.0).cos().to("cuda").add_(x)
+    return table * x, shifted
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
     """
     partitions: how many parts of it are captured
-    delivered, staged: how many values are, at all
+    delivered, staged, known: how many values are, at all
     """
 
     fn: Callable[..., Any]
@@ -177,6 +190,7 @@ class Program:
     partitions: int = 1
     delivered: int = 0
     staged: int = 0
+    known: int = 0
     dynamic: bool | None = None
 
 
@@ -253,6 +267,41 @@ PROGRAMS = {
     "constant": Program(
         lambda x: x * torch.tensor(2.5) + torch.tensor([1.0, 2, 3, 4]).to("cuda"),
         lambda: (cuda(4, 4),),
+    ),
+    "known": Program(
+        lambda x: x @ positions(x), lambda: (cuda(4, 16, dtype=torch.float16),), known=1
+    ),
+    "known_scalar": Program(
+        lambda x: x * torch.arange(4.0).exp().mean(), lambda: (cuda(8),), known=1
+    ),
+    "known_used_on_the_cpu": Program(
+        lambda x, v: (x + (t := torch.arange(8.0).sin()).to("cuda"), t, t * v),
+        lambda: (cuda(8), cpu(8)),
+        known=1,
+    ),
+    "known_transposed": Program(
+        lambda x: torch.arange(8.0).sin().view(2, 4).t().contiguous().t().to("cuda") + x,
+        lambda: (cuda(2, 4),),
+        known=1,
+    ),
+    "known_of_a_list": Program(
+        lambda x: x + torch.arange(8.0).sin().view(2, 4).topk(2)[0].to("cuda"),
+        lambda: (cuda(2, 2),),
+        known=1,
+    ),
+    "known_of_a_constant": Program(
+        lambda x: x[torch.tensor([3, 1, 2, 0] * 3).sort().values],
+        lambda: (cuda(4, 4),),
+        known=1,
+    ),
+    "known_returned": Program(
+        lambda x: (x + 1, torch.arange(8.0).sin().to("cuda")), lambda: (cuda(8),), known=1
+    ),
+    "known_is_written_to": Program(known_is_written_to, lambda: (cuda(8),), known=2),
+    "known_but_for_a_factor": Program(
+        lambda x, s: x + (torch.arange(8.0).sin() * s).to("cuda"),
+        lambda: (cuda(8), cpu()),
+        delivered=1,
     ),
     "casts": Program(
         lambda x, s, n: (
@@ -460,6 +509,7 @@ class GeneratedCodeTest(TestCase):
         )
         staged = ("staged_tensors", "uploaded_tensors")
         self.assertEqual(sum(counters["pygraph"][k] for k in staged), program.staged)
+        self.assertEqual(counters["pygraph"]["known_tensors"], program.known)
         if "custom_op" in name:
             return
         ((before, after),) = placed.graphs
@@ -538,6 +588,30 @@ class GeneratedCodeTest(TestCase):
         self.assertNotRegex(graph.source, rf"return .*\b({'|'.join(kept)})\b")
         self.assertNotRegex(graph.source, rf"= ({'|'.join(kept)})\b.*# reuse")
         self.assertNotRegex(graph.source, "'in_out_ptr0'")
+
+    @parametrize("what", ["random", "uninitialized", "of_the_gpu", "large"])
+    def test_not_known(self, what):
+        if what == "large":
+            numel = transform.MAX_KNOWN_BYTES // 4 + 1
+            fn = lambda x: x + torch.arange(float(numel)).sin().to("cuda").sum()  # noqa: E731
+        elif what == "of_the_gpu":
+            fn = lambda x: x + (torch.ones(8, device="cuda").cpu() * 2).to("cuda")  # noqa: E731
+        elif what == "random":
+            fn = lambda x: x + torch.full((8,), 0.5).bernoulli().sin().to("cuda")  # noqa: E731
+        else:
+            fn = lambda x: x + torch.empty_like(torch.ones(8)).sin().to("cuda")  # noqa: E731
+        compile_for_h200(Program(fn, lambda: (cuda(8),)))
+        self.assertEqual(counters["pygraph"]["known_tensors"], 0)
+        placed = ("delivered_values", "uploaded_tensors")
+        self.assertEqual(sum(counters["pygraph"][k] for k in placed), 1)
+
+    def test_what_eager_mode_fails_to_compute_is_staged(self):
+        program = PROGRAMS["known"]
+        error = mock.patch.object(transform.Placement, "compute", side_effect=RuntimeError)
+        with error:
+            (graph,) = compile_for_h200(program)
+        self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
+        FileCheck().check("= Stage(0)").run(graph.source)
 
     def test_floating_point_stays_on_the_cpu(self):
         "Where code for the GPU may contract a multiplication and an addition."
@@ -652,6 +726,7 @@ class GeneratedCodeTest(TestCase):
             x = x * s + t.sum()
             x = x + torch.arange(8)[2]
             x = x[:, None] + table.to("cuda")
+            x = x + torch.arange(128.0).sin().to("cuda")
             return x.sum() + v.to("cuda")
 
         reset_report()
@@ -661,16 +736,17 @@ class GeneratedCodeTest(TestCase):
         (graph,) = report().graphs
         first = fn.__code__.co_firstlineno
         found = {(v.how, v.type, v.source) for v in graph.cpu_values}
-        at = [f"{__file__}:{first + i} in fn" for i in range(5)]
+        at = [f"{__file__}:{first + i} in fn" for i in range(6)]
         expected = {
             ("delivered", "float32[]", at[1]),
             ("made on the GPU", "int64[8]", at[2]),
             ("staged", "float32[8, 128]", at[3]),
-            ("uploaded", f"float32[{big}]", at[4]),
+            ("computed at compile time", "float32[128]", at[4]),
+            ("uploaded", f"float32[{big}]", at[5]),
         }
         self.assertEqual(found, expected)
         # Two scalars, which are told apart.
-        self.assertEqual(len(graph.cpu_values), 5)
+        self.assertEqual(len(graph.cpu_values), 6)
 
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory, "report.json")

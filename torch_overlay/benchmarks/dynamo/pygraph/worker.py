@@ -193,6 +193,7 @@ class CaseRun:
         alone = [name for name in others if self.variants[name].alone and not self.suite.exhaustive]
         entries: list[dict[str, Any]] = []
         counts: dict[str, int] = {}
+        at_compile_time = False
         for name in others:
             if name in alone:
                 continue
@@ -203,6 +204,7 @@ class CaseRun:
             if name == "pygraph":
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(counters["pygraph"])
+                at_compile_time = computed_at_compile_time()
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -254,18 +256,22 @@ class CaseRun:
         if not difference.bitwise:
             repeatable = repeatable and not adds_with_atomics() and self._repeats()
             why = "" if repeatable else ", which no CG need not repeat either"
+            if at_compile_time:
+                why += ", for which eager mode computed values at compile time"
             self.notes.append(f"differs in {difference.where}{why}")
+        # No CUDA graphs has compiled code for such values.
+        to_the_bit = repeatable and not at_compile_time
         for name in timings:
             found = differences.get(name, Difference())
             if name in wrong:
                 self.failed.setdefault(name, f"wrong result: {wrong[name]} differs from eager's")
-            elif not found.close and self.known_exactly and (name in STOCK or not repeatable):
+            elif not found.close and self.known_exactly and (name in STOCK or not to_the_bit):
                 # Stock moves some of what the program computes on the CPU to the GPU, which may round
                 # otherwise. And what differs from run to run may be nothing but rounding.
                 self.notes.append(f"{name} is hardly further from exact results than eager: {found.where}")
             elif not found.close:
                 self.failed.setdefault(name, f"wrong result: {found.where} differs from no CUDA graphs'")
-            elif name not in held and repeatable and not found.bitwise:
+            elif name not in held and to_the_bit and not found.bitwise:
                 self.notes.append(f"{name} is not bitwise equal: {found.where}")
         # One for which there was no time, or that was not asked for, says nothing of PyGraph.
         asked = [name for name in self.suite.must_equal if name == "pygraph" or name in self.variants]
@@ -290,7 +296,7 @@ class CaseRun:
             **in_jax,
             **totals(entries),
             **({"candidates_us": times, "best": best and as_choice(best)} if self.suite.exhaustive else {}),
-            "equal": succeeded and (difference.bitwise or not repeatable or (difference.close and self.case.in_tf32)),
+            "equal": succeeded and (difference.bitwise or not to_the_bit or (difference.close and self.case.in_tf32)),
             "bitwise": succeeded and difference.bitwise,
             # JSON has no infinity, which stands for results that cannot be subtracted.
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
@@ -632,6 +638,16 @@ def blockers() -> list[str]:
     ]
     skipped = [graph.skip_reason for graph in graphs if graph.skip_reason]
     return sorted({*found, *skipped})
+
+
+def computed_at_compile_time() -> bool:
+    """Whether a graph since the last reset reads CPU values that are."""
+    pygraph = _pygraph()
+    if not pygraph:
+        return False
+    from torch._inductor.pygraph.report import AT_COMPILE_TIME
+
+    return any(value.how == AT_COMPILE_TIME for graph in pygraph.report().graphs for value in graph.cpu_values)
 
 
 def reset_report() -> None:

@@ -9,6 +9,8 @@ captured and outside of it:
 constant     lies on the GPU since the graph was compiled
 constructor  made on the GPU, as are the views, casts and integer operations on it whose
              results are the same on both
+known        computed from constants and constructors only, on the CPU, when the graph is
+             compiled, and a constant since
 small        delivered: all that are known at the same time with one kernel launch
 larger       staged or uploaded
 
@@ -22,6 +24,7 @@ What reads CPU tensors nevertheless is not captured; see partition_reason.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import operator
 from typing import Any, TYPE_CHECKING
 
@@ -30,6 +33,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
+from torch._inductor.graph import getattr_recursive
 from torch._inductor.lowering import register_lowering
 from torch._inductor.pygraph.deliver import (
     MAX_DELIVERED_BYTES,
@@ -37,6 +41,7 @@ from torch._inductor.pygraph.deliver import (
     PIECE_BYTES,
 )
 from torch._inductor.pygraph.report import (
+    AT_COMPILE_TIME,
     BRINGS_CPU_VALUES,
     COPIES_TO_CPU,
     CPU_VALUES,
@@ -49,6 +54,7 @@ from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import free_symbols
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._sympy.symbol import symbol_is_type, SymT
 
 
@@ -61,12 +67,17 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode, SchedulerBuffer
 
 
+log = logging.getLogger(__name__)
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
 # What is delivered, half of what one launch can take: to store as many bytes of its
 # parameters takes a kernel less time than a copy engine takes to start.
 MAX_SMALL_BYTES = 2048
+
+# What is computed when the graph is compiled: it stays on the GPU and in Inductor's cache.
+MAX_KNOWN_BYTES = 16 << 20
 
 # What is staged: memory of this size stays allocated on either side, and the comparison
 # takes the host as long as launching a few kernels does. Larger tensors are uploaded.
@@ -285,6 +296,16 @@ SAME_FOR_INTEGERS = OrderedSet(
     ]
 )
 
+# They take a tensor, and give no values.
+UNINITIALIZED = OrderedSet(
+    [
+        aten.empty_like.default,
+        aten.new_empty.default,
+        aten.new_empty_strided.default,
+        aten.resize.default,
+    ]
+)
+
 # GPU operations that take CPU tensors of more than no dimension.
 TAKES_CPU_TENSORS = OrderedSet(
     [
@@ -331,6 +352,33 @@ def is_constant(node: torch.fx.Node) -> bool:
     if node.target is aten.lift_fresh_copy.default:
         return is_constant(node.args[0])  # type: ignore[arg-type]
     return node.op == "get_attr"
+
+
+def is_deterministic(node: torch.fx.Node) -> bool:
+    """Whether equal inputs give equal results, at any time."""
+    if node.target is operator.getitem:
+        return True
+    return (
+        isinstance(node.target, torch._ops.OpOverload)
+        and is_core_op(node)
+        and not node.target._schema.is_mutable
+        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        and node.target not in UNINITIALIZED
+    )
+
+
+def known_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
+    """Those on the CPU that depend on nothing that a call brings."""
+    known = OrderedSet[torch.fx.Node]()
+    for node in graph.nodes:
+        inputs = node.all_input_nodes
+        if {t.device.type for t in tensors(node)} == {"cpu"} and (
+            is_constant(node)
+            or (node.target in CONSTRUCTORS and not inputs)
+            or (is_deterministic(node) and inputs and all(n in known for n in inputs))
+        ):
+            known.add(node)
+    return known
 
 
 def static_nbytes(t: torch.Tensor) -> int | None:
@@ -448,6 +496,8 @@ class Placement:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.level = known_after(graph)
         self.made_on_gpu: dict[torch.fx.Node, bool] = {}
+        self.known = known_values(graph)
+        self.computed: dict[torch.fx.Node, Any] = {}
         self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
         # For the report: the node on the GPU that first reads a value.
         self.first_user: dict[torch.fx.Node, torch.fx.Node] = {}
@@ -502,6 +552,33 @@ class Placement:
             )
         return self.made_on_gpu[value]
 
+    def is_kept(self, value: torch.fx.Node) -> bool:
+        """Whether it is computed when the graph is compiled."""
+        nbytes = static_nbytes(value.meta["val"])
+        return (
+            nbytes is not None and nbytes <= MAX_KNOWN_BYTES and value in self.known
+        )
+
+    def compute(self, value: torch.fx.Node) -> torch.Tensor:
+        "What eager mode gives for a known value."
+        needed, todo = OrderedSet([value]), [value]
+        while todo:
+            inputs = [n for n in todo.pop().all_input_nodes if n not in needed]
+            needed.update(inputs)
+            todo += inputs
+        for node in sorted(needed, key=self.order.__getitem__):
+            if node in self.computed:
+                continue
+            if node.op == "get_attr":
+                result = getattr_recursive(self.graph.owning_module, node.target)
+            else:
+                args, kwargs = pytree.tree_map_only(
+                    torch.fx.Node, self.computed.__getitem__, (node.args, node.kwargs)
+                )
+                result = node.target(*args, **kwargs)
+            self.computed[node] = result
+        return self.computed[value]
+
     def small_values(self, value: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
         "What has to be delivered for a value."
         found = OrderedSet[torch.fx.Node]()
@@ -512,7 +589,7 @@ class Placement:
                 inputs = [] if is_constant(n) else n.all_input_nodes
                 todo += [i for i in inputs if on_cpu(i) and i not in seen]
                 seen.update(inputs)
-            elif is_small(n):
+            elif is_small(n) and not self.is_kept(n):
                 found.add(n)
         return found
 
@@ -572,6 +649,10 @@ class Placement:
             return home
         if not can_be_copied(value):
             return None
+        if self.is_kept(value) and (kept := self.kept(value)) is not None:
+            home = self.like(value, prims.device_put.default, (kept, device))
+            self.report(home, value, AT_COMPILE_TIME, value)
+            return home
         nbytes = static_nbytes(value.meta["val"])
         if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
             counters["pygraph"]["staged_tensors"] += 1
@@ -582,6 +663,25 @@ class Placement:
         home = self.graph.call_function(op, (value, device))
         self.report(home, value, how, self.first_user.get(value, value))
         return self.in_order(value, home)
+
+    def kept(self, value: torch.fx.Node) -> torch.fx.Node | None:
+        """
+        A constant that has the value, in the form of those that the program has. None if
+        eager mode does not do what compiled code does, as with a dtype.
+        """
+        try:
+            with _disable_current_modes():
+                constant = self.compute(value)
+        except Exception as e:
+            log.info("%s is computed in each call: %s", value.name, e)
+            return None
+        module = self.graph.owning_module
+        name = f"_{value.name}_known"
+        module.register_buffer(name, constant)
+        counters["pygraph"]["known_tensors"] += 1
+        attribute = self.graph.get_attr(name)
+        attribute.meta["val"] = value.meta["val"]
+        return self.like(value, aten.lift_fresh_copy.default, (attribute,))
 
     def in_order(self, value: torch.fx.Node, home: torch.fx.Node) -> torch.fx.Node:
         """
@@ -638,8 +738,11 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     updater = FakeTensorUpdater(graph)
     ConstructorMoverPass(get_gpu_type())(graph)
     updater.incremental_update()
-    if Placement(graph).run():
+    placement = Placement(graph)
+    if placement.run():
         stable_topological_sort(graph)
+        graph.eliminate_dead_code(lambda node: node not in placement.computed)
+        updater.incremental_update()
 
 
 def partition_reason(node: BaseSchedulerNode) -> str | None:

@@ -519,11 +519,18 @@ def _clear_device_caches() -> None:
 
 
 def _constant_name(graph: GraphLowering, name: str, device_override: torch.device | None) -> str:
-    """``GraphLowering.constant_name`` without the copy to the device."""
+    """``GraphLowering.constant_name``, whose copy to the device is fake."""
     constant = graph.constants[name]
     if device_override is None or constant.device == device_override:
         return name
-    return graph.allocate_non_dup_const_name(f"{name}_{device_override.type}{device_override.index or 0}", constant)
+    copied = f"{name}_{device_override.type}{device_override.index or 0}"
+    if copied in graph.constants:
+        return copied
+    with V.fake_mode:
+        data = torch.empty_strided(
+            constant.shape, constant.stride(), dtype=constant.dtype, device=device_override
+        )
+    return graph.allocate_non_dup_const_name(copied, data)
 
 
 @contextlib.contextmanager
