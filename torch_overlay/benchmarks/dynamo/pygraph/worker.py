@@ -193,7 +193,7 @@ class CaseRun:
         alone = [name for name in others if self.variants[name].alone and not self.suite.exhaustive]
         entries: list[dict[str, Any]] = []
         counts: dict[str, int] = {}
-        at_compile_time = False
+        has_cpu_values = False
         for name in others:
             if name in alone:
                 continue
@@ -204,7 +204,7 @@ class CaseRun:
             if name == "pygraph":
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(counters["pygraph"])
-                at_compile_time = computed_at_compile_time()
+                has_cpu_values = reads_cpu_values()
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -256,11 +256,11 @@ class CaseRun:
         if not difference.bitwise:
             repeatable = repeatable and not adds_with_atomics() and self._repeats()
             why = "" if repeatable else ", which no CG need not repeat either"
-            if at_compile_time:
-                why += ", for which eager mode computed values at compile time"
+            if has_cpu_values:
+                why += ", where PyGraph computes on the CPU what eager mode does"
             self.notes.append(f"differs in {difference.where}{why}")
-        # No CUDA graphs has compiled code for such values.
-        to_the_bit = repeatable and not at_compile_time
+        # Without CUDA graphs that is compiled code, or moved to the GPU, and may round otherwise.
+        to_the_bit = repeatable and not has_cpu_values
         for name in timings:
             found = differences.get(name, Difference())
             if name in wrong:
@@ -640,14 +640,10 @@ def blockers() -> list[str]:
     return sorted({*found, *skipped})
 
 
-def computed_at_compile_time() -> bool:
-    """Whether a graph since the last reset reads CPU values that are."""
+def reads_cpu_values() -> bool:
+    """Whether GPU code of a graph since the last reset reads CPU values."""
     pygraph = _pygraph()
-    if not pygraph:
-        return False
-    from torch._inductor.pygraph.report import AT_COMPILE_TIME
-
-    return any(value.how == AT_COMPILE_TIME for graph in pygraph.report().graphs for value in graph.cpu_values)
+    return any(graph.cpu_values for graph in pygraph.report().graphs) if pygraph else False
 
 
 def reset_report() -> None:

@@ -41,7 +41,6 @@ from torch._inductor.pygraph.deliver import (
     PIECE_BYTES,
 )
 from torch._inductor.pygraph.report import (
-    AT_COMPILE_TIME,
     BRINGS_CPU_VALUES,
     COPIES_TO_CPU,
     CPU_VALUES,
@@ -651,7 +650,7 @@ class Placement:
             return None
         if self.is_kept(value) and (kept := self.kept(value)) is not None:
             home = self.like(value, prims.device_put.default, (kept, device))
-            self.report(home, value, AT_COMPILE_TIME, value)
+            self.report(home, value, "computed at compile time", value)
             return home
         nbytes = static_nbytes(value.meta["val"])
         if nbytes is not None and nbytes <= MAX_STAGED_BYTES:

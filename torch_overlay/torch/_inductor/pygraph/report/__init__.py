@@ -52,9 +52,6 @@ BRINGS_CPU_VALUES = "brings CPU values to the GPU"
 # Of a copy in the other direction.
 COPIES_TO_CPU = "copies a result of the GPU to the CPU"
 
-# How a CPU value gets to the GPU that no call has to bring there.
-AT_COMPILE_TIME = "computed at compile time"
-
 # Where nodes of a graph keep the CpuValues that they bring there.
 CPU_VALUES = "pygraph_cpu_values"
 
