@@ -527,10 +527,10 @@ def _constant_name(graph: GraphLowering, name: str, device_override: torch.devic
     if copied in graph.constants:
         return copied
     with V.fake_mode:
-        data = torch.empty_strided(
-            constant.shape, constant.stride(), dtype=constant.dtype, device=device_override
-        )
-    return graph.allocate_non_dup_const_name(copied, data)
+        data = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device=device_override)
+    # It has no memory that could be another constant's.
+    with mock.patch.object(torch._inductor.graph, "is_same_tensor", lambda data, value: False):
+        return graph.allocate_non_dup_const_name(copied, data)
 
 
 @contextlib.contextmanager
