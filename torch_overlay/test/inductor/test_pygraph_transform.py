@@ -284,6 +284,16 @@ PROGRAMS = {
         lambda: (cuda(2, 4),),
         known=1,
     ),
+    "known_in_parts": Program(
+        lambda x: (x + torch.arange(2048.0).sin().view(128, 16)[:, ::2].to("cuda")).sum(1),
+        lambda: (cuda(128, 8),),
+        known=1,
+    ),
+    "known_expanded": Program(
+        lambda x: x + torch.arange(1024.0).sin()[:, None].expand(1024, 4).to("cuda"),
+        lambda: (cuda(1024, 4),),
+        known=1,
+    ),
     "known_of_a_list": Program(
         lambda x: x + torch.arange(8.0).sin().view(2, 4).topk(2)[0].to("cuda"),
         lambda: (cuda(2, 2),),
@@ -510,8 +520,13 @@ class GeneratedCodeTest(TestCase):
         staged = ("staged_tensors", "uploaded_tensors")
         self.assertEqual(sum(counters["pygraph"][k] for k in staged), program.staged)
         self.assertEqual(counters["pygraph"]["known_tensors"], program.known)
-        # What was computed is nobody else's.
+        # What was computed is nobody else's, and is on the GPU as it was on the CPU.
         self.assertNotRegex(graph.source, r"return .*_known|_known.*# (alias|reuse)")
+        layouts: dict[str, set[str]] = {}
+        constant = r"^(\w+_known)(?:_cuda0)? = None  # device\(.*?\) (.*) \w+$"
+        for name, layout in re.findall(constant, graph.source, re.MULTILINE):
+            layouts.setdefault(name, set()).add(layout)
+        self.assertEqual({name: len(found) for name, found in layouts.items()}, dict.fromkeys(layouts, 1))
         if "custom_op" in name:
             return
         ((before, after),) = placed.graphs

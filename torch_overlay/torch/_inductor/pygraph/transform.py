@@ -668,18 +668,18 @@ class Placement:
         A constant that has the value, in the form of those that the program has. None if
         eager mode does not do what compiled code does, as with a dtype.
         """
+        name = f"_{value.name}_known"
         try:
             with _disable_current_modes():
-                constant = self.compute(value)
+                # Dense: Inductor reads the copy on the GPU by the strides that it has here.
+                constant = self.compute(value).clone()
+            self.graph.owning_module.register_buffer(name, constant)
         except Exception as e:
             log.info("%s is computed in each call: %s", value.name, e)
             return None
-        module = self.graph.owning_module
-        name = f"_{value.name}_known"
-        module.register_buffer(name, constant)
         counters["pygraph"]["known_tensors"] += 1
         attribute = self.graph.get_attr(name)
-        attribute.meta["val"] = value.meta["val"]
+        attribute.meta["val"] = value.meta["val"].clone()
         return self.like(value, aten.lift_fresh_copy.default, (attribute,))
 
     def in_order(self, value: torch.fx.Node, home: torch.fx.Node) -> torch.fx.Node:

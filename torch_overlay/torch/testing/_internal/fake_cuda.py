@@ -526,8 +526,9 @@ def _constant_name(graph: GraphLowering, name: str, device_override: torch.devic
     copied = f"{name}_{device_override.type}{device_override.index or 0}"
     if copied in graph.constants:
         return copied
+    stride = torch.empty_like(constant, device="meta").stride()
     with V.fake_mode:
-        data = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype, device=device_override)
+        data = torch.empty_strided(constant.shape, stride, dtype=constant.dtype, device=device_override)
     # It has no memory that could be another constant's.
     with mock.patch.object(torch._inductor.graph, "is_same_tensor", lambda data, value: False):
         return graph.allocate_non_dup_const_name(copied, data)
