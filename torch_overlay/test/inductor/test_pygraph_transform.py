@@ -606,10 +606,14 @@ class GeneratedCodeTest(TestCase):
         self.assertNotRegex(graph.source, rf"= ({'|'.join(kept)})\b.*# reuse")
         self.assertNotRegex(graph.source, "'in_out_ptr0'")
 
-    @parametrize("what", ["random", "uninitialized", "of_the_gpu", "large"])
+    @parametrize(
+        "what", ["random", "uninitialized", "of_the_gpu", "large", "of_large_values"]
+    )
     def test_not_known(self, what):
-        if what == "large":
-            numel = transform.MAX_KNOWN_BYTES // 4 + 1
+        numel = transform.MAX_KNOWN_BYTES // 4 + 1
+        if what == "of_large_values":
+            fn = lambda x: x + torch.full((numel,), 0.5).sin().sum()  # noqa: E731
+        elif what == "large":
             fn = lambda x: x + torch.arange(float(numel)).sin().to("cuda").sum()  # noqa: E731
         elif what == "of_the_gpu":
             fn = lambda x: x + (torch.ones(8, device="cuda").cpu() * 2).to("cuda")  # noqa: E731

@@ -75,7 +75,8 @@ prims = torch.ops.prims
 # parameters takes a kernel less time than a copy engine takes to start.
 MAX_SMALL_BYTES = 2048
 
-# What is computed when the graph is compiled: it stays on the GPU and in Inductor's cache.
+# What is computed when the graph is compiled, and each step towards it: the result stays on
+# the GPU and in Inductor's cache.
 MAX_KNOWN_BYTES = 16 << 20
 
 # What is staged: memory of this size stays allocated on either side, and the comparison
@@ -367,11 +368,18 @@ def is_deterministic(node: torch.fx.Node) -> bool:
 
 
 def known_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
-    """Those on the CPU that depend on nothing that a call brings."""
+    """
+    Those on the CPU that depend on nothing that a call brings, and on nothing large:
+    compiled code may need no memory for what eager mode does.
+    """
     known = OrderedSet[torch.fx.Node]()
     for node in graph.nodes:
         inputs = node.all_input_nodes
-        if {t.device.type for t in tensors(node)} == {"cpu"} and (
+        values = tensors(node)
+        if {t.device.type for t in values} != {"cpu"}:
+            continue
+        sizes = map(static_nbytes, values)
+        if all(n is not None and n <= MAX_KNOWN_BYTES for n in sizes) and (
             is_constant(node)
             or (node.target in CONSTRUCTORS and not inputs)
             or (is_deterministic(node) and inputs and all(n in known for n in inputs))
@@ -551,13 +559,6 @@ class Placement:
             )
         return self.made_on_gpu[value]
 
-    def is_kept(self, value: torch.fx.Node) -> bool:
-        """Whether it is computed when the graph is compiled."""
-        nbytes = static_nbytes(value.meta["val"])
-        return (
-            nbytes is not None and nbytes <= MAX_KNOWN_BYTES and value in self.known
-        )
-
     def compute(self, value: torch.fx.Node) -> torch.Tensor:
         "What eager mode gives for a known value."
         needed, todo = OrderedSet([value]), [value]
@@ -588,7 +589,7 @@ class Placement:
                 inputs = [] if is_constant(n) else n.all_input_nodes
                 todo += [i for i in inputs if on_cpu(i) and i not in seen]
                 seen.update(inputs)
-            elif is_small(n) and not self.is_kept(n):
+            elif is_small(n) and n not in self.known:
                 found.add(n)
         return found
 
@@ -648,7 +649,7 @@ class Placement:
             return home
         if not can_be_copied(value):
             return None
-        if self.is_kept(value) and (kept := self.kept(value)) is not None:
+        if value in self.known and (kept := self.kept(value)) is not None:
             home = self.like(value, prims.device_put.default, (kept, device))
             self.report(home, value, "computed at compile time", value)
             return home
