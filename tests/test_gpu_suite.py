@@ -731,6 +731,8 @@ class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
     started: list[FakeWorker] = []
+    # (case, seconds) of what was compiled
+    compiled: list[tuple[str, int]] = []
 
     def __init__(self, case, options, logs, threads, cold=False, caches=None):
         self.case, self.options, self.cold, self.caches = case, options, cold, caches
@@ -741,6 +743,8 @@ class FakeWorker:
         pass
 
     def ask(self, command, deadline):
+        if command.startswith("prepare "):
+            self.compiled.append((self.case.name, int(command.split()[1])))
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
@@ -755,7 +759,7 @@ class FakeWorker:
 
 
 def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, **overrides):
-    FakeWorker.answers, FakeWorker.closed, FakeWorker.started = answers, [], []
+    FakeWorker.answers, FakeWorker.closed, FakeWorker.started, FakeWorker.compiled = answers, [], [], []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
     selected = [cases.Case(name, suite_name, *build, **overrides) for name in names]
     return suite.run_suite(
@@ -827,6 +831,21 @@ def test_variants_of_one_workload_are_compiled_side_by_side(monkeypatch):
     # Beside the case's process and two that run a variant alone.
     assert apart(8) == ["no_cg", "stock_cg", "stock_whole", "forced_node_update", "forced_copy"]
     assert apart(7) == apart(8, names="ab") == apart(8, apart=False) == []
+
+
+def test_the_last_cases_compile_as_long_as_measuring_them_allows(monkeypatch):
+    def seconds(names, **overrides):
+        answers = {f"{name} prepare": {} for name in names}
+        answers |= {f"{name} measure": {**ROW, "name": name} for name in names}
+        _run_suite(names, {**answers, **MEMORY}, budget_s=400.0, **overrides)
+        return [round(found / suite.PREPARE_SHARE) for _, found in sorted(FakeWorker.compiled)]
+
+    to_measure = cases.SUITES["pi"].max_case_s
+    assert seconds("a") == [400 - to_measure]
+    assert seconds("abcde") == [200] * 5
+    # The first of two batches leaves half to the second.
+    monkeypatch.setattr(suite, "_batches", lambda cases, gib: [[case] for case in cases])
+    assert seconds("ab") == [200, 400 - to_measure]
 
 
 def test_rows_are_complete_when_they_are_told():
