@@ -834,10 +834,10 @@ def test_variants_of_one_workload_are_compiled_side_by_side(monkeypatch):
 
 
 def test_the_last_cases_compile_as_long_as_measuring_them_allows(monkeypatch):
-    def seconds(names, **overrides):
+    def seconds(names):
         answers = {f"{name} prepare": {} for name in names}
         answers |= {f"{name} measure": {**ROW, "name": name} for name in names}
-        _run_suite(names, {**answers, **MEMORY}, budget_s=400.0, **overrides)
+        _run_suite(names, {**answers, **MEMORY}, budget_s=400.0)
         return [round(found / suite.PREPARE_SHARE) for _, found in sorted(FakeWorker.compiled)]
 
     to_measure = cases.SUITES["pi"].max_case_s

@@ -280,8 +280,8 @@ PROGRAMS = {
         known=1,
     ),
     "known_transposed": Program(
-        lambda x: torch.arange(8.0).sin().view(2, 4).t().contiguous().t().to("cuda") + x,
-        lambda: (cuda(2, 4),),
+        lambda x: torch.arange(2048.0).sin().view(128, 16).t().to("cuda") + x,
+        lambda: (cuda(16, 128),),
         known=1,
     ),
     "known_in_parts": Program(
@@ -425,6 +425,17 @@ PROGRAMS = {
     ),
 }
 
+MANY = transform.MAX_KNOWN_BYTES // 4 + 1
+
+# What a CPU value that reaches the GPU may not be, to be computed at compile time.
+NOT_KNOWN = {
+    "random": lambda x: (x[(i := torch.ones(8).multinomial(8))], i),
+    "uninitialized": lambda x: x + torch.ones(8).new_empty_strided((8,), (1,)).sin().to("cuda"),
+    "of_the_gpu": lambda x: x + (torch.ones(8, device="cuda").cpu() * 2).to("cuda"),
+    "large": lambda x: x + torch.arange(float(MANY)).sin().to("cuda").sum(),
+    "of_large_values": lambda x: x + torch.full((MANY,), 0.5).sin().sum(),
+}
+
 
 class Placed:
     """While active, keeps each graph that CPU values are placed in, before and after."""
@@ -522,11 +533,9 @@ class GeneratedCodeTest(TestCase):
         self.assertEqual(counters["pygraph"]["known_tensors"], program.known)
         # What was computed is nobody else's, and is on the GPU as it was on the CPU.
         self.assertNotRegex(graph.source, r"return .*_known|_known.*# (alias|reuse)")
-        layouts: dict[str, set[str]] = {}
         constant = r"^(\w+_known)(?:_cuda0)? = None  # device\(.*?\) (.*) \w+$"
-        for name, layout in re.findall(constant, graph.source, re.MULTILINE):
-            layouts.setdefault(name, set()).add(layout)
-        self.assertEqual({name: len(found) for name, found in layouts.items()}, dict.fromkeys(layouts, 1))
+        layouts = {*re.findall(constant, graph.source, re.MULTILINE)}
+        self.assertEqual(len(layouts), len({name for name, _ in layouts}))
         if "custom_op" in name:
             return
         ((before, after),) = placed.graphs
@@ -606,30 +615,20 @@ class GeneratedCodeTest(TestCase):
         self.assertNotRegex(graph.source, rf"= ({'|'.join(kept)})\b.*# reuse")
         self.assertNotRegex(graph.source, "'in_out_ptr0'")
 
-    @parametrize(
-        "what", ["random", "uninitialized", "of_the_gpu", "large", "of_large_values"]
-    )
+    @parametrize("what", list(NOT_KNOWN))
     def test_not_known(self, what):
-        numel = transform.MAX_KNOWN_BYTES // 4 + 1
-        if what == "of_large_values":
-            fn = lambda x: x + torch.full((numel,), 0.5).sin().sum()  # noqa: E731
-        elif what == "large":
-            fn = lambda x: x + torch.arange(float(numel)).sin().to("cuda").sum()  # noqa: E731
-        elif what == "of_the_gpu":
-            fn = lambda x: x + (torch.ones(8, device="cuda").cpu() * 2).to("cuda")  # noqa: E731
-        elif what == "random":
-            fn = lambda x: x + torch.full((8,), 0.5).bernoulli().sin().to("cuda")  # noqa: E731
-        else:
-            fn = lambda x: x + torch.empty_like(torch.ones(8)).sin().to("cuda")  # noqa: E731
-        compile_for_h200(Program(fn, lambda: (cuda(8),)))
+        compile_for_h200(Program(NOT_KNOWN[what], lambda: (cuda(8),)))
         self.assertEqual(counters["pygraph"]["known_tensors"], 0)
         placed = ("delivered_values", "uploaded_tensors")
         self.assertEqual(sum(counters["pygraph"][k] for k in placed), 1)
 
+    def test_no_call_computes_what_is_known(self):
+        (graph,) = compile_for_h200(PROGRAMS["known"])
+        self.assertNotIn("cpp_fused", graph.source)
+
     def test_what_eager_mode_fails_to_compute_is_staged(self):
         program = PROGRAMS["known"]
-        error = mock.patch.object(transform.Placement, "compute", side_effect=RuntimeError)
-        with error:
+        with mock.patch.object(transform.Placement, "compute", side_effect=RuntimeError):
             (graph,) = compile_for_h200(program)
         self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
         FileCheck().check("= Stage(0)").run(graph.source)

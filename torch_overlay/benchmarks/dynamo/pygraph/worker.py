@@ -259,7 +259,7 @@ class CaseRun:
             if has_cpu_values:
                 why += ", where PyGraph computes on the CPU what eager mode does"
             self.notes.append(f"differs in {difference.where}{why}")
-        # Without CUDA graphs that is compiled code, or moved to the GPU, and may round otherwise.
+        # No CUDA graphs computes some of that in compiled code, or on the GPU, and may round otherwise.
         to_the_bit = repeatable and not has_cpu_values
         for name in timings:
             found = differences.get(name, Difference())

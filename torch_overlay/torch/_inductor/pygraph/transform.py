@@ -11,7 +11,7 @@ constructor  made on the GPU, as are the views, casts and integer operations on 
              results are the same on both
 known        computed from constants and constructors only, on the CPU, when the graph is
              compiled, and a constant since
-small        delivered: all that are known at the same time with one kernel launch
+small        delivered: all that can be at the same time, with one kernel launch
 larger       staged or uploaded
 
 See deliver.py for the last two. The CPU keeps its own copy of everything: operations on
@@ -33,7 +33,6 @@ from torch._dynamo.utils import counters
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
-from torch._inductor.graph import getattr_recursive
 from torch._inductor.lowering import register_lowering
 from torch._inductor.pygraph.deliver import (
     MAX_DELIVERED_BYTES,
@@ -296,7 +295,7 @@ SAME_FOR_INTEGERS = OrderedSet(
     ]
 )
 
-# They take a tensor, and give no values.
+# They take a tensor, and give memory that nothing was written to.
 UNINITIALIZED = OrderedSet(
     [
         aten.empty_like.default,
@@ -359,10 +358,9 @@ def is_deterministic(node: torch.fx.Node) -> bool:
     if node.target is operator.getitem:
         return True
     return (
-        isinstance(node.target, torch._ops.OpOverload)
-        and is_core_op(node)
-        and not node.target._schema.is_mutable
-        and torch.Tag.nondeterministic_seeded not in node.target.tags
+        is_core_op(node)
+        and not node.target._schema.is_mutable  # type: ignore[union-attr]
+        and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
         and node.target not in UNINITIALIZED
     )
 
@@ -566,17 +564,11 @@ class Placement:
             inputs = [n for n in todo.pop().all_input_nodes if n not in needed]
             needed.update(inputs)
             todo += inputs
+        interpreter = torch.fx.Interpreter(self.graph.owning_module, graph=self.graph)
+        interpreter.env = self.computed
         for node in sorted(needed, key=self.order.__getitem__):
-            if node in self.computed:
-                continue
-            if node.op == "get_attr":
-                result = getattr_recursive(self.graph.owning_module, node.target)
-            else:
-                args, kwargs = pytree.tree_map_only(
-                    torch.fx.Node, self.computed.__getitem__, (node.args, node.kwargs)
-                )
-                result = node.target(*args, **kwargs)
-            self.computed[node] = result
+            if node not in self.computed:
+                self.computed[node] = interpreter.run_node(node)
         return self.computed[value]
 
     def small_values(self, value: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
@@ -649,8 +641,8 @@ class Placement:
             return home
         if not can_be_copied(value):
             return None
-        if value in self.known and (kept := self.kept(value)) is not None:
-            home = self.like(value, prims.device_put.default, (kept, device))
+        if value in self.known and (constant := self.constant(value)) is not None:
+            home = self.like(value, prims.device_put.default, (constant, device))
             self.report(home, value, "computed at compile time", value)
             return home
         nbytes = static_nbytes(value.meta["val"])
@@ -664,7 +656,7 @@ class Placement:
         self.report(home, value, how, self.first_user.get(value, value))
         return self.in_order(value, home)
 
-    def kept(self, value: torch.fx.Node) -> torch.fx.Node | None:
+    def constant(self, value: torch.fx.Node) -> torch.fx.Node | None:
         """
         A constant that has the value, in the form of those that the program has. None if
         eager mode does not do what compiled code does, as with a dtype.
@@ -673,8 +665,8 @@ class Placement:
         try:
             with _disable_current_modes():
                 # Dense: Inductor reads the copy on the GPU by the strides that it has here.
-                constant = self.compute(value).clone()
-            self.graph.owning_module.register_buffer(name, constant)
+                computed = self.compute(value).clone()
+            self.graph.owning_module.register_buffer(name, computed)
         except Exception as e:
             log.info("%s is computed in each call: %s", value.name, e)
             return None
@@ -741,8 +733,8 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     placement = Placement(graph)
     if placement.run():
         stable_topological_sort(graph)
+        # Inductor would run what is left of how they are computed: not all of it fuses away.
         graph.eliminate_dead_code(lambda node: node not in placement.computed)
-        updater.incremental_update()
 
 
 def partition_reason(node: BaseSchedulerNode) -> str | None:
