@@ -761,7 +761,9 @@ class ProofTest(PyGraphTestCase):
             "torch._inductor.pygraph.record.Rehearsal._run",
             side_effect=torch.OutOfMemoryError("no memory"),
         ):
-            self.check_copied(lambda x: x * 2, lambda: (randn(64),))
+            entry = self.check_copied(lambda x: x * 2, lambda: (randn(64),))
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("out of memory", entry.reason)
 
     def test_no_bindings(self):
         with (
@@ -1119,6 +1121,91 @@ class TrainingTest(PyGraphTestCase):
             (expected,) = torch.autograd.grad(fn(x, w), w)
             self.assertEqual(actual, expected, atol=1e-3, rtol=1e-3)
         self.assertBound(functions=2)
+
+
+class LittleMemoryTest(PyGraphTestCase):
+    """
+    What runs without graphs in so much memory does with them, whatever is captured, as long
+    as it needs most of that in what it compiles: graphs keep their memory between calls.
+    """
+
+    def setUp(self):
+        super().setUp()
+        layers = []
+        for _ in range(6):
+            linear = torch.nn.Linear(1024, 1024, dtype=torch.bfloat16)
+            norm = torch.nn.LayerNorm(1024, dtype=torch.bfloat16)
+            layers += [linear, torch.nn.GELU(), norm]
+        self.module = torch.nn.Sequential(*layers).to(DEVICE)
+        self.addCleanup(torch.cuda.set_per_process_memory_fraction, 1.0)
+
+    def train(self, fn, steps):
+        "The gradients' norms of each step."
+        norms = []
+        for i in range(steps):
+            torch.manual_seed(i % 3)
+            x = randn(8192, 1024, dtype=torch.bfloat16)
+            fn(x).float().square().mean().backward()
+            grads = [p.grad.float().norm() for p in self.module.parameters()]
+            norms.append(torch.stack(grads).cpu())
+            self.module.zero_grad(set_to_none=True)
+        return norms
+
+    def infer(self, fn, calls):
+        sums = []
+        with torch.no_grad():
+            for i in range(calls):
+                torch.manual_seed(i % 3)
+                x = randn(65536, 1024, dtype=torch.bfloat16)
+                sums.append(torch.linalg.vector_norm(fn(x), dtype=torch.float32).cpu())
+                del x
+        return sums
+
+    def peak(self, run, fn):
+        "Of the memory that the process has, with all that run needs, in bytes."
+        run(fn, 2)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        run(fn, 2)
+        peak = torch.cuda.max_memory_reserved()
+        torch.cuda.empty_cache()
+        return peak
+
+    def check_limited(self, run, share, calls, **options):
+        uncaptured = torch.compile(lambda x: self.module(x))
+        limit = int(share * self.peak(run, uncaptured))
+        expected = run(uncaptured, 3)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(limit / total)
+        actual = run(torch.compile(self.module, options={"pygraph": True, **options}), calls)
+        for i, value in enumerate(actual):
+            self.assertEqual(value, expected[i % 3], atol=1e-3, rtol=2e-2)
+
+    @parametrize("share", (1.15, 1.4))
+    @parametrize("force", (None, "node_update"))
+    def test_training(self, share, force):
+        self.check_limited(self.train, share, 6 if force else 100, pygraph_force=force)
+        if force and share == 1.4:
+            self.assertBound(functions=2)
+
+    @parametrize("share", (1.02, 1.6))
+    @parametrize("force", (None, "node_update"))
+    def test_inference(self, share, force):
+        self.check_limited(self.infer, share, 6 if force else 100, pygraph_force=force)
+        if force and share == 1.6:
+            self.assertBound()
+
+    def test_proof_that_fails(self):
+        "What was captured for it is gone when the call runs uncaptured."
+        with mock.patch(
+            "torch._inductor.pygraph.record.BoundGraphNode._difference",
+            lambda self: "it differs",
+        ):
+            self.check_limited(self.infer, 1.02, 6, pygraph_force="node_update")
+        self.assertEqual(counters["pygraph"]["bound_inputs"], 0)
+
+
+instantiate_parametrized_tests(LittleMemoryTest)
 
 
 instantiate_parametrized_tests(TrainingTest)

@@ -38,9 +38,9 @@ def generated(source: str) -> types.FunctionType:
     return module["call"]  # type: ignore[return-value]
 
 
-class ReturnedOutputsTest(TestCase):
-    def functions(self, fn: Any, *inputs: Any) -> list[tuple[str, Any, list[int]]]:
-        "(mode, function, returned outputs) of each function that could be recorded"
+class OptionsTest(TestCase):
+    def functions(self, fn: Any, *inputs: Any) -> list[tuple[str, Any, Any]]:
+        "(mode, function, options) of each function that could be recorded"
         seen = []
 
         def cudagraphify(model, *, pygraph, is_backward, is_inference, **kwargs):
@@ -51,7 +51,7 @@ class ReturnedOutputsTest(TestCase):
                 if is_inference
                 else "forward"
             )
-            seen.append((mode, model, list(pygraph.returned_output_idxs)))
+            seen.append((mode, model, pygraph))
             return model
 
         with (
@@ -70,11 +70,72 @@ class ReturnedOutputsTest(TestCase):
         functions = self.functions(*args)
         self.assertEqual(len(functions), len(self.sources))
         result = []
-        for (mode, _, idxs), source in zip(functions, self.sources):
+        for (mode, _, options), source in zip(functions, self.sources):
             (names,) = re.findall(r"^    return \((.*), \)$", source, re.MULTILINE)
             names = names.split(", ")
-            result.append((mode, names, [names[i] for i in idxs]))
+            returned = [names[i] for i in options.returned_output_idxs]
+            result.append((mode, names, returned))
         return result
+
+    def reused(self, *args: Any) -> list[tuple[str, set[str], set[str]]]:
+        "(mode, inputs that the code writes over, those that are said to be) of each function"
+        functions = self.functions(*args)
+        result = []
+        defined = [
+            (names, body)
+            for source in self.sources
+            for names, body in re.findall(
+                r"^def partition_\d+\(args\):\n    (.*) = args\n((?:    .*\n|\n)*)",
+                source,
+                re.MULTILINE,
+            )
+        ]
+        self.assertEqual(len(functions), len(defined))
+        for (mode, _, options), (names, body) in zip(functions, defined):
+            names = names.rstrip(",").split(", ")
+            written = {*re.findall(r"; del (\w+)  # reuse", body)} & {*names}
+            found = {names[i] for i in options.reused_input_idxs}
+            result.append((mode, written, found))
+        return result
+
+    def test_donated_activation(self):
+        "Of what the forward saved, only what the backward writes over is said to be."
+
+        def fn(x, w):
+            for _ in range(3):
+                x = torch.nn.functional.gelu(x @ w).sin()
+            return (x.sum(),)
+
+        matrix = self.matrix(requires_grad=True)
+        forward, backward = self.reused(fn, matrix, matrix)
+        self.assertEqual(forward, ("forward", set(), set()))
+        self.assertEqual(backward[0], "backward")
+        self.assertTrue(backward[1])
+        self.assertEqual(backward[2], backward[1])
+
+    def test_buffers_of_another_partition(self):
+        "All that a partition gets from another one may be written over."
+
+        @torch.library.custom_op(
+            "pygraph_test::opaque", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,)
+        )
+        def opaque(x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        opaque.register_fake(torch.empty_like)
+        self.addCleanup(opaque._lib._destroy)
+
+        def fn(x, w):
+            y = (x @ w).sin()
+            z = opaque(y)
+            return ((y.cos() @ w + z).tanh(),)
+
+        with torch.no_grad():
+            first, second = self.reused(fn, self.matrix(), self.matrix())
+        self.assertEqual(first, ("inference", set(), set()))
+        mode, written, found = second
+        self.assertTrue(written and written <= found, second)
+        self.assertFalse({n for n in found if n.startswith("arg")})
 
     def matrix(self, **kwargs: Any) -> Any:
         return lambda: torch.randn(64, 64, device="cuda", **kwargs)
@@ -120,7 +181,8 @@ class ReturnedOutputsTest(TestCase):
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             functions = self.functions(fn, self.matrix())
         self.assertEqual(len(functions), 2)
-        self.assertEqual([len(idxs) for _, _, idxs in functions], [1, 1])
+        returned = [len(options.returned_output_idxs) for _, _, options in functions]
+        self.assertEqual(returned, [1, 1])
 
     def test_generated_functions_can_be_given_an_allocator(self):
         with torch.no_grad():

@@ -192,10 +192,12 @@ class ModelledDevice:
     Attributes:
         captured: the graph that is being captured
         to_pool: allocations go to the graphs' pool
+        limit: bytes that there are
     """
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
+        self.limit = 1 << 30
         self.captured: ModelledGraph | None = None
         self.to_pool = False
         self.arenas = {poison: ModelledArena(poison) for poison in placeholder.POISONS}
@@ -221,6 +223,10 @@ class ModelledDevice:
             None,
         )
         if block is None:
+            if self.captured is None:
+                self.empty_cache()
+            if self.nbytes + nbytes > self.limit:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
             block = Block(
                 torch.zeros(nbytes + 512, dtype=torch.uint8), nbytes, in_pool, []
             )
@@ -231,6 +237,18 @@ class ModelledDevice:
             # What nobody wrote is no number.
             on_host(t).view(torch.uint8).fill_(0xFF)
         return t
+
+    @property
+    def nbytes(self) -> int:
+        return sum(b.nbytes for b in self.blocks)
+
+    def empty_cache(self) -> None:
+        self.blocks = [b for b in self.blocks if b.in_pool or not b.is_free]
+
+    def room(self, device_index: int, pool: tuple[int, int] | None = None) -> int:
+        self.empty_cache()
+        of_pool = sum(b.nbytes for b in self.blocks if b.is_free and pool is not None)
+        return self.limit - self.nbytes + of_pool
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         t = self.empty_strided(values.shape, values.stride(), values.dtype)
@@ -313,6 +331,19 @@ class ModelledDevice:
             yield
         finally:
             self.to_pool = False
+
+
+class ModelledOwnPool:
+    def __init__(self, device: ModelledDevice) -> None:
+        self.device = device
+
+    def __enter__(self) -> ModelledOwnPool:
+        self.device.empty_cache()
+        self.before = self.device.nbytes
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.nbytes = self.device.nbytes - self.before
 
 
 class ModelledPool:
@@ -432,7 +463,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "set_stream": mock.Mock(),
                 "_sleep": lambda cycles: None,
                 "synchronize": lambda *args: None,
-                "empty_cache": lambda: None,
+                "empty_cache": device.empty_cache,
                 "is_current_stream_capturing": lambda: device.captured is not None,
                 "device_count": lambda: 1,
                 "default_generators": [torch.default_generator],
@@ -468,13 +499,16 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "take_damage": take_damage,
                 "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
                 "NodeUpdateBinding": ModelledBinding,
+                "OwnPool": lambda index: ModelledOwnPool(device),
                 "PoolRanges": lambda pool: ModelledPool(device),
                 "Proof": HostProof,
                 "RngState": ModelledRng,
                 "SavedInput": SavedInput,
                 "clone_preserve_strides": device.clone,
+                "room": device.room,
             },
         ),
+        (select, {"room": device.room}),
         (
             allocation,
             {
@@ -644,6 +678,7 @@ class RecordTest(TestCase):
         mutated: tuple[int, ...] = (),
         static: Sequence[int] = (),
         names: Sequence[str] = (),
+        reused: Sequence[int] = (),
         code_hash: str | None = None,
     ) -> Deployed:
         model = self.generated(body)
@@ -656,6 +691,7 @@ class RecordTest(TestCase):
             is_backward=mode == "backward",
             is_inference=mode == "inference",
             returned_output_idxs=OrderedSet(returned),
+            reused_input_idxs=OrderedSet(reused),
             mutated_input_idxs=mutated,
             placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
             force=force,
@@ -1494,6 +1530,7 @@ class RecordTest(TestCase):
                 "a, y = args; args.clear(); launch(mul, a, a, y); c = new(); launch(add, c, a, y); return (c,)",
                 [a, y],
                 names=["partition_1_placeholder_0", "arg1_1"],
+                reused=[0],
             )
             inputs = [a, y]
             del a
@@ -1565,6 +1602,7 @@ class RecordTest(TestCase):
             returned=[0, 1],
             static=[0, 1],
             names=["mul", "primals_2", "tangents_1"],
+            reused=[0],
         )
         if retained is None:
             inputs = [a, w, t]
@@ -1783,6 +1821,95 @@ class RecordTest(TestCase):
         manager.running_forwards_with_pending_backwards = True
         self.assertEqual(graph.current_callable([1]), [1])
         self.assertFalse(manager.running_forwards_with_pending_backwards)
+
+    def fits(
+        self, limit: int, program: Callable[[str | None, Any], Any], force: str | None
+    ) -> bool:
+        "Whether a program gets along with so much memory, in a process of its own."
+        self.forward = self.backward = None
+        trees.reset_cudagraph_trees()
+        reset_report()
+        self.device.blocks.clear()
+        self.device.limit = limit
+        try:
+            # Before: graphs keep their memory between calls, of which calls need more.
+            inputs = [(self.randn(), self.randn()) for _ in range(5)]
+            program(force, itertools.cycle(inputs))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def check_fits(
+        self, program: Callable[[str | None, Any], Any], force: str | None
+    ) -> list[str]:
+        "What is chosen for the last function, from where the program fits without graphs."
+        limit = next(n for n in range(0, 4096, 32) if self.fits(n, program, "no_graph"))
+        choices = []
+        for n in range(limit, 4 * limit, 32):
+            self.assertTrue(self.fits(n, program, force), f"{n} bytes of {limit}")
+            choices.append(report()[-1].choice)
+        self.device.limit = 1 << 30
+        return choices
+
+    def train(self, force: str | None, inputs: Iterator[Any]) -> None:
+        self.weight, _ = next(inputs)
+        for _ in range(7):
+            x, t = next(inputs)
+            with mock.patch.object(self, "randn", lambda: t):
+                for actual, expected in self.step(x, force=force):
+                    self.assertEqual(on_host(actual), expected)
+            # Nothing is kept into the next step.
+            del actual
+
+    def test_training_in_little_memory(self):
+        choices = self.check_fits(self.train, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
+    # Eight times the sine, and y added.
+    DEEP = "x, y = args; args.clear(); " + "".join(
+        f"{b} = new(); launch(sin, {b}, {a}); "
+        for a, b in itertools.pairwise("xabcdefgh")
+    )
+    DEEP += "i = new(); launch(add, i, h, y); return (i,)"
+
+    def run_deep(self, force: str | None, inputs: Iterator[Any], calls: int = 5) -> None:
+        fn = None
+        for _ in range(calls):
+            x, y = next(inputs)
+            fn = fn or self.deploy(self.DEEP, [x, y], force=force)
+            expected = on_host(x)
+            for _ in range(8):
+                expected = expected.sin()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), expected + on_host(y))
+            del out
+
+    def test_inference_in_little_memory(self):
+        choices = self.check_fits(self.run_deep, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
+    def test_proof_that_fails_in_little_memory(self):
+        "What was captured is gone when the call runs uncaptured."
+        with mock.patch.object(ModelledBinding, "hidden", 0):
+            choices = self.check_fits(self.run_deep, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "copy"])
+
+    def test_selection_in_little_memory(self):
+        "A graph that seems to lose is timed again if there is memory for both."
+        timed = []
+
+        def run(force: str | None, inputs: Iterator[Any]) -> None:
+            costs = [select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)]
+            with (
+                mock.patch.object(select.Samples, "cost", lambda samples: costs.pop(0)),
+                mock.patch.object(select.Samples, "_suffices", lambda samples: True),
+            ):
+                self.run_deep(force, inputs, calls=40)
+            timed.append(4 - len(costs))
+
+        self.assertEqual({*self.check_fits(run, None)}, {"no_graph"})
+        # First those of which it was found where the program fits.
+        self.assertEqual([*dict.fromkeys(timed)], [0, 1, 2, 4])
 
     def test_graph_that_lost_gives_its_memory_back(self):
         costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])

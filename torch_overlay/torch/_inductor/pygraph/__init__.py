@@ -11,7 +11,9 @@ transform    CPU values that GPU code reads are given a GPU home in front of wha
              what reads CPU memory all the same is left out, and logged with its line
 select       the function first runs uncaptured and is timed; a function that keeps the
              device busy by itself is never recorded (section 3.4)
-allocation   a rehearsal shows which of the function's allocations its outputs lie in
+memory       a rehearsal shows what the function takes of the device's memory: where that
+             is not free, it is not captured
+allocation   and which of its allocations the outputs lie in
 placeholder  the external inputs, which trees would copy at every replay, and the outputs,
              which the next replay would overwrite, are captured at addresses that belong
              to nothing else and cost no memory

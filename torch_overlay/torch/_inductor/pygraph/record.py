@@ -57,6 +57,7 @@ from torch._inductor.pygraph.collectives import (
 )
 from torch._inductor.pygraph.deliver import CapturedValues
 from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.memory import OwnPool, room, segments_of
 from torch._inductor.pygraph.placeholder import (
     arena,
     MAX_ALIGNMENT,
@@ -139,11 +140,9 @@ class PoolRanges:
 
     def __init__(self, pool: tuple[int, int]) -> None:
         self.bounds: list[int] = []
-        segments = torch.cuda.memory_snapshot(pool, include_traces=False)
-        for segment in sorted(segments, key=lambda s: s["address"]):
-            if tuple(segment["segment_pool_id"]) == tuple(pool):
-                start = segment["address"]
-                self.bounds += (start, start + segment["total_size"])
+        for segment in sorted(segments_of(pool), key=lambda s: s["address"]):
+            start = segment["address"]
+            self.bounds += (start, start + segment["total_size"])
 
     def __contains__(self, address: int) -> bool:
         # Bounds alternate between the start and the end of a segment.
@@ -192,18 +191,19 @@ class Rehearsal:
     It gives the proof something to compare with, the recording the allocations that its
     outputs lie in, and the caller its outputs should the recording be abandoned.
     Afterwards inputs and generators are as they were before. It runs no collectives.
+
+    Attributes:
+        nbytes: what the function takes of the device's memory
     """
 
     def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
         function = node.wrapped_function
         managed = OrderedSet(node.cudagraph_managed_idxs)
         mutated = list(function.mutated_input_idxs)
-        # Inductor reuses the memory of donated activations and of other partitions'
-        # buffers in place. Which ones, the wrapper's code knows; all are saved.
         written = OrderedSet(mutated) | OrderedSet(
             i
-            for i, info in enumerate(function.placeholders)
-            if isinstance(inputs[i], torch.Tensor) and is_saved_activation(info)
+            for i in function.pygraph.reused_input_idxs
+            if isinstance(inputs[i], torch.Tensor)
         )
         self.model = function.model
         self.left_out = LeftOut() if node.collectives is not None else None
@@ -215,14 +215,19 @@ class Rehearsal:
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
         # What other runs give, where there are none later.
         self.others: list[Proof] = []
+        own_pool = OwnPool(node.device)
         try:
-            for _ in range(OTHER_RUNS if managed else 0):
-                outputs = self._rehearse(inputs, AllocationTrace())
-                self.others.append(Proof(inputs, outputs, mutated))
-                self._restore(inputs)
-            self._run(node, inputs, has_managed=bool(managed))
+            with own_pool:
+                for _ in range(OTHER_RUNS if managed else 0):
+                    outputs = self._rehearse(inputs, AllocationTrace())
+                    self.others.append(Proof(inputs, outputs, mutated))
+                    # Not beside what the next run returns.
+                    del outputs
+                    self._restore(inputs)
+                self._run(node, inputs, has_managed=bool(managed))
         finally:
             self._restore(inputs)
+        self.nbytes = own_pool.nbytes
         if self.kept is not None:
             self.before.clear()
 
@@ -234,8 +239,8 @@ class Rehearsal:
     def _rehearse(
         self, inputs: Sequence[Any], trace: AllocationTrace
     ) -> OutputType:
-        # Not in the pool: inputs stay alive here that die during capture, and the pool
-        # would keep what that takes.
+        # Not in the graphs' pool: inputs stay alive here that die during capture, and that
+        # pool would keep what it takes.
         run = with_allocator(self.model, trace)
         if self.left_out is not None:
             run = under(self.left_out, run)
@@ -363,7 +368,37 @@ class CopyGraphNode(CUDAGraphNode):
             (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
             for i in self.cudagraph_managed_idxs
         ]
+        function: Function = self.wrapped_function.pygraph
+        copied = 0
+        if not self.binds_values:
+            # What it returns is a part of what it takes.
+            copied = function.report.stock_copied_bytes + function.needed_bytes
+        if (lack := self._lack_of_memory(copied)) is not None:
+            function.is_capturable = False
+            self._abandon(lack, inputs)
         return super()._bind_inputs(inputs)
+
+    def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
+        self.wrapped_function.pygraph.unbind(reason)
+        raise RecordingAbandoned(
+            reason, functools.partial(self.wrapped_function.model, inputs)
+        )
+
+    def _lack_of_memory(self, copied: int = 0) -> str | None:
+        """
+        Why there is not enough to capture what was rehearsed, now or before, or None.
+
+        Args:
+            copied: bytes of inputs that get a copy in the pool, and of outputs outside of it
+        """
+        needed = self.wrapped_function.pygraph.needed_bytes
+        if not needed:
+            return None
+        needed += copied
+        free = room(self.device, self.cuda_graphs_pool)
+        if free >= needed:
+            return None
+        return f"out of memory: capture takes {needed >> 20} MiB, {free >> 20} are free"
 
     def check_invariants(
         self, inputs: list[InputType]
@@ -463,9 +498,9 @@ class BoundGraphNode(CopyGraphNode):
     the words of CPU values follow.
 
     Raises:
-        RecordingAbandoned: the inputs could not be bound, or the proof failed. It carries
-            the outputs of the call, computed uncaptured; from then on the function will be
-            recorded with copies or, if it was with a prelude, without one.
+        RecordingAbandoned: the inputs could not be bound, or the proof failed. From then on
+            the function will be recorded with copies or, if it was with a prelude, without
+            one, or not at all.
     """
 
     binding: NodeUpdateBinding
@@ -500,12 +535,12 @@ class BoundGraphNode(CopyGraphNode):
         ]
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
-        super()._bind_inputs(inputs)
         function: Function = self.wrapped_function.pygraph
         if has_collectives(model := self.wrapped_function.model):
             entry = function.report
             name = f"{entry.compile_id}/{entry.mode}/{entry.name}"
             self.collectives = Captured(model, name, self.device)
+        super()._bind_inputs(inputs)
         managed = self.cudagraph_managed_idxs
         self.staged = []
         # Integers are sizes. There is a function for each combination of them, and nothing to
@@ -543,13 +578,22 @@ class BoundGraphNode(CopyGraphNode):
                 map(storage_extent, self.call_tensors)
             )
             self.rehearsal = Rehearsal(self, inputs)
+            function.needed_bytes = self.rehearsal.nbytes
             self._place(self.rehearsal.allocations, self.rehearsal.copies)
+            # Outputs have their memory by now, which nothing in the pool can lie in before.
+            if (lack := self._lack_of_memory()) is not None:
+                function.is_capturable = False
+                raise BindingError(lack)
             if self.collectives is not None and not self.collectives.agree():
                 raise BindingError("not all ranks capture its collectives")
         except RecordingAbandoned:
             raise
         except BindingError as e:
             self._abandon(str(e), inputs)
+        except torch.OutOfMemoryError:
+            # Nor with copies, which would take more.
+            function.is_capturable = False
+            self._abandon("out of memory before it was captured", inputs)
         except Exception as e:
             # The program's own error comes again from the uncaptured run.
             failure = f"{type(e).__name__}: {e}".partition("\n")[0]
@@ -615,13 +659,12 @@ class BoundGraphNode(CopyGraphNode):
             function.bind_by_host(reason)
         else:
             function.unbind(reason)
-        # Nothing that outlives this node may hold on to the pool.
-        self.recording_outputs = None
-        if self.rehearsal is not None:
-            outputs = self.rehearsal.rerun()
+        run: Callable[[], OutputType]
+        if self.rehearsal is None:
+            run = functools.partial(self.wrapped_function.model, inputs)
         else:
-            outputs = self.wrapped_function.model(inputs)
-        raise RecordingAbandoned(reason, outputs)
+            run = self.rehearsal.rerun
+        raise RecordingAbandoned(reason, run)
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         if idx not in self.bound_input_idxs:
@@ -983,7 +1026,10 @@ def find_held_gradients(manager: CUDAGraphTreeManager) -> None:
 
 
 def renew_pool(manager: CUDAGraphTreeManager) -> None:
-    """Exchanges a pool that holds nothing; its segments can be freed then."""
+    """
+    Exchanges a pool that no graph uses. Its segments can be freed then: what a graph that
+    was dropped, or a recording that failed, had allocated.
+    """
     pool = torch.cuda.graph_pool_handle()
     manager.graph = empty_capture(manager.device_index, manager.stream, pool)
     manager.cuda_graphs_thread_pool = pool

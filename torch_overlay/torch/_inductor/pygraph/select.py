@@ -51,6 +51,7 @@ from torch._inductor.cudagraph_trees import (
 from torch._inductor.pygraph import store
 from torch._inductor.pygraph.collectives import has_collectives
 from torch._inductor.pygraph.driver import DriverError
+from torch._inductor.pygraph.memory import room
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import (
     CompiledReplays,
@@ -155,6 +156,8 @@ class Function:
         id: trees' name for it, once recorded
         returned_output_idxs: outputs that the program gets; a forward's others are what its
             backward needs
+        reused_input_idxs: inputs whose memory the code may use again
+        needed_bytes: what a call takes of the device's memory, once it was rehearsed
         is_backward: those are gradients
         outputs_outlive: set for good when gradients were held beyond their step
         is_outdated: it was recorded before that
@@ -169,10 +172,13 @@ class Function:
         report: FunctionReport,
         returned_output_idxs: OrderedSet[int],
         *,
+        reused_input_idxs: OrderedSet[int] | None = None,
         is_backward: bool = False,
     ) -> None:
         self.report = report
         self.returned_output_idxs = returned_output_idxs
+        self.reused_input_idxs = reused_input_idxs or OrderedSet()
+        self.needed_bytes = 0
         self.is_backward = is_backward
         # A reduction of gradients on another stream may read what nobody holds any more.
         self.outputs_outlive = not is_backward or (
@@ -239,6 +245,13 @@ class Function:
                 manager.update_generation()
         return True
 
+    def abandoned(self, manager: CUDAGraphTreeManager) -> None:
+        """Called when a recording failed, and before its call runs uncaptured."""
+        from torch._inductor.pygraph import record
+
+        if manager.current_node is None and not any(manager.roots.values()):
+            record.renew_pool(manager)
+
     def bind_as(self, choice: str) -> None:
         self.binds_inputs = choice in BINDINGS
         self.binding = choice if self.binds_inputs else NODE_UPDATE
@@ -260,11 +273,11 @@ class Function:
         self.report.reason = reason
         if self.reselect is not None:
             self.reselect()
-        elif self.report.choice in BINDINGS:
+        elif self.report.choice in (COPY, *BINDINGS):
             # It was not selected.
             self.report.choice = COPY if self.is_capturable else NO_GRAPH
-            if self.is_capturable:
-                self.report.copied_bytes = self.report.stock_copied_bytes
+            copied = self.report.stock_copied_bytes if self.is_capturable else 0
+            self.report.copied_bytes = copied
         counters["pygraph"]["unbound"] += 1
         way = "inputs are copied" if self.is_capturable else "it is not captured"
         log.info("%s: %s: %s", self.report.name, way, reason)
@@ -687,7 +700,8 @@ class Selection:
             return
         graph = yield from self._time()
         stays, reason = judge(graph, uncaptured)
-        if not stays or depends_on_host(graph, uncaptured):
+        is_doubtful = not stays or depends_on_host(graph, uncaptured)
+        if is_doubtful and self._can_run_uncaptured():
             graph = yield from self._time()
             uncaptured = yield from self._time(NO_GRAPH)
             stays, reason = judge(graph, uncaptured)
@@ -711,6 +725,11 @@ class Selection:
         timings = self.function.report.timings_us
         timings[choice or self._graph_choice()] = cost.call.us
         return cost
+
+    def _can_run_uncaptured(self) -> bool:
+        """Whether there is memory for it beside the graph's."""
+        needed = self.function.needed_bytes
+        return not needed or room(self.device_index) >= needed
 
     def _sets_many_nodes(self) -> bool:
         entry = self.function.report
@@ -757,11 +776,12 @@ class Selection:
         return loser
 
     def _drop_loser(self) -> Iterator[ModelType]:
-        # The graph's last outputs die when the program gets others, if at all.
+        # Before a call, which takes its own memory. What the last one returned may only die
+        # when the program gets others, if at all.
         for _ in range(RETIRE_CALLS):
-            yield self._chosen()
             if self.forget(self.loser):
                 break
+            yield self._chosen()
         self.loser = None
 
     def _record(self, inputs: list[InputType]) -> OutputType:
@@ -851,6 +871,7 @@ def deploy(
     is_backward: bool,
     is_inference: bool,
     returned_output_idxs: OrderedSet[int],
+    reused_input_idxs: OrderedSet[int],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
     code_hash: str | None = None,
@@ -863,6 +884,7 @@ def deploy(
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
         returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
+        reused_input_idxs: see cudagraph_utils.PyGraphOptions
         force: one of CANDIDATES, to skip the selection; config.pygraph_force
         code_hash: of the code that the function belongs to, if its decision is kept
         source: where it is in the program
@@ -890,7 +912,12 @@ def deploy(
         compile_id=str(kwargs.get("compile_id") or ""),
         sizes=[v for v in inputs if isinstance(v, int)],
     )
-    function = Function(entry, returned_output_idxs, is_backward=is_backward)
+    function = Function(
+        entry,
+        returned_output_idxs,
+        reused_input_idxs=reused_input_idxs,
+        is_backward=is_backward,
+    )
     to_check = get_input_idxs_to_check(inputs, static_input_idxs)
     aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
 

@@ -95,7 +95,8 @@ _ADVICE = (
     ),
     (
         r"out of memory",
-        "Capturing needs the memory of the uncaptured function once more.",
+        "Capturing needs the memory that the uncaptured function takes, on top of what the "
+        "program has then. Free some, or make the batch smaller.",
     ),
     (
         r"capture failed|can not be captured",

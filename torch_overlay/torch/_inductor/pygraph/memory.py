@@ -1,0 +1,70 @@
+"""
+What recording takes of the device's memory, and whether it is there.
+
+A program may fill the device, and must not fail because it is recorded. While a graph is
+captured, the caching allocator gives back nothing of its cache, and what a capture that
+fails had allocated stays with the pool. So the function is rehearsed in a pool of its
+own, which shows what it takes, and where that is not free it is not captured.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from torch.cuda import _POOL_HANDLE
+
+
+def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
+    """Those of torch.cuda.memory_snapshot."""
+    return [
+        segment
+        for segment in torch.cuda.memory_snapshot(pool, include_traces=False)
+        if tuple(segment["segment_pool_id"]) == tuple(pool)
+    ]
+
+
+def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
+    """
+    Bytes that the process can still allocate, in ``pool`` if one is given, once the
+    allocator gave back its cache, which this does.
+    """
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device_index)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device_index))
+    free = min(free, allowed - torch.cuda.memory_reserved(device_index))
+    of_pool = () if pool is None else segments_of(pool)
+    return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
+
+
+class OwnPool:
+    """
+    What this thread allocates meanwhile lies in a pool that goes with it.
+
+    Attributes:
+        nbytes: what the pool had in the end, and so the most that was needed at a time
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.pool = torch.cuda.graph_pool_handle()
+        self.nbytes = 0
+
+    def __enter__(self) -> Self:
+        # A graph has cuBLAS's workspaces of its own.
+        torch._C._cuda_clearCublasWorkspaces()
+        # The allocator does not do it for a pool.
+        torch.cuda.empty_cache()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
+        self.nbytes = sum(s["total_size"] for s in segments_of(self.pool))
+        torch._C._cuda_clearCublasWorkspaces()
+        torch._C._cuda_releasePool(self.device_index, self.pool)
