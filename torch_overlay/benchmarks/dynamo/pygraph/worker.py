@@ -82,7 +82,7 @@ MIB = 2**20
 # What the results of one time around the ring may take, and those of a step for which
 # eager is also run in double precision.
 MAX_RING_BYTES = 12 * 2**30
-MAX_EXACT_BYTES = 2**30
+MAX_EXACT_BYTES = 4 * 2**30
 
 
 def adds_with_atomics() -> bool:

@@ -65,6 +65,8 @@ class OwnPool:
 
     def __exit__(self, *args: object) -> None:
         torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
-        self.nbytes = sum(s["total_size"] for s in segments_of(self.pool))
-        torch._C._cuda_clearCublasWorkspaces()
-        torch._C._cuda_releasePool(self.device_index, self.pool)
+        try:
+            self.nbytes = sum(s["total_size"] for s in segments_of(self.pool))
+        finally:
+            torch._C._cuda_clearCublasWorkspaces()
+            torch._C._cuda_releasePool(self.device_index, self.pool)
