@@ -21,6 +21,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
+from torch._inductor.pygraph.memory import segments_of
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -1273,9 +1274,7 @@ class SelectionTest(PyGraphTestCase):
             for _ in range(MOST_CALLS):
                 y = compiled(x)
         manager = trees.get_manager(x.device.index)
-        self.assertEqual(
-            torch.cuda.memory_snapshot(manager.cuda_graphs_thread_pool), []
-        )
+        self.assertEqual(segments_of(manager.cuda_graphs_thread_pool), [])
         del y
         torch.cuda.empty_cache()
         self.assertLess(torch.cuda.memory_reserved(), 2 * x.nbytes)

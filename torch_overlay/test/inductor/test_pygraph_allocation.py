@@ -1,12 +1,13 @@
 # Owner(s): ["module: inductor"]
 """
-Which outputs leave a graph, and which allocation each lies in, on a machine that need not
-have a GPU.
+Which outputs leave a graph, which allocation each lies in, and what of the inputs is written
+over, on a machine that need not have a GPU.
 """
 
 from __future__ import annotations
 
 import re
+import sys
 import types
 from typing import Any
 from unittest import mock
@@ -21,6 +22,7 @@ from torch._inductor.pygraph.allocation import (
     PlacedAllocations,
     with_allocator,
 )
+from torch._inductor.pygraph.memory import segments_of
 from torch._inductor.pygraph.placeholder import storage_extent
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.fake_cuda import fake_cuda
@@ -188,6 +190,16 @@ class OptionsTest(TestCase):
         with torch.no_grad():
             ((_, model, _),) = self.functions(lambda x: (x.sin(),), self.matrix())
         self.assertIsNot(with_allocator(model, empty_strided), model)
+
+
+class SegmentsTest(TestCase):
+    def test_handle_of_a_pool_is_not_freed(self):
+        "After 256 pools, its number is an object like any other."
+        number = int("1000001")
+        before = sys.getrefcount(number)
+        for _ in range(8):
+            self.assertEqual(segments_of((0, number)), [])
+        self.assertGreaterEqual(sys.getrefcount(number), before)
 
 
 class AllocationTest(TestCase):

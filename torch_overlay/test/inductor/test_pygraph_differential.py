@@ -781,6 +781,8 @@ END_SECONDS = 3.0
 # what is tested, and takes twice as long with vector instructions and without knowing them.
 WORKER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    # Where a crash was.
+    "PYTHONFAULTHANDLER": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
 }

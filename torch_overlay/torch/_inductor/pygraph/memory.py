@@ -9,6 +9,7 @@ own, which shows what it takes, and where that is not free it is not captured.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -22,6 +23,11 @@ if TYPE_CHECKING:
 
 def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
     """Those of torch.cuda.memory_snapshot."""
+    # It drops a reference to each of its arguments that it never took: an integer that is
+    # not kept for ever is freed with the first call, while the pool's handle still has it.
+    # Reported with https://github.com/pytorch/pytorch/pull/196366.
+    for argument in (*pool, False):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
     return [
         segment
         for segment in torch.cuda.memory_snapshot(pool, include_traces=False)
