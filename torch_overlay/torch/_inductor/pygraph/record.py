@@ -189,11 +189,9 @@ class Rehearsal:
     One uncaptured run of the function on the inputs that are about to be recorded.
 
     It gives the proof something to compare with, the recording the allocations that its
-    outputs lie in, and the caller its outputs should the recording be abandoned.
-    Afterwards inputs and generators are as they were before. It runs no collectives.
-
-    Attributes:
-        nbytes: what the function takes of the device's memory
+    outputs lie in, and what memory it takes, and the caller its outputs should the recording
+    be abandoned. Afterwards inputs and generators are as they were before. It runs no
+    collectives.
     """
 
     def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
@@ -227,7 +225,7 @@ class Rehearsal:
                 self._run(node, inputs, has_managed=bool(managed))
         finally:
             self._restore(inputs)
-        self.nbytes = own_pool.nbytes
+        function.pygraph.needed_bytes = own_pool.nbytes
         if self.kept is not None:
             self.before.clear()
 
@@ -368,13 +366,8 @@ class CopyGraphNode(CUDAGraphNode):
             (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
             for i in self.cudagraph_managed_idxs
         ]
-        function: Function = self.wrapped_function.pygraph
-        copied = 0
-        if not self.binds_values:
-            # What it returns is a part of what it takes.
-            copied = function.report.stock_copied_bytes + function.needed_bytes
-        if (lack := self._lack_of_memory(copied)) is not None:
-            function.is_capturable = False
+        if (lack := self._lack_of_memory()) is not None:
+            self.wrapped_function.pygraph.is_capturable = False
             self._abandon(lack, inputs)
         return super()._bind_inputs(inputs)
 
@@ -384,17 +377,16 @@ class CopyGraphNode(CUDAGraphNode):
             reason, functools.partial(self.wrapped_function.model, inputs)
         )
 
-    def _lack_of_memory(self, copied: int = 0) -> str | None:
-        """
-        Why there is not enough to capture what was rehearsed, now or before, or None.
+    def _needed_bytes(self, function: Function) -> int:
+        "What the capture of a function takes that was rehearsed."
+        # Inputs get copies in the pool, and outputs, a part of what a call takes, outside.
+        return 2 * function.needed_bytes + function.report.stock_copied_bytes
 
-        Args:
-            copied: bytes of inputs that get a copy in the pool, and of outputs outside of it
-        """
-        needed = self.wrapped_function.pygraph.needed_bytes
-        if not needed:
+    def _lack_of_memory(self) -> str | None:
+        function: Function = self.wrapped_function.pygraph
+        if not function.needed_bytes:
             return None
-        needed += copied
+        needed = self._needed_bytes(function)
         free = room(self.device, self.cuda_graphs_pool)
         if free >= needed:
             return None
@@ -534,6 +526,9 @@ class BoundGraphNode(CopyGraphNode):
             if i in managed or not is_saved_activation(placeholders[i])
         ]
 
+    def _needed_bytes(self, function: Function) -> int:
+        return function.needed_bytes
+
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function: Function = self.wrapped_function.pygraph
         if has_collectives(model := self.wrapped_function.model):
@@ -578,7 +573,6 @@ class BoundGraphNode(CopyGraphNode):
                 map(storage_extent, self.call_tensors)
             )
             self.rehearsal = Rehearsal(self, inputs)
-            function.needed_bytes = self.rehearsal.nbytes
             self._place(self.rehearsal.allocations, self.rehearsal.copies)
             # Outputs have their memory by now, which nothing in the pool can lie in before.
             if (lack := self._lack_of_memory()) is not None:
