@@ -136,7 +136,8 @@ class Search:
     Args:
         check: what is wrong with a program
         inductors_own: whether that is so without CUDA graphs too; asked of each cause
-        is_over: programs that are drawn later are not checked
+        is_over: programs that are drawn later are not checked, nor made simpler; whose fault
+            a failure is that is known by then is still asked
     """
 
     def __init__(
@@ -221,6 +222,7 @@ class Search:
                     found
                     for program in failure.program.simpler()
                     if time.monotonic() < until
+                    and not self.is_over()
                     and (found := self.result(program)) is not None
                     and found.kind == failure.kind
                 ),
@@ -719,6 +721,33 @@ class RunnerTest(TestCase):
         counts = json.loads(text.splitlines()[-1])
         self.assertEqual((counts["programs"], counts["differ"]), (3, 1))
 
+    def test_time_to_ask_whose_fault_it_is(self) -> None:
+        (progress,) = self.supervised(
+            """
+            while not file.with_name("stop").exists():
+                time.sleep(0.01)
+            save(done=True)
+            """,
+            seconds=5.0,
+        )
+        self.assertTrue(progress.done)
+
+    def test_failure_that_is_found_late(self) -> None:
+        asked = []
+
+        def own(program: Program) -> bool:
+            asked.append(program)
+            return True
+
+        found = Search(
+            programs(), on_cpu(WrongBackend.changes_dtype), own, lambda: bool(found.causes)
+        )
+        with quiet():
+            found.chunk(0, 200)
+        (cause,) = found.causes
+        self.assertTrue(cause.inductors_own)
+        self.assertEqual({p.source() for p in asked}, {cause.program.source()})
+
     def test_enough_programs(self) -> None:
         (progress,) = self.supervised("""
             save(differs={str(i): False for i in range(6)})
@@ -770,6 +799,9 @@ WITHOUT = {
 # The end of a worker that cannot go on by itself.
 LOST = 3
 MAX_RESTARTS = 10
+# The part of the time after which no more programs are drawn: a failure counts as PyGraph's
+# until it is known whose it is.
+ENOUGH = 0.9
 # Programs are small: one that takes longer hangs.
 MAX_CHECK_SECONDS = 120.0
 # Between lines that say how far it is.
@@ -905,7 +937,7 @@ def supervise(
             time.sleep(0.2)
             results = [*map(Progress.read, files)]
             differs = drawn(results)
-            if len(differs) >= args.programs:
+            if len(differs) >= args.programs or elapsed > ENOUGH * args.seconds:
                 stop.touch()
             if elapsed > next_report:
                 next_report += REPORT_SECONDS
