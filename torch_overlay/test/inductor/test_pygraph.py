@@ -1124,6 +1124,9 @@ class TrainingTest(PyGraphTestCase):
         self.assertBound(functions=2)
 
 
+instantiate_parametrized_tests(TrainingTest)
+
+
 class LittleMemoryTest(PyGraphTestCase):
     """
     What runs without graphs in so much memory does with them, whatever is captured, as long
@@ -1207,9 +1210,6 @@ class LittleMemoryTest(PyGraphTestCase):
 
 
 instantiate_parametrized_tests(LittleMemoryTest)
-
-
-instantiate_parametrized_tests(TrainingTest)
 
 
 class SelectionTest(PyGraphTestCase):

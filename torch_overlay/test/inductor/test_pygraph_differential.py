@@ -801,7 +801,7 @@ LOST = 3
 MAX_RESTARTS = 10
 # The part of the time after which no more programs are drawn: a failure counts as PyGraph's
 # until it is known whose it is.
-ENOUGH = 0.9
+DRAWING_PART = 0.9
 # Programs are small: one that takes longer hangs.
 MAX_CHECK_SECONDS = 120.0
 # Between lines that say how far it is.
@@ -937,7 +937,7 @@ def supervise(
             time.sleep(0.2)
             results = [*map(Progress.read, files)]
             differs = drawn(results)
-            if len(differs) >= args.programs or elapsed > ENOUGH * args.seconds:
+            if len(differs) >= args.programs or elapsed > DRAWING_PART * args.seconds:
                 stop.touch()
             if elapsed > next_report:
                 next_report += REPORT_SECONDS

@@ -68,6 +68,13 @@ def cost(program: float, host: float, device: float, error: float = 0) -> Cost:
     return Cost(*[Estimate(us, error) for us in (program, host, device)])
 
 
+def new_function(name: str, mode: str = "inference") -> Function:
+    "One that returns one output, and writes over no input."
+    return Function(
+        FunctionReport(name, mode), OrderedSet([0]), reused_input_idxs=OrderedSet()
+    )
+
+
 def launching(us: float, error: float = 0) -> Cost:
     "The device waits for the host."
     return cost(us, us, us / 2, error)
@@ -367,7 +374,7 @@ class SamplesTest(SelectTestCase):
         The cost, and after how many calls; (host, device) by call. In those of ``recording``
         the function is recorded.
         """
-        function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        function = new_function("f")
         samples = select.Samples(0, function)
         for i in range(MAX_TIMED):
 
@@ -414,7 +421,7 @@ class SamplesTest(SelectTestCase):
     def test_timing_of_other_functions(self):
         "It is no part of the program either."
         timed = [
-            select.Samples(0, Function(FunctionReport(name, "inference"), OrderedSet([0])))
+            select.Samples(0, new_function(name))
             for name in "fgh"
         ]
         for _ in range(TIMED):
@@ -426,9 +433,7 @@ class SamplesTest(SelectTestCase):
     def test_recording_of_other_functions(self):
         "Nor is that: the call that is to record, or a later one that turns out to."
         for how in ("replay", "record"):
-            function, other = (
-                Function(FunctionReport(name, "inference"), OrderedSet([0])) for name in "fg"
-            )
+            function, other = map(new_function, "fg")
             samples = select.Samples(0, function)
             timed = select.Samples(0, other)
 
@@ -510,7 +515,7 @@ class SelectionTest(SelectTestCase):
         record: Callable | None = None,
         is_forced: bool = False,
     ) -> Selection:
-        self.function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        self.function = new_function("f")
         self.function.id = "id"
         self.deployed: list[Callable] = []
         self.forgotten: list[Any] = []
@@ -965,7 +970,7 @@ class BestTest(SelectTestCase):
 
             return run
 
-        function = Function(FunctionReport("f", "inference"), OrderedSet([0]))
+        function = new_function("f")
         graph = candidate("graph")
         selection = Selection(
             function,
@@ -1352,7 +1357,7 @@ instantiate_parametrized_tests(DeployTest)
 class FunctionTest(SelectTestCase):
     def setUp(self):
         super().setUp()
-        self.function = Function(FunctionReport("f", "forward"), OrderedSet([0]))
+        self.function = new_function("f", "forward")
 
     def may_run(
         self,

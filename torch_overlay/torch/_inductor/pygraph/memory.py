@@ -62,8 +62,6 @@ class OwnPool:
         self.nbytes = 0
 
     def __enter__(self) -> Self:
-        # A graph has cuBLAS's workspaces of its own.
-        torch._C._cuda_clearCublasWorkspaces()
         # The allocator does not do it for a pool.
         torch.cuda.empty_cache()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
@@ -74,5 +72,4 @@ class OwnPool:
         try:
             self.nbytes = sum(s["total_size"] for s in segments_of(self.pool))
         finally:
-            torch._C._cuda_clearCublasWorkspaces()
             torch._C._cuda_releasePool(self.device_index, self.pool)

@@ -215,7 +215,8 @@ class Rehearsal:
         self.others: list[Proof] = []
         own_pool = OwnPool(node.device)
         try:
-            with own_pool:
+            # A graph has cuBLAS's workspaces of its own.
+            with cudagraph_trees.clear_cublas_manager(), own_pool:
                 for _ in range(OTHER_RUNS if managed else 0):
                     outputs = self._rehearse(inputs, AllocationTrace())
                     self.others.append(Proof(inputs, outputs, mutated))
@@ -383,6 +384,7 @@ class CopyGraphNode(CUDAGraphNode):
         return 2 * function.needed_bytes + function.report.stock_copied_bytes
 
     def _lack_of_memory(self) -> str | None:
+        "Why a function that was rehearsed, now or before, can not be captured, or None."
         function: Function = self.wrapped_function.pygraph
         if not function.needed_bytes:
             return None
@@ -585,7 +587,7 @@ class BoundGraphNode(CopyGraphNode):
         except BindingError as e:
             self._abandon(str(e), inputs)
         except torch.OutOfMemoryError:
-            # Nor with copies, which would take more.
+            # Nor with copies: whether these fit is not known.
             function.is_capturable = False
             self._abandon("out of memory before it was captured", inputs)
         except Exception as e:

@@ -12,9 +12,9 @@ nothing runs twice, results are those of the program, and what surrounds the fun
    little for a graph to save, and it is not recorded: it would cost memory.
 3. Otherwise one call records, and the next ones are timed as replays.
 4. The graph stays if it is faster by more than the noise. If not, or if a host that is
-   still cold may have decided, both are timed anew, in the other order, since what else the
-   machine did meanwhile would count against one of them. If it is not faster then, it is
-   dropped.
+   still cold may have decided, both are timed anew, if there is memory for both, in the
+   other order, since what else the machine did meanwhile would count against one of them.
+   If it is not faster then, it is dropped.
 5. A graph many of whose nodes are set in each call is recorded once more, to set them
    itself (prelude.py), and timed as that too.
 
@@ -172,12 +172,12 @@ class Function:
         report: FunctionReport,
         returned_output_idxs: OrderedSet[int],
         *,
-        reused_input_idxs: OrderedSet[int] | None = None,
+        reused_input_idxs: OrderedSet[int],
         is_backward: bool = False,
     ) -> None:
         self.report = report
         self.returned_output_idxs = returned_output_idxs
-        self.reused_input_idxs = reused_input_idxs or OrderedSet()
+        self.reused_input_idxs = reused_input_idxs
         self.needed_bytes = 0
         self.is_backward = is_backward
         # A reduction of gradients on another stream may read what nobody holds any more.
