@@ -15,14 +15,17 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
+import random
 import tempfile
 import threading
 import types
 import unittest
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import numpy as np
 from hypothesis import given, HealthCheck, settings, strategies as st
 
 import torch
@@ -52,6 +55,7 @@ from torch._inductor.pygraph.placeholder import (
 )
 from torch._inductor.pygraph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.proof import Proof
+from torch._inductor.pygraph.record import HostGenerators, SavedInput
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
@@ -200,6 +204,7 @@ class ModelledDevice:
         self.limit = 1 << 30
         self.captured: ModelledGraph | None = None
         self.to_pool = False
+        self.checkpointed: list[StorageWeakRef] = []
         self.arenas = {poison: ModelledArena(poison) for poison in placeholder.POISONS}
 
     # Memory
@@ -276,6 +281,10 @@ class ModelledDevice:
         "Memory of live outputs, which replays rebuilt, is not free."
         for cdata in live:
             storage = torch.UntypedStorage._new_with_weak_ptr(cdata)
+            # As addStorageDeleterFns of torch/csrc/cuda/Module.cpp has it.
+            if any(s.cdata == cdata and not s.expired() for s in self.checkpointed):
+                raise RuntimeError("Not expecting deleter function")
+            self.checkpointed.append(StorageWeakRef(storage))
             (block,) = [b for b in self.blocks if b.address == storage.data_ptr()]
             block.owners.append(StorageWeakRef(storage))
 
@@ -820,7 +829,8 @@ class RecordTest(TestCase):
         ran = []
 
         def hook():
-            x, y = self.randn(), self.randn()
+            # What draws on the host is not captured.
+            x, y = (self.device.tensor(torch.arange(8.0)) for _ in range(2))
             (out,) = inner(x, y)
             if self.device.captured is None:
                 ran.append((self.values([out]), self.expected(inner, [x, y])[:1]))
@@ -1022,6 +1032,64 @@ class RecordTest(TestCase):
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x), atol=1e-4, rtol=1e-4)
         self.assertEqual(counters["pygraph"]["unbound"], repeats, str(report()))
+
+    @parametrize("force", ("node_update", None))
+    def test_host_that_varies(self, force):
+        "As of an operator that counts its calls: a graph would have the first number."
+        calls = itertools.count()
+
+        def scale(out: torch.Tensor, x: torch.Tensor) -> None:
+            by = next(calls)
+            self.device.launch(lambda o, a: torch.mul(a, by, out=o), out, x)
+
+        x = self.device.tensor(torch.ones(8))
+        fn = self.deploy(
+            "x, = args; args.clear(); a = new(); scale(a, x); return (a,)",
+            [x],
+            force=force,
+        )
+        fn.model.__globals__["scale"] = scale
+        seen = [on_host(fn(x)[0])[0].item() for _ in range(6 if force else 130)]
+        self.assertEqual(seen, sorted(set(seen)))
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @parametrize("source", ("torch", "random", "numpy"))
+    @parametrize("force", ("node_update", None))
+    def test_random_numbers_of_the_host(self, force, source):
+        draw = {
+            "torch": lambda: torch.rand(()).item(),
+            "random": random.random,
+            "numpy": np.random.rand,
+        }[source]
+
+        def scale(out: torch.Tensor, x: torch.Tensor) -> None:
+            by = draw()
+            self.device.launch(lambda o, a: torch.mul(a, by, out=o), out, x)
+
+        x = self.device.tensor(torch.ones(8))
+        fn = self.deploy(
+            "x, = args; args.clear(); a = new(); scale(a, x); return (a,)",
+            [x],
+            force=force,
+        )
+        fn.model.__globals__["scale"] = scale
+        calls = 6 if force else 130
+        before = HostGenerators()
+        expected = torch.tensor([draw() for _ in range(calls)], dtype=torch.float32)
+        before.restore()
+        seen = torch.stack([on_host(fn(x)[0])[0].clone() for _ in range(calls)])
+        self.assertEqual(seen, expected)
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    def test_inference_tensor_is_restored(self):
+        with torch.inference_mode():
+            x = torch.arange(4.0)
+        for t in (x, torch.nn.Parameter(torch.arange(4.0))):
+            saved = SavedInput(t)
+            with torch.inference_mode():
+                t.zero_()
+            saved.restore(t)
+            self.assertEqual(t.detach(), torch.arange(4.0))
 
     def test_output_passed_back_in(self):
         x = self.randn()
@@ -1475,7 +1543,8 @@ class RecordTest(TestCase):
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
-    def test_capture_that_fails(self):
+    @parametrize("force", ("node_update", "copy"))
+    def test_capture_that_fails(self, force):
         def fails(out, x):
             if self.device.captured is not None:
                 raise RuntimeError("not while capturing")
@@ -1485,13 +1554,35 @@ class RecordTest(TestCase):
         with mock.patch.object(record, "clean_up_failed_capture"):
             fn = None
             for _ in range(5):
-                fn = fn or self.deploy(body, [])
+                fn = fn or self.deploy(body, [], force=force)
                 fn.model.__globals__["fails"] = lambda out, x: fails(
                     on_host(out), on_host(x)
                 )
                 (out,) = fn()
                 self.assertEqual(on_host(out), torch.zeros(8))
         self.assertIn("capture failed: not while capturing", report()[0].reason)
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    def test_activations_of_a_forward_without_a_graph(self):
+        "They move from step to step, also where the backward copies its inputs."
+        with mock.patch.object(ModelledBinding, "hidden", 0):
+            kept, fn = [], None
+            for _ in range(8):
+                x, y = inputs = [self.randn(), self.randn()]
+                kept.append(x)
+                fn = fn or self.deploy(
+                    "x, y = args; args.clear(); a = new(); launch(mul, a, x, y); return (a,)",
+                    inputs,
+                    mode="backward",
+                    static=[0],
+                    names=["mul", "tangents_1"],
+                )
+                (out,) = fn(x, y)
+                self.assertEqual(on_host(out), on_host(x) * on_host(y))
+                del out
+        self.assertEqual(report()[0].choice, "copy")
+        (recordings,) = trees.get_manager(0).roots.values()
+        self.assertEqual(len(recordings), 1)
 
     def test_static_input_moves(self):
         weight = self.randn()
@@ -1808,6 +1899,93 @@ class RecordTest(TestCase):
             seen = [on_host(held.activation()).clone() for held in pending]
             self.assertEqual(seen, expected)
             trees.get_manager(0).set_to_running_backward()
+
+    def test_activations_in_the_pool_and_outside(self):
+        """
+        Beyond MAX_TIMES_ON_PATH forwards run uncaptured. Their backward, recorded with an
+        activation that moves, is later given one that lies in the pool, and writes over it.
+        """
+        weight = self.randn()
+        forward = backward = None
+        for length in (18, 18, 18, 17, 17, 18, 20, 19, 16):
+            pending = []
+            for _ in range(length):
+                new_generation()
+                x = self.randn()
+                forward = forward or self.deploy_forward(x, weight)
+                _, a, _ = forward.call([x, weight])
+                pending.append((a, on_host(x) * on_host(weight)))
+                del a
+            while pending:
+                a, expected_a = pending.pop()
+                inputs = [a, weight, t := self.randn()]
+                del a
+                backward = backward or self.deploy(
+                    self.BACKWARD,
+                    inputs,
+                    mode="backward",
+                    returned=[0, 1],
+                    static=[0, 1],
+                    names=["mul", "primals_2", "tangents_1"],
+                    reused=[0],
+                )
+                grad, grad_x = backward.call(inputs)
+                expected = expected_a.cos() * on_host(t)
+                self.assertEqual(on_host(grad), expected)
+                self.assertEqual(on_host(grad_x), expected * on_host(weight))
+                del grad, grad_x
+        self.assertGreater(counters["pygraph"]["staged_inputs"], 0)
+
+    def test_recording_that_is_abandoned_after_replays(self):
+        "What the path left alive is not made the allocator's twice."
+        weight = self.randn()
+        forwards: list[Deployed | None] = [None, None]
+        backwards: list[Deployed | None] = [None, None]
+        for step in range(8):
+            pending = []
+            h = self.randn()
+            for k in range(2):
+                new_generation()
+                forwards[k] = forwards[k] or self.deploy_forward(h, weight)
+                out, a, _ = forwards[k].call([h, weight])
+                pending.append((a, on_host(h) * on_host(weight)))
+                h = out
+                del out, a
+            while pending:
+                k = len(pending) - 1
+                a, expected_a = pending.pop()
+                if step < 3:
+                    trees.get_manager(0).running_forwards_with_pending_backwards = False
+                    continue
+                inputs = [a, weight, t := self.randn()]
+                del a
+                backwards[k] = backwards[k] or self.deploy(
+                    self.BACKWARD,
+                    inputs,
+                    mode="backward",
+                    returned=[0, 1],
+                    static=[0, 1],
+                    names=["mul", "primals_2", "tangents_1"],
+                    reused=[0],
+                )
+                hidden = 1 if k else None
+                with mock.patch.object(ModelledBinding, "hidden", hidden):
+                    grad, _ = backwards[k].call(inputs)
+                self.assertEqual(on_host(grad), expected_a.cos() * on_host(t))
+                del grad, _
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+
+    def test_skipped_backward_of_a_thread_that_trees_do_not_know(self):
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.output_code import maybe_handle_backward_generation
+
+        graph = types.SimpleNamespace(
+            current_callable=lambda inputs: inputs, fx_kwargs={"is_backward": True}
+        )
+        with ThreadPoolExecutor(1) as pool:
+            index = BoxedDeviceIndex(0)
+            pool.submit(maybe_handle_backward_generation, graph, index).result()
+        self.assertEqual(graph.current_callable([1]), [1])
 
     def test_skipped_backward_before_its_forward_is_recorded(self):
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex

@@ -22,7 +22,9 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import random
 import re
+import sys
 import threading
 import warnings
 import weakref
@@ -149,6 +151,13 @@ class PoolRanges:
         return bisect.bisect_right(self.bounds, address) % 2 == 1
 
 
+def write(t: torch.Tensor, values: torch.Tensor) -> None:
+    # Else a tensor that was made in inference mode could not be written outside of it,
+    # which code that was compiled does.
+    with torch.inference_mode():
+        t.copy_(values)
+
+
 class SavedInput:
     """
     The memory of an input, from its first element to its last. As memory, since an
@@ -163,7 +172,7 @@ class SavedInput:
         return t.as_strided((storage_extent(t) // t.element_size(),), (1,))
 
     def restore(self, t: torch.Tensor) -> None:
-        self._memory(t).copy_(self.memory)
+        write(self._memory(t), self.memory)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,6 +193,42 @@ class RngState:
             generator.set_state(state)
 
 
+class HostGenerators:
+    """
+    Generators that host code may draw from, as of an operator that makes its own seed: a
+    graph would have for ever what was drawn when it was captured.
+    """
+
+    def __init__(self) -> None:
+        self.states = self._states()
+
+    @staticmethod
+    def _states() -> list[tuple[Callable[[Any], object], Any, object]]:
+        "(what sets it, state, what states are compared by) of each."
+        state = torch.get_rng_state()
+        states: list[tuple[Callable[[Any], object], Any, object]] = [
+            (torch.set_rng_state, state, state.tolist()),
+            (random.setstate, state := random.getstate(), state),
+        ]
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            kind, keys, *rest = state = numpy.get_state()
+            states.append((numpy.set_state, state, (kind, keys.tobytes(), rest)))
+        return states
+
+    def restore(self) -> bool:
+        """Whether there was anything to restore."""
+        drawn_from = [
+            (set_state, state)
+            for (set_state, state, before), (_, _, after) in zip(
+                self.states, self._states()
+            )
+            if before != after
+        ]
+        for set_state, state in drawn_from:
+            set_state(state)
+        return bool(drawn_from)
+
+
 class Rehearsal:
     """
     One uncaptured run of the function on the inputs that are about to be recorded.
@@ -192,6 +237,9 @@ class Rehearsal:
     outputs lie in, and what memory it takes, and the caller its outputs should the recording
     be abandoned. Afterwards inputs and generators are as they were before. It runs no
     collectives.
+
+    Raises:
+        BindingError: no graph of it would do what the function does.
     """
 
     def __init__(self, node: BoundGraphNode, inputs: list[InputType]) -> None:
@@ -205,8 +253,7 @@ class Rehearsal:
         )
         self.model = function.model
         self.left_out = LeftOut() if node.collectives is not None else None
-        # Managed inputs have to die during capture as they will in replay.
-        self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
+        self.inputs = node.call_inputs
         self.mutated = mutated
         self.rng = RngState.save(node.device, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
@@ -214,6 +261,7 @@ class Rehearsal:
         # What other runs give, where there are none later.
         self.others: list[Proof] = []
         own_pool = OwnPool(node.device)
+        host = HostGenerators()
         try:
             # A graph has cuBLAS's workspaces of its own.
             with cudagraph_trees.clear_cublas_manager(), own_pool:
@@ -226,6 +274,10 @@ class Rehearsal:
                 self._run(node, inputs, has_managed=bool(managed))
         finally:
             self._restore(inputs)
+            is_drawn_from = host.restore()
+        if is_drawn_from:
+            function.pygraph.is_capturable = False
+            raise BindingError("it draws random numbers on the host")
         function.pygraph.needed_bytes = own_pool.nbytes
         if self.kept is not None:
             self.before.clear()
@@ -316,8 +368,10 @@ class Rehearsal:
             return False
         for _ in range(RERUNS):
             self.restore()
-            outputs = self._rehearse(self.inputs, AllocationTrace())
-            if not self.proof.is_exact(self.inputs, outputs):
+            # Without a name, so that they are gone before the next run's.
+            if not self.proof.is_exact(
+                self.inputs, self._rehearse(self.inputs, AllocationTrace())
+            ):
                 return False
         return True
 
@@ -352,6 +406,8 @@ class CopyGraphNode(CUDAGraphNode):
     returned_from_pool: list[list[int]]
     # (input, metadata) of those that earlier graphs of the path left in the pool
     managed_metadata: list[tuple[int, dict[str, Any]]]
+    # The other inputs, while it is recorded.
+    call_inputs: list[InputType]
     # Of CPU tensors.
     values: CapturedValues
     # Each thread packs them by itself: the one whose values the graph reads, if it does.
@@ -362,6 +418,22 @@ class CopyGraphNode(CUDAGraphNode):
         with without_trees():
             super().__init__(*args)
 
+    def _declared_static_idxs(
+        self, inputs: list[InputType], mode: CompilationMode | None
+    ) -> Sequence[int]:
+        declared = super()._declared_static_idxs(inputs, mode)
+        if mode != CompilationMode.BACKWARD:
+            return declared
+        # Trees take every saved tensor for static, because a recorded forward leaves its
+        # activations in the pool. Without a recorded forward they move at every step.
+        managed = OrderedSet(self.cudagraph_managed_idxs)
+        placeholders = self.wrapped_function.placeholders
+        return [
+            i
+            for i in declared
+            if i in managed or not is_saved_activation(placeholders[i])
+        ]
+
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         self.managed_metadata = [
             (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
@@ -370,6 +442,9 @@ class CopyGraphNode(CUDAGraphNode):
         if (lack := self._lack_of_memory()) is not None:
             self.wrapped_function.pygraph.is_capturable = False
             self._abandon(lack, inputs)
+        managed = OrderedSet(self.cudagraph_managed_idxs)
+        # Managed inputs have to die during capture as they will in replay.
+        self.call_inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         return super()._bind_inputs(inputs)
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
@@ -413,12 +488,21 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         self.wrapped_function.pygraph.recordings += 1
+        stream = torch.cuda.current_stream(self.device)
         self.values = CapturedValues(is_bound=self.binds_values)
-        with self.values:
-            outputs = super()._record(model, inputs)
-        if self.values.delivers and not self.binds_values:
-            self.thread_of_values = threading.get_ident()
-        return outputs
+        try:
+            with self.values:
+                outputs = super()._record(model, inputs)
+        except Exception as e:
+            failure = str(e).partition("\n")[0]
+        else:
+            if self.values.delivers and not self.binds_values:
+                self.thread_of_values = threading.get_ident()
+            return outputs
+        clean_up_failed_capture(self, stream)
+        self.wrapped_function.pygraph.is_capturable = False
+        self.restore_managed(self.call_inputs)
+        self._abandon(f"capture failed: {failure}", self.call_inputs)
 
     def _first_replay(self) -> None:
         if not self.binds_values:
@@ -450,6 +534,7 @@ class CopyGraphNode(CUDAGraphNode):
         )
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
+        self.call_inputs = []
         outputs = super().run_first_inputs(new_inputs)
         sharing: dict[int, list[int]] = {}
         for i, (alias, metadata) in enumerate(
@@ -511,22 +596,6 @@ class BoundGraphNode(CopyGraphNode):
     begins_with_prelude: bool = False
     # While it is recorded.
     collectives: Captured | None = None
-
-    def _declared_static_idxs(
-        self, inputs: list[InputType], mode: CompilationMode | None
-    ) -> Sequence[int]:
-        declared = super()._declared_static_idxs(inputs, mode)
-        if mode != CompilationMode.BACKWARD:
-            return declared
-        # Trees take every saved tensor for static, because a recorded forward leaves its
-        # activations in the pool. Without a recorded forward they move at every step.
-        managed = OrderedSet(self.cudagraph_managed_idxs)
-        placeholders = self.wrapped_function.placeholders
-        return [
-            i
-            for i in declared
-            if i in managed or not is_saved_activation(placeholders[i])
-        ]
 
     def _needed_bytes(self, function: Function) -> int:
         return function.needed_bytes
@@ -606,7 +675,7 @@ class BoundGraphNode(CopyGraphNode):
             if t.data_ptr() in pool:
                 if i in self.wrapped_function.mutated_input_idxs:
                     self._abandon("a mutated input lies in the graphs' memory", inputs)
-                inputs[i] = clone_preserve_strides(t)
+                inputs[i] = self.call_inputs[i] = clone_preserve_strides(t)
         return [inputs[i] for i in bound]  # type: ignore[misc]
 
     def _place(
@@ -704,19 +773,12 @@ class BoundGraphNode(CopyGraphNode):
         return self._reconstruct_from_tensor_metadata(metadata, bound.untyped_storage())
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        stream = torch.cuda.current_stream(self.device)
         placed = PlacedAllocations(self.placed_allocations, self.device)
         model = with_allocator(model, placed)
         if self.collectives is not None:
             model = under(self.collectives, model)
         self.copied = Copied(model, self.placed_copies, self.device)
-        try:
-            return super()._record(self.copied, inputs)
-        except Exception as e:
-            failure = str(e).partition("\n")[0]
-        clean_up_failed_capture(self, stream)
-        self.wrapped_function.pygraph.is_capturable = False
-        self._abandon(f"capture failed: {failure}")
+        return super()._record(self.copied, inputs)
 
     def _first_replay(self) -> None:
         with torch.cuda.device(self.device):
@@ -763,6 +825,9 @@ class BoundGraphNode(CopyGraphNode):
                     self.outputs_metadata[i],  # type: ignore[arg-type]
                 )
         failure = self._difference()
+        if failure is not None and self._is_frozen():
+            self.wrapped_function.pygraph.is_capturable = False
+            failure = "what the host gives to its kernels varies from call to call"
         if take_damage(self.device):
             failure = "the graph wrote to an address it should not hold"
         if (prelude := self.binding.prelude) is not None:
@@ -782,12 +847,16 @@ class BoundGraphNode(CopyGraphNode):
         self.rehearsal = self.collectives = None
         self.call_tensors = []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
-        self.mutated_bound = OrderedSet(
+        function: Function = self.wrapped_function.pygraph
+        # Mutated, or written over, as a backward does with an activation: a gradient that
+        # lies there is rebuilt from the input.
+        self.written_bound = OrderedSet(
             k
             for k, i in enumerate(self.bound_input_idxs)
             if i in self.wrapped_function.mutated_input_idxs
+            or i in function.reused_input_idxs
         )
-        entry = self.wrapped_function.pygraph.report
+        entry = function.report
         entry.kernel_nodes = self.binding.num_nodes
         entry.updated_nodes = len(self.binding.updates)
         if prelude is not None:
@@ -848,6 +917,27 @@ class BoundGraphNode(CopyGraphNode):
         except RuntimeError as e:
             return f"the outputs can not be compared: {e}".partition("\n")[0]
 
+    def _is_frozen(self) -> bool:
+        """
+        Whether the function varies from run to run, and the graph does not, as it would if
+        that were the order of atomic operations. False if it can not be asked: inputs died,
+        or there is no memory for an uncaptured run beside the graph's.
+        """
+        rehearsal, outputs = self.rehearsal, self.recording_outputs
+        if rehearsal is None or outputs is None or rehearsal.kept is not None:
+            return False
+        if room(self.device) < self.wrapped_function.pygraph.needed_bytes:
+            return False
+        first: Proof | None = None
+        for _ in range(RERUNS):
+            rehearsal.restore()
+            super()._first_replay()
+            if first is None:
+                first = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
+            elif not first.is_exact(rehearsal.inputs, outputs):
+                return False
+        return not rehearsal.repeats_itself()
+
     def check_invariants(
         self, inputs: list[InputType]
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
@@ -899,8 +989,8 @@ class BoundGraphNode(CopyGraphNode):
         super().run_graph()
         if self.staged:
             for k, original, staged in self.staged:
-                if k in self.mutated_bound:
-                    original.copy_(staged)
+                if k in self.written_bound:
+                    write(original, staged)
             self.staged = []
 
     def _initialize_cached_tensors(self) -> None:

@@ -45,6 +45,7 @@ from torch._inductor.cudagraph_trees import (
     CompilationMode,
     cudagraphify,
     CUDAGraphNode,
+    ExecutionState,
     get_manager,
     thread_containers,
 )
@@ -249,7 +250,10 @@ class Function:
         """Called when a recording failed, and before its call runs uncaptured."""
         from torch._inductor.pygraph import record
 
-        if manager.current_node is None and not any(manager.roots.values()):
+        if manager.current_node is not None:
+            # The allocator knows by now what the path left alive, and can not be told twice.
+            manager.path_state = ExecutionState.RECORDING
+        elif not any(manager.roots.values()):
             record.renew_pool(manager)
 
     def bind_as(self, choice: str) -> None:
