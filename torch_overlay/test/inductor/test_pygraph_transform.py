@@ -633,6 +633,69 @@ class GeneratedCodeTest(TestCase):
         self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
         FileCheck().check("= Stage(0)").run(graph.source)
 
+    DRAWS = {
+        "where_values_are_brought": (
+            lambda x, s: (
+                torch.multinomial((x * s).softmax(-1), 2),
+                torch.multinomial(x.softmax(-1), 3),
+                x * s.exp(),
+            ),
+            lambda: (cuda(8), cpu()),
+        ),
+        "of_the_cpu_between_partitions": (
+            lambda x, q: (
+                torch.multinomial(x.sin().softmax(-1).cpu(), 2),
+                x[torch.multinomial(q, 3)] + 1,
+            ),
+            lambda: (cuda(8), torch.rand(8)),
+        ),
+    }
+
+    @parametrize("name", list(DRAWS))
+    def test_random_draws_stay_in_order(self, name):
+        (graph,) = compile_for_h200(Program(*self.DRAWS[name]))
+        draws = re.findall(r"multinomial\.default\(\w+, (\d)\)", graph.source)
+        self.assertEqual(draws, ["2", "3"])
+
+    def test_many_integer_operations_in_a_row(self):
+        "More than Python's stack has room for."
+
+        def fn(x, i):
+            for _ in range(200):
+                i = i * 5 + 1
+            return x[i & 7]
+
+        (graph,) = compile_for_h200(
+            Program(fn, lambda: (cuda(8), cpu(4, dtype=torch.int64)))
+        )
+        self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
+        self.assertNotIn("cpp_fused", graph.source)
+
+    REGIONS = {
+        "draws_on_the_cpu": lambda x: x * (torch.rand(8) < 0.9).to("cuda"),
+        "larger": lambda x: x * torch.rand(8, 1024).to("cuda")[:, 0],
+        "table": lambda x: x * torch.arange(0, 512, 64).float().sin().to("cuda"),
+        "on_the_gpu": lambda x: x * torch.arange(8).to("cuda") + x.sin(),
+    }
+
+    @parametrize("name", list(REGIONS))
+    def test_nested_region(self, name):
+        "It is captured as a whole, if what it does is done by a replay."
+        region = torch.compiler.nested_compile_region(self.REGIONS[name])
+        program = Program(lambda x: region(region(x).relu()), lambda: (cuda(8),))
+        (graph,) = compile_for_h200(program)
+        # Partitions come before the class that calls them, and the rest.
+        _, _, runner = graph.source.partition("class Runner")
+        self.assertEqual("repeated_subgraph0(" in runner, name != "on_the_gpu")
+        # Inductor sets none of a subgraph.
+        self.assertEqual(counters["pygraph"]["known_tensors"], 0)
+
+    def test_without_trees(self):
+        "A graph of torch._inductor.compile_fx.cudagraphify_impl would keep the first value."
+        program = Program(lambda x, s: x * s, lambda: (cuda(8), cpu()))
+        (graph,) = compile_for_h200(program, **{"triton.cudagraph_trees": False})
+        self.assertNotIn("Deliver", graph.source)
+
     def test_floating_point_stays_on_the_cpu(self):
         "Where code for the GPU may contract a multiplication and an addition."
         for dtype, on_cpu in (torch.float32, True), (torch.int64, False):

@@ -46,7 +46,7 @@ from torch._inductor.pygraph.report import (
     CpuValue,
     innermost,
 )
-from torch._inductor.utils import get_gpu_type, is_gpu
+from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op, is_gpu
 from torch._inductor.virtualized import V
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import free_symbols
@@ -328,6 +328,11 @@ def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
     ]
 
 
+# In a module's meta. The code of a nested region, or of a branch, is captured with what
+# surrounds it or not at all.
+IS_SUBGRAPH = "is_subgraph"
+
+
 def on_cpu(node: torch.fx.Node) -> bool:
     val = node.meta.get("val")
     return isinstance(val, torch.Tensor) and val.device.type == "cpu"
@@ -470,6 +475,46 @@ def known_after(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     return level
 
 
+def made_on_gpu(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
+    """Values on the CPU that take only constants and small values to compute on the GPU."""
+    found = OrderedSet[torch.fx.Node]()
+    for value in graph.nodes:
+        if not on_cpu(value):
+            continue
+        inputs = filter(on_cpu, value.all_input_nodes)
+        if (
+            is_constant(value)
+            or value.target in CONSTRUCTORS
+            or (
+                is_same_anywhere(value)
+                and all(n in found or is_small(n) for n in inputs)
+            )
+        ):
+            found.add(value)
+    return found
+
+
+def is_seeded(op: object) -> bool:
+    """Whether an operator draws from a generator."""
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded in op.tags
+    )
+
+
+def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """
+    How many operators draw before each node that a value on the GPU may be an argument of.
+    Values with the same number can be delivered together: none of these operators waits for
+    what the program only computes behind another one.
+    """
+    count, draws = 0, {}
+    for node in graph.nodes:
+        draws[node] = count
+        count += is_seeded(node.target) and bool(node.all_input_nodes)
+    return draws
+
+
 def kept_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
     """Storages of values that are returned, or that a later pass may write to in place."""
     from torch._inductor.fx_passes import reinplace
@@ -500,8 +545,11 @@ class Placement:
         self.graph = graph
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.level = known_after(graph)
-        self.made_on_gpu: dict[torch.fx.Node, bool] = {}
-        self.known = known_values(graph)
+        self.made_on_gpu = made_on_gpu(graph)
+        self.draws = draws_before(graph)
+        # Inductor gives a subgraph's code no constants that are made now.
+        is_subgraph = graph.owning_module.meta.get(IS_SUBGRAPH, False)
+        self.known = OrderedSet() if is_subgraph else known_values(graph)
         self.computed: dict[torch.fx.Node, Any] = {}
         self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
         # For the report: the node on the GPU that first reads a value.
@@ -540,23 +588,6 @@ class Placement:
             new.meta["stack_trace"] = node.meta["stack_trace"]
         return new
 
-    def is_made_on_gpu(self, value: torch.fx.Node) -> bool:
-        """Whether it takes only constants and small values to compute it there."""
-        if value not in self.made_on_gpu:
-            self.made_on_gpu[value] = (
-                is_constant(value)
-                or value.target in CONSTRUCTORS
-                or (
-                    is_same_anywhere(value)
-                    and all(
-                        self.is_made_on_gpu(n) or is_small(n)
-                        for n in value.all_input_nodes
-                        if on_cpu(n)
-                    )
-                )
-            )
-        return self.made_on_gpu[value]
-
     def compute(self, value: torch.fx.Node) -> torch.Tensor:
         "What eager mode gives for a known value."
         needed, todo = OrderedSet([value]), [value]
@@ -577,7 +608,7 @@ class Placement:
         todo, seen = [value], OrderedSet([value])
         while todo:
             n = todo.pop()
-            if self.is_made_on_gpu(n):
+            if n in self.made_on_gpu:
                 inputs = [] if is_constant(n) else n.all_input_nodes
                 todo += [i for i in inputs if on_cpu(i) and i not in seen]
                 seen.update(inputs)
@@ -586,14 +617,14 @@ class Placement:
         return found
 
     def deliver(self, found: Sequence[Crossing]) -> None:
-        groups: dict[tuple[int, torch.device], OrderedSet[torch.fx.Node]] = {}
+        groups: dict[tuple[int, int, torch.device], OrderedSet[torch.fx.Node]] = {}
         for c in found:
             self.first_user.setdefault(c.value, c.user)
             for value in self.small_values(c.value):
                 self.first_user.setdefault(value, c.user)
-                key = (self.level[value], c.device)
+                key = (self.level[value], self.draws[value], c.device)
                 groups.setdefault(key, OrderedSet()).add(value)
-        for (_, device), values in groups.items():
+        for (*_, device), values in groups.items():
             for launch in launches(sorted(values, key=self.order.__getitem__)):
                 self.insert_deliver(launch, device)
 
@@ -615,23 +646,36 @@ class Placement:
 
     def home(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
         "A node that has the value on the device, None if the graph shall stay as it is."
-        key = (value, device)
-        if key not in self.homes:
-            home = self.new_home(value, device)
+        # Not by recursion: there may be more operations in a row than Python has frames.
+        needed, todo = OrderedSet([value]), [value]
+        while todo:
+            n = todo.pop()
+            if n in self.made_on_gpu and not is_constant(n):
+                inputs = [
+                    i
+                    for i in n.all_input_nodes
+                    if on_cpu(i) and i not in needed and (i, device) not in self.homes
+                ]
+                needed.update(inputs)
+                todo += inputs
+        for n in sorted(needed, key=self.order.__getitem__):
+            if (n, device) in self.homes:
+                continue
+            home = self.new_home(n, device)
             if home is None:
                 return None
-            self.homes[key] = home
-        return self.homes[key]
+            self.homes[n, device] = home
+        return self.homes[value, device]
 
     def new_home(
         self, value: torch.fx.Node, device: torch.device
     ) -> torch.fx.Node | None:
         if is_constant(value):
             return self.like(value, prims.device_put.default, (value, device))
-        if self.is_made_on_gpu(value):
+        if value in self.made_on_gpu:
             args, kwargs = pytree.tree_map_only(
                 torch.fx.Node,
-                lambda n: self.home(n, device) if on_cpu(n) else n,
+                lambda n: self.homes[n, device] if on_cpu(n) else n,
                 (value.args, value.kwargs),
             )
             if value.target not in CONSTRUCTORS:
@@ -749,6 +793,8 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
         # What other nodes on the CPU do, upstream says.
         return COPIES_TO_CPU if isinstance(node.node, ir.DeviceCopy) else None
     ir_node = node.node
+    if (reason := subgraph_reason(ir_node)) is not None:
+        return reason
     for dep in node.read_writes.reads:
         if isinstance(dep, WeakDep):
             continue
@@ -763,6 +809,56 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
         return "takes a float from the host"
     return None
+
+
+def operations_of_subgraphs(ir_node: object) -> Iterator[ir.Operation]:
+    "What an operator runs that is a graph itself, a nested region."
+    subgraph = getattr(ir_node, "subgraph", None)
+    if isinstance(subgraph, ir.Subgraph) and subgraph.graph is not None:
+        for operation in subgraph.graph.operations:
+            yield operation
+            yield from operations_of_subgraphs(operation)
+
+
+def subgraph_reason(ir_node: object) -> str | None:
+    """Why a nested region can not be captured: what the host does in it, a replay does not."""
+    for operation in operations_of_subgraphs(ir_node):
+        if isinstance(operation, (Pack, HostCopy)):
+            return BRINGS_CPU_VALUES
+        device = operation.get_device()
+        if isinstance(operation, ir.DeviceCopy) or (
+            device is not None and device.type == "cpu"
+        ):
+            return "a nested region works on the CPU"
+        if is_cudagraph_unsafe_op(operation):
+            return "a nested region has what can not be captured"
+    return None
+
+
+def draws(node: BaseSchedulerNode, device_type: str) -> bool:
+    """Whether any of a scheduler's node draws from a generator of a device."""
+    return any(
+        is_seeded(getattr(operation, "op_overload", None))
+        and (device := operation.get_device()) is not None
+        and device.type == device_type
+        for n in node.get_nodes()
+        if n.node is not None
+        for operation in (n.node, *operations_of_subgraphs(n.node))
+    )
+
+
+def keeps_draws_in_order(
+    before: list[BaseSchedulerNode], after: list[BaseSchedulerNode]
+) -> bool:
+    """
+    Whether what draws from a generator does so in the order of the program, on which the
+    numbers depend. No data says so.
+    """
+    return all(
+        [n for n in before if draws(n, device_type)]
+        == [n for n in after if draws(n, device_type)]
+        for device_type in ("cpu", get_gpu_type())
+    )
 
 
 def is_cpu_buffer(buffer: ir.IRNode) -> bool:
