@@ -1779,6 +1779,32 @@ class RecordTest(TestCase):
         steps(4, held=True)
         self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
 
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradient_that_was_used(self, force):
+        "The next one is the same tensor, without what the program made of it."
+        w = self.randn()
+        backward, seen = None, []
+        for i in range(7):
+            new_generation()
+            t = self.randn()
+            backward = backward or self.deploy(
+                "t, w = args; args.clear(); g = new(); launch(mul, g, t, w); return (g,)",
+                [t, w],
+                mode="backward",
+                force=force,
+                names=["tangents_1", "primals_1"],
+            )
+            (grad,) = backward.call([t, w])
+            seen.append(id(grad))
+            self.assertEqual(on_host(grad), on_host(t) * on_host(w))
+            self.assertFalse(grad.requires_grad)
+            self.assertIsNone(grad.grad)
+            self.assertEqual(grad.__dict__, {})
+            grad.requires_grad_()
+            grad.grad, grad.step = self.randn(), i
+            del grad
+        self.assertEqual(seen[-3:], seen[-1:] * 3)
+
     def test_activations_that_are_kept(self):
         "Without a look at what is held, the next forward would write them."
         self.weight = self.randn()

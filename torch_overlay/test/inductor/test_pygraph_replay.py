@@ -132,7 +132,7 @@ class Node(record.BoundGraphNode):
         # What the graph was told, not what the call was given.
         x = next(t for t in self.inputs if t.data_ptr() == self.binding.pointers[0])
         self.output.copy_(x + self.weight)
-        self.saved.copy_(x)
+        self.saved.detach().copy_(x)
 
     def all_outputs_are_dead(self) -> bool:
         return True
@@ -304,6 +304,30 @@ class ReplayTest(TestCase):
         self.assertTrue(self.call(x))
         self.assertEqual(x, torch.full((8,), 2.0))
         self.assertEqual(self.node.staged, [])
+
+    def test_cached_tensor_that_was_used(self):
+        "What the last call's had besides its memory."
+        t, ran = self.node.saved, []
+        for _ in range(3):
+            self.assertTrue(self.call())
+            self.assertEqual((t.requires_grad, t.grad, t.grad_fn), (False, None, None))
+            self.assertIsNone(t._backward_hooks)
+            self.assertEqual(t.__dict__, {})
+            t.requires_grad_()
+            t.register_hook(lambda grad: ran.append("hook"))
+            t.register_post_accumulate_grad_hook(lambda t: ran.append("accumulated"))
+            t.tag = 1
+            (t * 2).sum().backward()
+            self.assertEqual(t.grad, torch.full((8,), 2.0))
+            self.assertEqual(ran, ["hook", "accumulated"])
+            ran.clear()
+
+    def test_cached_tensor_with_a_history(self):
+        w = torch.ones(8, requires_grad=True)
+        for _ in range(2):
+            self.assertTrue(self.call())
+            self.assertFalse(self.node.saved.requires_grad)
+            self.node.saved.mul_(w).sum().backward()
 
     def test_pending_backwards(self):
         for mode, before, after in (
@@ -594,14 +618,6 @@ class CompiledReplayTest(ReplayTest):
         self.manager.current_node = last
         self.held = last.cached_tensor_outputs[0].detach()
         self.assertFalse(self.call())
-
-    def test_hooks_of_a_cached_tensor(self):
-        "They are the last call's."
-        self.assertTrue(self.call())
-        self.node.saved.requires_grad_().register_hook(lambda grad: None)
-        self.node.saved.requires_grad_(False)
-        self.assertTrue(self.call())
-        self.assertIsNone(self.node.saved._backward_hooks)
 
     def test_activation_that_moved(self):
         cached = self.follow()

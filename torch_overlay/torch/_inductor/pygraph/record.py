@@ -75,7 +75,7 @@ from torch._inductor.pygraph.placeholder import (
 )
 from torch._inductor.pygraph.prelude import Prelude, PreludeUnavailable
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
-from torch._inductor.pygraph.replay import InputHeld, is_steady
+from torch._inductor.pygraph.replay import InputHeld, is_steady, renew
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.table import Table
 from torch._inductor.utils import clone_preserve_strides
@@ -521,6 +521,12 @@ class CopyGraphNode(CUDAGraphNode):
                 ref.extra_ref_check = functools.partial(
                     CopyGraphNode._is_only_cached, node_ref, i, ref.extra_ref_check
                 )
+
+    def reconstruct_outputs(self) -> OutputType:
+        for t in self.cached_tensor_outputs:
+            if t is not None:
+                renew(t)
+        return super().reconstruct_outputs()
 
     @staticmethod
     def _is_only_cached(

@@ -106,6 +106,24 @@ def is_steady(node: BoundGraphNode) -> bool:
     )
 
 
+def renew(t: torch.Tensor) -> None:
+    """
+    Called before a cached tensor is returned once more. Nobody has it any more, but who had
+    it last may have left what a new tensor has not: autograd's state, hooks, attributes.
+    """
+    if t.requires_grad:
+        t.detach_()
+    if t.grad is not None:
+        t.grad = None
+    if t._backward_hooks is not None:
+        t._backward_hooks = None
+    if t._post_accumulate_grad_hooks:
+        # Autograd keeps the dictionary itself.
+        t._post_accumulate_grad_hooks.clear()
+    if t.__dict__:
+        t.__dict__.clear()
+
+
 def constant_outputs(node: BoundGraphNode) -> list[tuple[int, Any]]:
     "(place, value) of the outputs that are the same in each call: integers, static inputs."
     return [
@@ -142,6 +160,9 @@ def steady_replay(
     allocators = node.allocators
     binding = node.binding
     alignment = max(node.alignment, GPU_ALIGN_BYTES)
+    cached_idxs = [
+        i for i, is_cached in enumerate(node.unaliased_in_all_paths) if is_cached
+    ]
     # Outputs that the node does not cache.
     from_bound = [
         (i, alias.index)
@@ -188,6 +209,8 @@ def steady_replay(
         if pending is not None:
             manager.running_forwards_with_pending_backwards = pending
         outputs: OutputType = node.cached_tensor_outputs.copy()
+        for i in cached_idxs:
+            renew(outputs[i])  # type: ignore[arg-type]
         for i, k in from_bound:
             outputs[i] = tensors[k]
         for i, constant in constants:

@@ -36,6 +36,7 @@ struct THPVariable {
   PyObject_HEAD
   at::TensorBase cdata;
   PyObject* backward_hooks;
+  PyObject* post_accumulate_grad_hooks;
 };
 extern PyObject* THPVariableClass;
 PyObject* THPVariable_Wrap(at::TensorBase&& var);
@@ -453,6 +454,7 @@ struct Names {
   PyObject* extra_ref_check;
   PyObject* is_outdated;
   PyObject* backward_hooks;
+  PyObject* post_accumulate_grad_hooks;
   PyObject* is_steady;
   PyObject* graph;
   PyObject* cached_tensor_outputs;
@@ -475,6 +477,7 @@ bool intern_names() {
       {&names.extra_ref_check, "extra_ref_check"},
       {&names.is_outdated, "is_outdated"},
       {&names.backward_hooks, "_backward_hooks"},
+      {&names.post_accumulate_grad_hooks, "_post_accumulate_grad_hooks"},
       {&names.is_steady, "is_steady"},
       {&names.graph, "graph"},
       {&names.cached_tensor_outputs, "cached_tensor_outputs"},
@@ -495,6 +498,26 @@ bool intern_names() {
     }
   }
   return true;
+}
+
+// What renew in replay.py does.
+void renew(PyObject* tensor) {
+  auto* variable = reinterpret_cast<THPVariable*>(tensor);
+  if (variable->backward_hooks != nullptr) {
+    set_attribute(tensor, names.backward_hooks, Py_None);
+  }
+  if (variable->post_accumulate_grad_hooks != nullptr) {
+    set_attribute(tensor, names.post_accumulate_grad_hooks, Py_None);
+  }
+  c10::TensorImpl* impl = variable->cdata.unsafeGetTensorImpl();
+  if (impl->autograd_meta() != nullptr) {
+    impl->set_autograd_meta(nullptr);
+  }
+  PyObject** attributes = _PyObject_GetDictPtr(tensor);
+  if (attributes != nullptr && *attributes != nullptr &&
+      PyDict_GET_SIZE(*attributes) != 0) {
+    PyDict_Clear(*attributes);
+  }
 }
 
 PyTypeObject PackType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -1182,13 +1205,12 @@ struct Replay {
         if (value == nullptr) {
           throw Error();
         }
-        if (value != Py_None &&
-            reinterpret_cast<THPVariable*>(value)->backward_hooks != nullptr) {
-          // Of the tensor that the last call returned.
-          set_attribute(value, names.backward_hooks, Py_None);
-        }
       }
       PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
+      if (output.kind == Output::CACHED && value != Py_None) {
+        // What it lets go of may be the program's, and runs what it runs.
+        renew(value);
+      }
     }
     if (PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr) != 0) {
       throw Error();
