@@ -1435,6 +1435,43 @@ class ProgramTest(PyGraphTestCase):
                 self.assertEqual(y, x.sin() + 1)
             torch.cuda.synchronize()
 
+    def test_two_streams_at_once(self):
+        "Graphs have the same memory for what they compute in between."
+
+        def sines(x, w):
+            for _ in range(16):
+                x = (x @ w).sin()
+            return x
+
+        def cosines(x, w):
+            for _ in range(16):
+                x = (x @ w).cos()
+            return x
+
+        plain = sines, cosines
+        compiled = [self.compiled(fn) for fn in plain]
+        streams = [torch.cuda.Stream() for _ in plain]
+        with torch.no_grad():
+            w = randn(256, 256) / 16
+            for fn in compiled:
+                for _ in range(4):
+                    fn(randn(256, 256), w)
+            calls = []
+            for _ in range(20):
+                xs = [randn(256, 256) for _ in plain]
+                for stream in streams:
+                    stream.wait_stream(torch.cuda.current_stream())
+                    with torch.cuda.stream(stream):
+                        # Both begin when both are queued.
+                        torch.cuda._sleep(10_000_000)
+                for fn, x, stream in zip(compiled, xs, streams):
+                    with torch.cuda.stream(stream):
+                        calls.append((x, fn(x, w)))
+            torch.cuda.synchronize()
+            for i, (x, out) in enumerate(calls):
+                self.assertEqual(out, plain[i % 2](x, w), atol=1e-3, rtol=1e-3)
+        self.assertBound(functions=2)
+
     def test_back_to_back_replays(self):
         "A replay in flight keeps the pointers it was launched with."
         compiled = self.compiled(lambda x: x + 1)

@@ -197,9 +197,13 @@ class ModelledDevice:
         captured: the graph that is being captured
         to_pool: allocations go to the graphs' pool
         limit: bytes that there are
+        stream: the current one
+        waits: streams of which the first waited for the second
     """
 
     def __init__(self) -> None:
+        self.stream = ModelledStream(self, 0)
+        self.waits: list[tuple[int, int]] = []
         self.blocks: list[Block] = []
         self.limit = 1 << 30
         self.captured: ModelledGraph | None = None
@@ -334,6 +338,19 @@ class ModelledDevice:
             self.captured = None
 
     @contextlib.contextmanager
+    def on_stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream = self.stream, stream
+        try:
+            yield
+        finally:
+            self.stream = before
+
+    def is_capturing(self) -> bool:
+        if self.stream.is_destroyed:
+            raise RuntimeError("invalid resource handle")
+        return self.captured is not None or self.stream.is_captured
+
+    @contextlib.contextmanager
     def allocate_to_pool(self, *args: Any, **kwargs: Any) -> Iterator[None]:
         self.to_pool = True
         try:
@@ -367,6 +384,43 @@ class ModelledPool:
         blocks = [b for b in self.device.blocks if b.in_pool]
         blocks.sort(key=lambda b: b.address)
         return [bound for b in blocks for bound in (b.address, b.address + b.nbytes)]
+
+
+class ModelledStream:
+    """
+    Attributes:
+        work: functions, and of what it waits for the stream and how much that had to do
+        done: so much of it
+        is_captured: by the program
+        is_destroyed: the program's own
+    """
+
+    def __init__(self, device: ModelledDevice, cuda_stream: int) -> None:
+        self.device = device
+        self.cuda_stream = cuda_stream
+        self.work: list[Callable[[], Any] | tuple[ModelledStream, int]] = []
+        self.done = 0
+        self.is_captured = self.is_destroyed = False
+
+    def wait_stream(self, other: ModelledStream) -> None:
+        if other.is_destroyed:
+            raise RuntimeError("invalid resource handle")
+        self.device.waits.append((self.cuda_stream, other.cuda_stream))
+        self.work.append((other, len(other.work)))
+
+    def advance(self) -> bool:
+        "Does one thing. False if there is none, or it waits."
+        if self.done == len(self.work):
+            return False
+        work = self.work[self.done]
+        if isinstance(work, tuple):
+            other, count = work
+            if other.done < count:
+                return False
+        else:
+            work()
+        self.done += 1
+        return True
 
 
 class ModelledEvent(mock.Mock):
@@ -465,15 +519,15 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "graph": device.capture,
                 "graph_pool_handle": device.new_pool,
                 "device": nothing,
-                "stream": nothing,
+                "stream": device.on_stream,
                 "Stream": mock.Mock(),
                 "Event": lambda **kwargs: ModelledEvent(),
-                "current_stream": mock.Mock(),
+                "current_stream": lambda index=None: device.stream,
                 "set_stream": mock.Mock(),
                 "_sleep": lambda cycles: None,
                 "synchronize": lambda *args: None,
                 "empty_cache": device.empty_cache,
-                "is_current_stream_capturing": lambda: device.captured is not None,
+                "is_current_stream_capturing": device.is_capturing,
                 "device_count": lambda: 1,
                 "default_generators": [torch.default_generator],
             },
@@ -486,7 +540,8 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
                 "_cuda_clearCublasWorkspaces": lambda: None,
                 "_has_Standard_Deleter": lambda storage: True,
-                "_cuda_isCurrentStreamCapturing": lambda: device.captured is not None,
+                "_cuda_isCurrentStreamCapturing": device.is_capturing,
+                "_cuda_getCurrentRawStream": lambda index: device.stream.cuda_stream,
                 "_cuda_endAllocateToPool": lambda *args: None,
             },
         ),
@@ -766,6 +821,96 @@ class RecordTest(TestCase):
             x, y = self.randn(), self.randn()
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def streams(self, *raw: int) -> list[ModelledStream]:
+        return [ModelledStream(self.device, cuda_stream) for cuda_stream in raw]
+
+    def test_two_streams(self):
+        "Intermediates of both functions lie at the same addresses."
+        body = """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            b = new(); launch(mul, b, a, y)
+            c = new(); launch(add, c, b, y)
+            return (c,)
+        """
+        fns = [self.check(body) for _ in range(2)]
+        for node in trees.get_manager(0).get_roots():
+            for launch in node.graph.launches:
+                launch.compute = self.enqueued(launch.compute)
+        streams = self.streams(1, 2)
+        calls = []
+        for i in range(6):
+            inputs = [self.randn(), self.randn()]
+            expected, _, _ = self.expected(fns[i % 2], inputs)
+            with torch.cuda.stream(streams[i % 2]):
+                calls.append((inputs, fns[i % 2](*inputs), expected))
+        # As much at the same time as they may.
+        while sum(stream.advance() for stream in streams):
+            pass
+        for _, (out,), expected in calls:
+            self.assertEqual(on_host(out), expected)
+
+    def enqueued(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self.device.stream.work.append(lambda: compute(*args))
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_back_and_forth_between_streams(self, force):
+        "Of several functions, some of which are recorded meanwhile."
+        waits = self.device.waits
+        default, (other,) = self.device.stream, self.streams(9)
+        fns = [self.check(self.ADD, force=force)]
+        self.assertEqual(waits, [])
+        with torch.cuda.stream(other):
+            fns.append(self.check(self.ADD, force=force))
+            self.assertEqual(waits, [(9, 0)])
+        for stream, expected in (
+            (default, [(0, 9)]),
+            (default, []),
+            (other, [(9, 0)]),
+            (other, []),
+            (default, [(0, 9)]),
+        ):
+            waits.clear()
+            with torch.cuda.stream(stream):
+                for fn in (*fns, *fns):
+                    fn(self.randn(), self.randn())
+            self.assertEqual(waits, expected)
+
+    def test_stream_of_an_uncaptured_backward(self):
+        "It reads activations in the pool: who may overwrite them waits."
+        a, b = self.streams(1, 2)
+        x, w, t = (self.randn() for _ in range(3))
+        new_generation()
+        with torch.cuda.stream(a):
+            forward = self.deploy_forward(x, w)
+            for _ in range(2):
+                _, saved, _ = forward.call([x, w])
+            backward = self.deploy(
+                self.BACKWARD, [saved, w, t], mode="backward", force="no_graph"
+            )
+        with torch.cuda.stream(b):
+            self.check(self.ADD, calls=2)
+        self.device.waits.clear()
+        with torch.cuda.stream(a):
+            backward.call([saved, w, t])
+        with torch.cuda.stream(b):
+            forward.call([x, w])
+        self.assertEqual(self.device.waits, [(1, 2), (2, 1)])
+
+    def test_streams_that_cannot_be_waited_for(self):
+        "One that is gone, and one that the program captures, which waits for the device."
+        fn = self.check(self.ADD)
+        for stream, state in zip(self.streams(1, 2), ("is_destroyed", "is_captured")):
+            with torch.cuda.stream(stream):
+                fn(self.randn(), self.randn())
+            setattr(stream, state, True)
+            self.device.waits.clear()
+            with mock.patch.object(torch.cuda, "synchronize") as synchronize:
+                for _ in range(2):
+                    fn(self.randn(), self.randn())
+            self.assertEqual(self.device.waits, [])
+            self.assertEqual(synchronize.call_count, state == "is_destroyed")
 
     def test_steady_state_of_dynamic_shapes(self):
         "The function is recorded for its sizes, which nothing copies."

@@ -44,7 +44,13 @@ from torch._inductor.pygraph import deliver, native, record
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
 from torch._inductor.pygraph.direct import Orders, orders
 from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.replay import compiled_replay, is_steady, steady_replay
+from torch._inductor.pygraph.replay import (
+    compiled_replay,
+    is_steady,
+    steady_replay,
+    stream_order_of,
+    StreamOrder,
+)
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -162,6 +168,7 @@ class ReplayTest(TestCase):
         self.node.cache()
         self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
         self.manager.current_node = None
+        self.manager.device_index = 0
         self.manager.running_forwards_with_pending_backwards = False
         self.general = mock.Mock(return_value=["general"])
         self.replay = self.steady(CompilationMode.INFERENCE)
@@ -387,16 +394,21 @@ class CompiledReplayTest(ReplayTest):
 
     def setUp(self):
         self.capturing = False
+        self.raw_stream = 1 << 40
         self.owner = trees.thread_containers()
-        patch = mock.patch.object(
-            torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing
-        )
-        patch.start()
-        self.addCleanup(patch.stop)
+        for name, value in (
+            ("_cuda_isCurrentStreamCapturing", lambda: self.capturing),
+            # Never the same object.
+            ("_cuda_getCurrentRawStream", lambda index: int(str(self.raw_stream))),
+        ):
+            patch = mock.patch.object(torch._C, name, value, create=True)
+            patch.start()
+            self.addCleanup(patch.stop)
         super().setUp()
 
     def steady(self, mode: CompilationMode) -> Any:
         general, owner = self.general, self.owner
+        stream_order_of(self.manager).raw_stream = self.raw_stream
         return compiled_replay(self.node, self.manager, mode, general, owner)
 
     def compiled_nodes(self) -> None:
@@ -483,6 +495,25 @@ class CompiledReplayTest(ReplayTest):
         self.assertFalse(self.call())
         self.capturing = False
         self.assertTrue(self.call())
+
+    def test_another_stream(self):
+        followed = []
+
+        def follow(order: StreamOrder) -> None:
+            followed.append((self.raw_stream, self.node.launches))
+            order.raw_stream = self.raw_stream
+
+        with mock.patch.object(StreamOrder, "follow", follow):
+            for stream in (1 << 40, 1 << 40, 0, 0, 1 << 40, 1 << 40):
+                self.raw_stream = stream
+                self.assertTrue(self.call())
+        self.assertEqual(followed, [(0, 2), (1 << 40, 4)])
+        self.raw_stream = 7
+        failed = RuntimeError("the device is gone")
+        with mock.patch.object(StreamOrder, "follow", side_effect=failed):
+            with self.assertRaisesRegex(RuntimeError, "the device is gone"):
+                self.call()
+        self.assertEqual(self.node.launches, 6)
 
     def test_thread(self):
         "Of autograd, which has the containers of the one that recorded; any other."
@@ -947,13 +978,16 @@ class DirectTest(TestCase):
             (CompiledFxGraph, "post_compile", with_runner),
             (CompiledFxGraph, "__call__", counted),
             (torch._C, "_cuda_isCurrentStreamCapturing", self.asked),
+            (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
         ):
-            patch = mock.patch.object(target, name, value)
+            patch = mock.patch.object(target, name, value, create=True)
             patch.start()
             self.addCleanup(patch.stop)
         self.weight, self.bias = torch.randn(8), torch.randn(8)
         self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
         self.manager.current_node = None
+        self.manager.device_index = 0
+        stream_order_of(self.manager).raw_stream = 0
 
     def compile(self, **options: Any) -> Any:
         def fn(weight, bias, x):
@@ -1129,7 +1163,6 @@ class DirectTest(TestCase):
         self.addCleanup(lambda: enqueue)
         guard = mock.Mock(side_effect=lambda index: contextlib.nullcontext())
         for target, name, value in (
-            (torch._C, "_cuda_getCurrentRawStream", lambda index: 0),
             (torch._C, "_cuda_getDevice", lambda: 0),
             (torch.cuda, "current_device", lambda: None),
             (torch.cuda, "is_current_stream_capturing", lambda: self.is_capturing),

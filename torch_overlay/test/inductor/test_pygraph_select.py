@@ -315,6 +315,7 @@ class Simulation:
             mock.patch("torch.cuda.is_current_stream_capturing", lambda: False),
             mock.patch("torch.cuda.empty_cache", self.empty),
             mock.patch("torch._C._cuda_clearCublasWorkspaces", self.clear, create=True),
+            mock.patch("torch._C._cuda_getCurrentRawStream", lambda index: 0, create=True),
         ):
             yield self
 

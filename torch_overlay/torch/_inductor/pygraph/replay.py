@@ -80,6 +80,61 @@ def lock_of(manager: CUDAGraphTreeManager) -> threading.RLock:
     return _locks.setdefault(manager, threading.RLock())
 
 
+class StreamOrder:
+    """
+    Launches of one manager follow one another, on whichever streams they are: its graphs use
+    the same memory, and a replay reads the generator's state where the next one sets it.
+    Used by who has the manager's lock.
+
+    Attributes:
+        raw_stream: the last launch's
+    """
+
+    __slots__ = ("device_index", "raw_stream", "stream")
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.raw_stream: int | None = None
+        self.stream: torch.cuda.Stream | None = None
+
+    def follow(self) -> None:
+        """
+        Called before a launch, and before all that it writes, outside of captures. Another
+        stream waits for what the last one has to do by now, an uncaptured backward that
+        reads activations of the pool included.
+        """
+        raw_stream = torch._C._cuda_getCurrentRawStream(self.device_index)
+        if raw_stream == self.raw_stream:
+            return
+        stream = torch.cuda.current_stream(self.device_index)
+        if self.stream is not None:
+            try:
+                if not is_captured(self.stream):
+                    stream.wait_stream(self.stream)
+            except RuntimeError:
+                # It was the program's own, and is destroyed.
+                torch.cuda.synchronize(self.device_index)
+        self.stream, self.raw_stream = stream, raw_stream
+
+
+def is_captured(stream: torch.cuda.Stream) -> bool:
+    """
+    By the program. There is nothing to wait for then: the capture began when the device was
+    done, and what it has runs later. An event of it would draw others into it.
+    """
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
+
+
+_stream_orders: weakref.WeakKeyDictionary[CUDAGraphTreeManager, StreamOrder] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def stream_order_of(manager: CUDAGraphTreeManager) -> StreamOrder:
+    return _stream_orders.setdefault(manager, StreamOrder(manager.device_index))
+
+
 def is_steady(node: BoundGraphNode) -> bool:
     """
     Whether all that a replay needs is known: the node copies nothing, and each of its
@@ -152,7 +207,7 @@ def steady_replay(
     """
     What to call instead of ``general``, which runs trees.
 
-    The caller sees to it that the thread is the one that recorded.
+    The caller sees to it that the thread is the one that recorded, and to the stream.
     """
     bound_idxs = node.bound_input_idxs
     static_idxs = node.non_managed_static_input_idxs
@@ -246,9 +301,9 @@ def compiled_replay(
 ) -> ModelType:
     """
     The same as one call of native.compiled. Unlike steady_replay it sees to the thread
-    itself, whose containers have to be ``owner``, to captures of the program, and to the
-    lock. Calls ``general`` too where an input lies in the graphs' pool, where another
-    thread has the lock, and where a node refused, to find out what to do about it.
+    itself, whose containers have to be ``owner``, to captures of the program, to the lock,
+    and to the stream. Calls ``general`` too where an input lies in the graphs' pool, where
+    another thread has the lock, and where a node refused, to find out what to do about it.
 
     Of the nodes of a function on one path it has to be the first; see Function.may_run.
     """
@@ -280,6 +335,9 @@ def compiled_replay(
         containers=thread_containers,
         acquire=lock.acquire,
         release=lock.release,
+        stream_order=stream_order_of(manager),
+        current_stream=torch._C._cuda_getCurrentRawStream,
+        device_index=manager.device_index,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         launch=graph_type.replay,
         binding=nodes if isinstance(nodes, native.compiled.Nodes) else binding,

@@ -59,6 +59,7 @@ from torch._inductor.pygraph.replay import (
     InputHeld,
     lock_of,
     steady_replay,
+    stream_order_of,
 )
 from torch._inductor.pygraph.report import (
     COPY,
@@ -941,7 +942,17 @@ def deploy(
         def run_backward(inputs: list[InputType]) -> OutputType:
             # See [Backward Generation Handling]. Other threads have another manager or none.
             if thread_containers() is owner:
-                manager_of(device_index).set_to_running_backward()
+                manager = manager_of(device_index)
+                manager.set_to_running_backward()
+                lock = lock_of(manager)
+                if not torch.cuda.is_current_stream_capturing() and lock.acquire(
+                    blocking=False
+                ):
+                    # The next launch waits for it: it may read activations of the pool.
+                    try:
+                        stream_order_of(manager).follow()
+                    finally:
+                        lock.release()
             return model(inputs)
 
         uncaptured = run_backward
@@ -956,10 +967,11 @@ def deploy(
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         manager = manager_of(device_index)
-        lock = lock_of(manager)
+        lock, stream_order = lock_of(manager), stream_order_of(manager)
         if not lock.acquire(blocking=False):
             return None, uncaptured(inputs)
         try:
+            stream_order.follow()
             fn, outputs = cudagraphify(
                 model,
                 inputs,
@@ -987,6 +999,7 @@ def deploy(
             ):
                 return uncaptured(inputs)
             try:
+                stream_order.follow()
                 outputs = fn(inputs)
                 if (compiled := replays.add(replay)) is not None:
                     selection.shorten(compiled)

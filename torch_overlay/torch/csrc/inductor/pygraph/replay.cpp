@@ -467,6 +467,8 @@ struct Names {
   PyObject* is_first;
   PyObject* is_profiler_enabled;
   PyObject* record_graph_execution;
+  PyObject* raw_stream;
+  PyObject* follow;
 } names;
 
 bool intern_names() {
@@ -490,6 +492,8 @@ bool intern_names() {
       {&names.is_first, "_is_first"},
       {&names.is_profiler_enabled, "_is_profiler_enabled"},
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
+      {&names.raw_stream, "raw_stream"},
+      {&names.follow, "follow"},
   };
   for (const auto& [name, text] : all) {
     *name = PyUnicode_InternFromString(text);
@@ -951,6 +955,9 @@ struct Replay {
         "live_outputs",
         "acquire",
         "release",
+        "stream_order",
+        "current_stream",
+        "device_index",
         "static",
         "bound",
         "alignment",
@@ -962,7 +969,7 @@ struct Replay {
         "dead_after",
         nullptr};
     auto owned = refs();
-    PyObject *objects[20], *static_inputs = nullptr, *bound_inputs = nullptr,
+    PyObject *objects[23], *static_inputs = nullptr, *bound_inputs = nullptr,
                            *pool_bounds = nullptr, *allocator_list = nullptr,
                            *output_list = nullptr, *dropped_inputs = nullptr,
                            *before = nullptr, *after = nullptr;
@@ -971,7 +978,7 @@ struct Replay {
     if (!PyArg_ParseTupleAndKeywords(
             args,
             kwargs,
-            "$OOOOOOOOOOOOOOOOOOOOOOKOOOOOO",
+            "$OOOOOOOOOOOOOOOOOOOOOOOOOKOOOOOO",
             const_cast<char**>(keywords),
             &objects[0],
             &objects[1],
@@ -993,6 +1000,9 @@ struct Replay {
             &objects[17],
             &objects[18],
             &objects[19],
+            &objects[20],
+            &objects[21],
+            &objects[22],
             &static_inputs,
             &bound_inputs,
             &needed_alignment,
@@ -1129,6 +1139,7 @@ struct Replay {
   PyObject* run(PyObject* inputs, bool& has_dropped) {
     check_thread();
     Held held(*this);
+    follow();
     Ref last = attribute(manager.get(), names.current_node);
     check_path(last.get());
 
@@ -1228,6 +1239,20 @@ struct Replay {
     }
     if (known.get() != owner.get()) {
       throw Unusual();
+    }
+  }
+
+  // StreamOrder.follow, called only where the stream is another.
+  void follow() const {
+    Ref stream = checked(
+        PyObject_CallOneArg(current_stream.get(), device_index.get()));
+    Ref last = attribute(stream_order.get(), names.raw_stream);
+    int is_last = PyObject_RichCompareBool(stream.get(), last.get(), Py_EQ);
+    if (is_last < 0) {
+      throw Error();
+    }
+    if (is_last == 0) {
+      checked(PyObject_CallMethodNoArgs(stream_order.get(), names.follow));
     }
   }
 
@@ -1332,7 +1357,7 @@ struct Replay {
   }
 
   // Arguments of the constructor, in their order.
-  std::array<Ref*, 20> refs() {
+  std::array<Ref*, 23> refs() {
     return {
         &general,
         &node,
@@ -1353,7 +1378,10 @@ struct Replay {
         &function,
         &live_outputs,
         &acquire,
-        &release};
+        &release,
+        &stream_order,
+        &current_stream,
+        &device_index};
   }
 
   template <typename F>
@@ -1391,6 +1419,9 @@ struct Replay {
   Ref is_capturing;
   Ref acquire;
   Ref release;
+  Ref stream_order;
+  Ref current_stream;
+  Ref device_index;
   Ref launch;
   Ref binding;
   Ref values;
