@@ -126,7 +126,7 @@ class Node(record.BoundGraphNode):
         self.staged = []
         self.pool_ranges = record.PoolRanges.__new__(record.PoolRanges)
         self.pool_ranges.bounds = []
-        self.mutated_bound = ()
+        self.written_bound = ()
         self.graph = Graph(self)
         self.binding = mock.Mock(spec=["pointers", "update"], pointers=[-1, -1])
         self.binding.update.side_effect = lambda pointers: setattr(
@@ -297,7 +297,7 @@ class ReplayTest(TestCase):
         "It lies where the graph writes; what is written to the copy is written back."
         x = torch.ones(8)
         self.node.pool_ranges.bounds = [x.data_ptr(), x.data_ptr() + x.nbytes]
-        self.node.mutated_bound = (0,)
+        self.node.written_bound = (0,)
 
         def update(pointers):
             self.assertNotEqual(pointers[0], x.data_ptr())
