@@ -840,6 +840,41 @@ class CompiledReplayTest(PyGraphTestCase):
                         expected = torch.full_like(x, 2 * n + n * (n + 0.5))
                         self.assertEqual(result, expected, atol=0, rtol=0)
 
+    @parametrize("non_blocking", (False, True))
+    @parametrize("numel", (4, 4096, 1 << 20))
+    def test_pinned_memory_that_is_being_filled(self, numel, non_blocking):
+        "Its content is what the stream has when it gets there, as in eager mode."
+
+        def fn(x, h):
+            return x * h.to(DEVICE, non_blocking=non_blocking)
+
+        def there_and_back(x):
+            h = (x + 1).to("cpu", non_blocking=True)
+            return h.to(DEVICE, non_blocking=non_blocking) * 2
+
+        given, own = self.compiled(fn), self.compiled(there_and_back)
+        x, pinned = randn(numel), torch.zeros(numel, pin_memory=True)
+        with torch.no_grad():
+            for _ in range(6):
+                given(x, pinned)
+                own(x)
+            for n in range(1, 6):
+                content = torch.full_like(x, n)
+                # What is not pinned, with the bytes that pinned memory has now, and not then.
+                other = pinned.clone()
+                torch.cuda.synchronize()
+                torch.cuda._sleep(1 << 28)
+                done = torch.cuda.Event()
+                done.record()
+                pinned.copy_(content, non_blocking=True)
+                results = [given(x, pinned)]
+                self.assertEqual(done.query(), not non_blocking)
+                torch.cuda._sleep(1 << 26)
+                results.append(own(content))
+                results.append(given(x, other))
+                expected = [x * n, (content + 1) * 2, x * (n - 1)]
+                self.assertEqual(results, expected, atol=0, rtol=0)
+
     def test_training_goes_around_trees(self):
         module = MLP().to(DEVICE)
         compiled, plain = self.compiled(module), torch.compile(lambda x: module(x))
@@ -896,6 +931,9 @@ class CompiledReplayTest(PyGraphTestCase):
                 out = compiled(x)
             stream.synchronize()
             self.assertEqual(out, x.sin() * 2)
+
+
+instantiate_parametrized_tests(CompiledReplayTest)
 
 
 class TrainingTest(PyGraphTestCase):

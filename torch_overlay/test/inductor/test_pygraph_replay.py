@@ -1159,8 +1159,19 @@ class DirectTest(TestCase):
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
             ctypes.c_void_p,
         )(lambda to, host, nbytes, _: 0 * ctypes.memmove(to, host, nbytes))
-        address = ctypes.cast(enqueue, ctypes.c_void_p).value
-        self.addCleanup(lambda: enqueue)
+        # Nothing is pinned.
+        pointer_attribute = ctypes.CFUNCTYPE(
+            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
+        )(lambda result, attribute, address: 1)
+        functions = {
+            "cuMemcpyHtoDAsync": enqueue,
+            "cuPointerGetAttribute": pointer_attribute,
+        }
+        addresses = {
+            name: ctypes.cast(function, ctypes.c_void_p).value
+            for name, function in functions.items()
+        }
+        self.addCleanup(lambda: functions)
         guard = mock.Mock(side_effect=lambda index: contextlib.nullcontext())
         for target, name, value in (
             (torch._C, "_cuda_getDevice", lambda: 0),
@@ -1171,7 +1182,7 @@ class DirectTest(TestCase):
             (torch.cuda, "Event", mock.Mock),
             (torch.cuda, "_DeviceGuard", guard),
             (deliver, "bindings", mock.Mock(side_effect=ImportError)),
-            (deliver, "entry_point", lambda name: address),
+            (deliver, "entry_point", addresses.__getitem__),
             (deliver, "pinned_copy", torch.clone),
             (Deliver, "_target", lambda *_: mock.Mock(spec=[])),
         ):

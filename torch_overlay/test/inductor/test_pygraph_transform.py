@@ -595,6 +595,60 @@ class GeneratedCodeTest(TestCase):
         FileCheck().check("= Stage(0)").run(source(numel))
         FileCheck().check("= Upload(0)").run(source(numel + 1))
 
+    def test_copies_of_pinned_memory(self):
+        "They are in the order of the stream, and wait only where the program's do."
+
+        def there_and_back(**options):
+            def fn(x):
+                h = (x + 1).to("cpu", non_blocking=True)
+                return h.to("cuda", **options) * 2
+
+            return fn
+
+        def both(x, v):
+            return v.to("cuda", non_blocking=True) * v.to("cuda")
+
+        def view(x, v):
+            return v.view(2, -1).to("cuda", non_blocking=True) + 1
+
+        def computed(x, v):
+            return (v.to(torch.int32) + 1).to("cuda", non_blocking=True) + 1
+
+        def filled(x, v):
+            return x.copy_(v, non_blocking=True) + 1
+
+        def filled_by_another_type(x, v):
+            return x.double().copy_(v, non_blocking=True) + 1
+
+        small, staged, uploaded = 8, 1024, transform.MAX_STAGED_BYTES // 4 + 1
+        non_blocking = there_and_back(non_blocking=True)
+        for fn, numel, owner in (
+            (non_blocking, small, "Stage(0, True)"),
+            (non_blocking, staged, "Stage(0, True)"),
+            (non_blocking, uploaded, "Upload(0, True)"),
+            (there_and_back(), small, "Deliver(0, (torch.float32, (8,)))"),
+            (there_and_back(), staged, "Stage(0)"),
+            (there_and_back(), uploaded, "Upload(0)"),
+            (both, small, "Deliver(0, (torch.float32, (8,)))"),
+            (both, staged, "Stage(0)"),
+            (view, small, "Stage(0, True)"),
+            (view, staged, "Stage(0, True)"),
+            (computed, small, "Deliver(0, (torch.int32, (8,)))"),
+            (filled, small, "Stage(0, True)"),
+            (filled_by_another_type, small, "Deliver(0, (torch.float32, (8,)))"),
+        ):
+            takes_cpu = fn.__code__.co_argcount == 2
+            program = Program(
+                fn, lambda: (cuda(numel), cpu(numel)) if takes_cpu else (cuda(numel),)
+            )
+            torch._dynamo.reset()
+            (graph,) = compile_for_h200(program)
+            made = re.findall(
+                r"^\w+ = ((?:Deliver|Stage|Upload)\(.*\))$", graph.source, re.MULTILINE
+            )
+            self.assertEqual(made, [owner], f"{fn.__name__} of {numel}")
+            self.assertEqual([p.cpu_inputs for p in graph.partitions if p.captured][-1], ())
+
     def test_what_is_delivered_again_is_not_written_by_others(self):
         "Neither reused for other results, nor handed out."
         program = Program(
@@ -898,6 +952,8 @@ class ModelledDriver:
         # What the device has not done yet, if it is behind the host.
         self.is_behind = False
         self.queue: list[Callable[[], Any]] = []
+        # Addresses of pinned memory of the program's.
+        self.pinned: set[int] = set()
 
     def enqueue(self, work: Callable[[], Any]) -> None:
         if self.is_behind:
@@ -911,9 +967,25 @@ class ModelledDriver:
                 after_copy()
         self.queue.clear()
 
-    def copy(self, to: int, host: int, nbytes: int) -> None:
+    def copy(self, to: int, host: int, nbytes: int, non_blocking: bool = True) -> None:
         self.copies += 1
         self.enqueue(lambda: ctypes.memmove(to, host, nbytes))
+        if not non_blocking:
+            self.catch_up()
+
+    def synchronize(self) -> None:
+        "Of the current stream, which this is too."
+        self.catch_up()
+
+    def to(
+        self, value: torch.Tensor, device: torch.device, non_blocking: bool = False
+    ) -> torch.Tensor:
+        result = torch.empty_like(value)
+        # Which keeps the value, as the allocator of pinned memory does.
+        self.enqueue(lambda: result.copy_(value))
+        if not non_blocking:
+            self.catch_up()
+        return result
 
     def cuMemcpyHtoDAsync(self, to, host, nbytes, stream):
         if stream != self.stream:
@@ -922,17 +994,26 @@ class ModelledDriver:
         return (0,)
 
     def entry_point(self, name: str) -> int:
-        if name != "cuMemcpyHtoDAsync":
-            raise AssertionError(f"{name} is not modelled")
-
         def enqueue(to: int, host: int, nbytes: int, stream: int | None) -> int:
             if self.refuses or (stream or 0) != self.stream:
                 return 1
             self.copy(to, host, nbytes)
             return 0
 
-        types = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p
-        function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(enqueue)
+        def pointer_attribute(result: int, attribute: int, address: int) -> int:
+            if attribute != 2:
+                raise AssertionError(f"attribute {attribute} is not modelled")
+            if address not in self.pinned:
+                return 1
+            ctypes.c_uint32.from_address(result).value = 1
+            return 0
+
+        word, pointer, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
+        model, *types = {
+            "cuMemcpyHtoDAsync": (enqueue, word, pointer, size, pointer),
+            "cuPointerGetAttribute": (pointer_attribute, pointer, ctypes.c_int, word),
+        }[name]
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(model)
         self.functions.append(function)
         return ctypes.cast(function, ctypes.c_void_p).value
 
@@ -996,12 +1077,15 @@ class ModelledDriver:
             mock.patch.object(
                 deliver._Staged,
                 "_copy",
-                lambda staged, host: self.copy(
-                    staged.address, host.data_ptr(), host.nbytes
+                lambda staged, host, non_blocking=True: self.copy(
+                    staged.address, host.data_ptr(), host.nbytes, non_blocking
                 ),
             ),
+            mock.patch.object(
+                torch.Tensor, "is_pinned", lambda t: t.data_ptr() in self.pinned
+            ),
             mock.patch.object(torch.cuda, "current_device", lambda: None),
-            mock.patch.object(torch.cuda, "current_stream", lambda device: self.stream),
+            mock.patch.object(torch.cuda, "current_stream", lambda device: self),
             mock.patch.object(torch.cuda, "Event", lambda: ModelledEvent(self)),
         )
 
@@ -1265,10 +1349,128 @@ class DeliverTest(TestCase):
     def test_offsets(self):
         self.assertEqual(deliver.offsets([4, 16, 17, 1], 16), [0, 16, 32, 64, 80])
 
-    def stage(self):
-        stage = deliver.Stage(0)
+    def stage(self, non_blocking=False):
+        stage = deliver.Stage(0, non_blocking)
         stage.device = torch.device("cpu")
         return stage
+
+    def fill_later(self, pinned, content):
+        "By an asynchronous copy from the GPU."
+        self.driver.pinned.add(pinned.data_ptr())
+        self.driver.is_behind = True
+        self.driver.enqueue(lambda: pinned.fill_(content))
+
+    def test_delivered_from_pinned_memory(self):
+        "A copy to it may be under way, in each call: also when calls are compiled."
+        values = [torch.zeros(()), torch.zeros(300), torch.zeros(3)]
+        d = self.deliver(*values)
+        for content in range(1, 5):
+            self.fill_later(values[1], content)
+            d.pack(values)
+            self.assertEqual(self.driver.queue, [])
+            self.driver.is_behind = False
+            zeros = [values[0], values[2]]
+            _, given, _ = d.launch()
+            self.assertEqual(given, torch.full((300,), float(content)))
+            self.assertEqual(d.launch()[::2], zeros)
+        # By Python in each call, and by what is compiled where there is no pinned value.
+        by_python = mock.patch.object(
+            deliver.Deliver, "packed", side_effect=AssertionError("done by Python")
+        )
+        with by_python, self.assertRaisesRegex(AssertionError, "done by Python"):
+            d.pack(values)
+        if native.compiled is not None:
+            with by_python:
+                d.pack([cpu(), cpu(300), cpu(3)])
+
+    def test_a_programs_own_capture_of_pinned_memory(self):
+        "Which would end if the host waited."
+        value, other = torch.ones(()), torch.ones(1000)
+        self.driver.pinned = {value.data_ptr(), other.data_ptr()}
+        stop = AssertionError("it waits")
+        with mock.patch.object(self.driver, "synchronize", side_effect=stop):
+            self.driver.captured = []
+            self.deliver(value).pack([value])
+            with mock.patch.object(torch.Tensor, "to") as to:
+                for non_blocking in (False, True):
+                    for owner in (
+                        self.stage(non_blocking).stage,
+                        deliver.Upload(0, non_blocking).upload,
+                    ):
+                        owner(other)
+                        self.assertEqual(
+                            to.call_args.kwargs, {"non_blocking": non_blocking}
+                        )
+
+    @parametrize("non_blocking", (False, True))
+    def test_uploaded_from_pinned_memory(self, non_blocking):
+        upload = deliver.Upload(0, non_blocking)
+        to = mock.patch.object(
+            torch.Tensor, "to", lambda *args, **kwargs: self.driver.to(*args, **kwargs)
+        )
+        pinned, value = torch.zeros(1000), torch.full((1000,), 2.0)
+        with to:
+            for content in (5.0, 7.0):
+                self.fill_later(pinned, content)
+                result = upload.upload(pinned)
+                self.assertEqual(len(self.driver.queue), 2 if non_blocking else 0)
+                self.driver.catch_up()
+                self.assertEqual(result, torch.full((1000,), content))
+            # The rest does not wait, and the program may change it at once.
+            self.driver.is_behind = True
+            result = upload.upload(value)
+            self.assertEqual(len(self.driver.queue), 1)
+            value.fill_(3)
+            self.driver.catch_up()
+            self.assertEqual(result, torch.full((1000,), 2.0))
+
+    @parametrize("non_blocking", (False, True))
+    def test_staged_from_pinned_memory(self, non_blocking):
+        stage = self.stage(non_blocking)
+        pinned, value = torch.zeros(1000), torch.zeros(1000)
+        seen = []
+
+        def check(value, expected, *, queued):
+            copies = self.driver.copies
+            copy = stage.stage(value)
+            self.assertEqual(len(self.driver.queue), queued)
+            self.driver.is_behind = False
+            self.driver.catch_up()
+            self.assertEqual(copy, torch.full((1000,), float(expected)))
+            seen.append(self.driver.copies - copies)
+
+        in_order = 2 if non_blocking else 0
+        # Its bytes are those of the last host: at first by Python, then compiled.
+        for content in (2, 4, 6):
+            for filled in (content, content + 1):
+                pinned.zero_()
+                self.fill_later(pinned, filled)
+                check(pinned, filled, queued=in_order)
+            # They are not those of the copy now.
+            for _ in range(3):
+                check(value, 0, queued=0)
+        self.assertEqual(seen, [1, 1, 1, 0, 0] * 3)
+        self.fill_later(pinned, 4)
+        check(pinned, 4, queued=in_order)
+        value.fill_(9)
+        check(value, 9, queued=0)
+        check(value, 9, queued=0)
+        self.assertEqual(seen[15:], [1, 1, 0])
+
+    def test_staged_from_pinned_memory_while_hosts_are_read(self):
+        "What is still to be copied from a host stays there."
+        stage = self.stage(non_blocking=True)
+        pinned = torch.full((1000,), -1.0)
+        self.driver.pinned.add(pinned.data_ptr())
+        for behind in (100, 30):
+            self.driver.is_behind = True
+            for i in range(behind):
+                stage.stage(pinned if i % 3 == 2 else torch.full((1000,), i + 0.5))
+            (staged,) = stage.kept.values()
+            seen = []
+            self.driver.catch_up(lambda: seen.append(staged.copy[-1].item()))
+            expected = [-1.0 if i % 3 == 2 else i + 0.5 for i in range(behind)]
+            self.assertEqual(seen, expected)
 
     def test_stage_copies_what_changed(self):
         stage = self.stage()

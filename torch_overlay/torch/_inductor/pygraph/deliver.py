@@ -11,7 +11,9 @@ Stage    larger tensors that may stay what they were: what was copied last is ke
 Upload   the rest: copied in every call, by way of pinned memory
 
 All read the tensor before they return, so that the program may change it at once, and see
-every change, one made through a NumPy view of its memory too.
+every change, one made through a NumPy view of its memory too. An earlier copy from the GPU
+to pinned memory may not have been made yet: pinned tensors are read in the order of the
+stream, as in eager mode, which waits unless the program's own copy is non_blocking.
 
 Results belong to the object: code that keeps or changes one has to copy first. Deliver and
 Stage write the same memory in every call, in the order of the current stream, so each thread
@@ -186,6 +188,13 @@ _local = threading.local()
 TOKEN = 0x5AC3_96F0_0000_0000
 
 
+def _function(name: str) -> int | None:
+    """The address of a driver function, None if there is no way to it."""
+    with contextlib.suppress(ImportError, RuntimeError):
+        return entry_point(name)
+    return None
+
+
 class _Packed:
     """
     The bytes of the values, each at its place among the kernel's parameters.
@@ -202,6 +211,8 @@ class _Packed:
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.target: _Target | None = None
         self.is_written_by_pack = False
+        # For what is compiled, as in _Staged.
+        self.pointer_attribute = _function("cuPointerGetAttribute")
 
 
 class _Target:
@@ -286,6 +297,11 @@ class Deliver:
 
     def _pack(self, values: list[torch.Tensor]) -> None:
         packed = self.packed()
+        if (
+            any(v.is_pinned() for v in values)
+            and not torch.cuda.is_current_stream_capturing()
+        ):
+            torch.cuda.current_stream(self.device_index).synchronize()
         for (address, size), value in zip(packed.places, values):
             ctypes.memmove(address, value.data_ptr(), size)
         if packed.target is None:
@@ -294,10 +310,14 @@ class Deliver:
         elif packed.is_written_by_pack:
             with torch.cuda.device(self.device_index):
                 packed.target.write(self._stream())
-        elif self.compiled is not None:
+        elif self.compiled is not None and packed.pointer_attribute is not None:
             # From now on there is nothing but to copy.
-            thread = threading.get_ident()
-            self.compiled.add(thread, packed.address, packed.memory)
+            self.compiled.add(
+                threading.get_ident(),
+                packed.address,
+                packed.memory,
+                packed.pointer_attribute,
+            )
 
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device_index)
@@ -352,15 +372,22 @@ def pinned_copy(value: torch.Tensor) -> torch.Tensor:
 
 
 class Upload:
-    """Copies a contiguous CPU tensor to the GPU in every call."""
+    """
+    Copies a contiguous CPU tensor to the GPU in every call.
 
-    def __init__(self, device_index: int) -> None:
+    Args:
+        device_index: the GPU
+        non_blocking: whether the program's own copy is
+    """
+
+    def __init__(self, device_index: int, non_blocking: bool = False) -> None:
         self.device = torch.device("cuda", device_index)
+        self.non_blocking = non_blocking
 
     def upload(self, value: torch.Tensor) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
-            # By the program itself: what it captures is up to it, as in eager mode.
-            return value.to(self.device)
+        # A capture is by the program itself: what it captures is up to it, as in eager mode.
+        if torch.cuda.is_current_stream_capturing() or value.is_pinned():
+            return value.to(self.device, non_blocking=self.non_blocking)
         return pinned_copy(value).to(self.device, non_blocking=True)
 
 
@@ -396,15 +423,20 @@ class _Staged:
         self.batch_size = max(1, min(MAX_BATCH, MAX_BATCH_BYTES // self.nbytes))
         self.batch: list[torch.Tensor] = []
         self.used = 0
+        # Whether the copy is of pinned memory of the program's, and not of the last host.
+        self.is_of_pinned = False
         # The oldest first.
         self.batches: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
-        # For what is compiled: a driver function, None if there is no way to it.
-        self.enqueue: int | None = None
-        with contextlib.suppress(ImportError, RuntimeError):
-            self.enqueue = entry_point("cuMemcpyHtoDAsync")
+        # For what is compiled.
+        self.enqueue = _function("cuMemcpyHtoDAsync")
+        self.pointer_attribute = _function("cuPointerGetAttribute")
 
     def holds(self, value: torch.Tensor) -> bool:
-        return self.used > 0 and same_bytes(self.batch[self.used - 1], value)
+        return (
+            self.used > 0
+            and not self.is_of_pinned
+            and same_bytes(self.batch[self.used - 1], value)
+        )
 
     def put(self, value: torch.Tensor, stream: int) -> None:
         if self.used == self.batch_size:
@@ -418,10 +450,15 @@ class _Staged:
             self.batch.append(host)
             self._copy(host)
         self.used += 1
+        self.is_of_pinned = False
 
-    def _copy(self, host: torch.Tensor) -> None:
+    def put_pinned(self, value: torch.Tensor, non_blocking: bool) -> None:
+        self.is_of_pinned = True
+        self._copy(value, non_blocking)
+
+    def _copy(self, host: torch.Tensor, non_blocking: bool = True) -> None:
         "Tells the allocator of ``host``, until it is freed, which stream reads it."
-        self.copy.copy_(host, non_blocking=True)
+        self.copy.copy_(host, non_blocking=non_blocking)
 
     def _copy_again(self, host: torch.Tensor, stream: int) -> None:
         "In less time, where that is possible."
@@ -453,12 +490,18 @@ class Stage:
     Copies a contiguous CPU tensor to the GPU, unless its bytes are those of the last call.
 
     The comparison reads both copies, which is less than copying takes, and ends at the
-    first difference.
+    first difference. What a pinned tensor will hold is not known yet: it is copied in every
+    call.
+
+    Args:
+        device_index: the GPU
+        non_blocking: whether the program's own copy is
     """
 
-    def __init__(self, device_index: int) -> None:
+    def __init__(self, device_index: int, non_blocking: bool = False) -> None:
         self.device_index = device_index
         self.device = torch.device("cuda", device_index)
+        self.non_blocking = non_blocking
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
         # What is compiled calls _stage where it takes more than to compare and to copy by
@@ -478,7 +521,7 @@ class Stage:
     def _stage(self, value: torch.Tensor) -> torch.Tensor:
         if torch.cuda.is_current_stream_capturing():
             # As in Upload.
-            return value.to(self.device)
+            return value.to(self.device, non_blocking=self.non_blocking)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         key = (threading.get_ident(), stream)
         kept = self.kept.get(key)
@@ -488,8 +531,12 @@ class Stage:
             used = self.compiled.take(*key)
             if used is not None:
                 kept.used = used
+        if value.is_pinned():
+            kept.put_pinned(value, self.non_blocking)
+            return kept.copy
         if not kept.holds(value):
             kept.put(value, stream)
-        if self.compiled is not None and kept.enqueue is not None:
-            self.compiled.add(*key, kept.copy, kept.batch, kept.used, kept.enqueue)
+        functions = (kept.enqueue, kept.pointer_attribute)
+        if self.compiled is not None and None not in functions:
+            self.compiled.add(*key, kept.copy, kept.batch, kept.used, *functions)
         return kept.copy

@@ -12,7 +12,7 @@ constructor  made on the GPU, as are the views, casts and integer operations on 
 known        computed from constants and constructors only, on the CPU, when the graph is
              compiled, and a constant since
 small        delivered: all that can be at the same time, with one kernel launch
-larger       staged or uploaded
+larger       staged or uploaded, as is what the program copies with non_blocking
 
 See deliver.py for the last two. The CPU keeps its own copy of everything: operations on
 CPU tensors run where the program has them, ahead of the graph, and CPU outputs stay CPU
@@ -34,6 +34,7 @@ from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
 from torch._inductor.lowering import register_lowering
+from torch._inductor.pattern_matcher import get_arg_value
 from torch._inductor.pygraph.deliver import (
     MAX_DELIVERED_BYTES,
     offsets,
@@ -49,7 +50,11 @@ from torch._inductor.pygraph.report import (
 from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op, is_gpu
 from torch._inductor.virtualized import V
 from torch._prims_common import is_contiguous_or_false
-from torch.fx.experimental.symbolic_shapes import free_symbols
+from torch.fx.experimental.symbolic_shapes import (
+    free_symbols,
+    statically_known_true,
+    sym_eq,
+)
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import _disable_current_modes
@@ -84,13 +89,20 @@ MAX_STAGED_BYTES = 1 << 20
 
 lib = torch.library.Library("pygraph", "DEF")  # noqa: TOR901
 lib.define("deliver(Tensor[] values, Device device) -> Tensor[]")
-lib.define("stage(Tensor value, Device device) -> Tensor")
-lib.define("upload(Tensor value, Device device) -> Tensor")
+lib.define("stage(Tensor value, Device device, bool non_blocking) -> Tensor")
+lib.define("upload(Tensor value, Device device, bool non_blocking) -> Tensor")
 
 
-def copied(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def copied(
+    value: torch.Tensor, device: torch.device, non_blocking: bool = False
+) -> torch.Tensor:
     "For whoever runs the graph itself, a debugger for one."
-    return value.to(device, copy=True, memory_format=torch.contiguous_format)
+    return value.to(
+        device,
+        non_blocking=non_blocking,
+        copy=True,
+        memory_format=torch.contiguous_format,
+    )
 
 
 @torch.library.impl(lib, "deliver", "CompositeExplicitAutograd")
@@ -100,8 +112,8 @@ def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
 
 @torch.library.impl(lib, "stage", "CompositeExplicitAutograd")
 @torch.library.impl(lib, "upload", "CompositeExplicitAutograd")
-def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return copied(value, device)
+def _(value: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+    return copied(value, device, non_blocking)
 
 
 @torch.library.register_fake("pygraph::deliver", lib=lib)
@@ -111,7 +123,7 @@ def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
 
 @torch.library.register_fake("pygraph::stage", lib=lib)
 @torch.library.register_fake("pygraph::upload", lib=lib)
-def _(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+def _(value: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
@@ -207,20 +219,21 @@ class HostCopy(ir.FallbackKernel):
         }[self.op_overload]
         owner = f"{how}_{self.get_name()}"
         self.python_kernel_name = f"{owner}.{how}"
-        device_index = str(self.outputs[0].get_device().index)
-        own(wrapper, owner, how.capitalize(), device_index)
+        device, non_blocking = self.constant_args
+        args = [str(device.index), *(["True"] if non_blocking else [])]
+        own(wrapper, owner, how.capitalize(), *args)
         super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:
-        # The object knows its device.
+        # The object knows the rest.
         return super().codegen_args()[:1]
 
 
 def _lower_host_copy(op: torch._ops.OpOverload, *, owns_result: bool) -> None:
     @register_lowering(op, type_promotion_kind=None)
-    def lowering(value: Any, device: torch.device) -> Any:
+    def lowering(value: Any, device: torch.device, non_blocking: bool) -> Any:
         value = ir.ExternKernel.require_contiguous(value)
-        output = HostCopy.create(op, value, device)
+        output = HostCopy.create(op, value, device, non_blocking)
         output.skip_size_stride_alignment_checks = True
         # Though what it copies may not be, it is allocated here.
         V.graph.unaligned_buffers.discard(output.get_name())
@@ -318,6 +331,9 @@ TAKES_CPU_TENSORS = OrderedSet(
         aten.slice_scatter.default,
     ]
 )
+
+# Each has non_blocking as its third argument.
+COPIES = OrderedSet([aten.copy.default, aten.copy_.default, prims.device_put.default])
 
 
 def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
@@ -443,6 +459,19 @@ class Crossing:
     def is_copy(self) -> bool:
         return self.user.target is prims.device_put.default
 
+    @property
+    def is_non_blocking(self) -> bool:
+        """Whether eager mode copies the value in the order of the stream, if it is pinned."""
+        if self.user.target not in COPIES:
+            return False
+        value, result = self.value.meta["val"], self.user.meta["val"]
+        # Else the host converts or expands it first.
+        return (
+            get_arg_value(self.user, 2, "non_blocking") is True
+            and value.dtype == result.dtype
+            and statically_known_true(sym_eq(value.shape, result.shape))
+        )
+
 
 def crossings(graph: torch.fx.Graph) -> Iterator[Crossing]:
     for user in graph.nodes:
@@ -552,6 +581,8 @@ class Placement:
         self.known = OrderedSet() if is_subgraph else known_values(graph)
         self.computed: dict[torch.fx.Node, Any] = {}
         self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
+        # What the program brings to a device by non_blocking copies only.
+        self.non_blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
         # For the report: the node on the GPU that first reads a value.
         self.first_user: dict[torch.fx.Node, torch.fx.Node] = {}
 
@@ -561,6 +592,7 @@ class Placement:
         if not found:
             return False
         kept = kept_storages(self.graph)
+        self.find_non_blocking(found)
         self.deliver(found)
         for c in found:
             with self.graph.inserting_before(c.user):
@@ -616,12 +648,25 @@ class Placement:
                 found.add(n)
         return found
 
+    def find_non_blocking(self, found: Sequence[Crossing]) -> None:
+        blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
+        for c in found:
+            for value in (c.value, *self.small_values(c.value)):
+                # To compute anything but a view of it, the host reads it at once.
+                is_view = get_node_storage(value) == get_node_storage(c.value)
+                waits = not (c.is_non_blocking and is_view)
+                (blocking if waits else self.non_blocking).add((value, c.device))
+        self.non_blocking -= blocking
+
     def deliver(self, found: Sequence[Crossing]) -> None:
         groups: dict[tuple[int, int, torch.device], OrderedSet[torch.fx.Node]] = {}
         for c in found:
             self.first_user.setdefault(c.value, c.user)
             for value in self.small_values(c.value):
                 self.first_user.setdefault(value, c.user)
+                if (value, c.device) in self.non_blocking:
+                    # It is likely to be pinned, and then delivering it would wait.
+                    continue
                 key = (self.level[value], self.draws[value], c.device)
                 groups.setdefault(key, OrderedSet()).add(value)
         for (*_, device), values in groups.items():
@@ -696,7 +741,9 @@ class Placement:
         else:
             counters["pygraph"]["uploaded_tensors"] += 1
             how, op = "uploaded", torch.ops.pygraph.upload.default
-        home = self.graph.call_function(op, (value, device))
+        home = self.graph.call_function(
+            op, (value, device, (value, device) in self.non_blocking)
+        )
         self.report(home, value, how, self.first_user.get(value, value))
         return self.in_order(value, home)
 

@@ -524,15 +524,31 @@ void renew(PyObject* tensor) {
   }
 }
 
+// cuPointerGetAttribute
+using PointerAttribute = int (*)(void*, int, uint64_t);
+
+// An earlier copy from the GPU to pinned memory may not have been made yet: what
+// is general waits for it, or copies behind it.
+bool may_be_pinned(PointerAttribute attribute_of, const void* address) {
+  constexpr int memory_type = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+  constexpr int invalid_value = 1; // CUDA_ERROR_INVALID_VALUE: not the driver's
+  constexpr uint32_t host = 1; // CU_MEMORYTYPE_HOST
+  uint32_t type = 0;
+  int status =
+      attribute_of(&type, memory_type, reinterpret_cast<uint64_t>(address));
+  return status == 0 ? type == host : status != invalid_value;
+}
+
 PyTypeObject PackType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // Pack(general, places, num_words): Deliver.pack, with the (offset, size) of
 // each value. A call copies the values to the memory of its thread, if that was
-// added, and else calls `general`.
+// added and none of them is pinned, and else calls `general`.
 struct Pack {
   struct Memory {
     char* address = nullptr;
     Ref owner;
+    PointerAttribute pointer_attribute = nullptr;
   };
 
   Pack(PyObject* args, PyObject* /*kwargs*/) {
@@ -563,6 +579,9 @@ struct Pack {
     for (size_t i = 0; i < places.size(); ++i) {
       const auto& [offset, size] = places[i];
       const void* from = unpack(value(i)).const_data_ptr();
+      if (may_be_pinned(to->pointer_attribute, from)) {
+        throw Unusual();
+      }
       std::memcpy(to->address + offset, from, size);
     }
   }
@@ -587,15 +606,19 @@ struct Pack {
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  // add(thread, address, owner): the memory of a thread.
+  // add(thread, address, owner, pointer_attribute): the memory of a thread.
   static PyObject* py_add(PyObject* self, PyObject* args) {
     return guarded([&]() -> PyObject* {
-      PyObject *thread = nullptr, *address = nullptr, *owner = nullptr;
-      if (!PyArg_ParseTuple(args, "OOO", &thread, &address, &owner)) {
+      PyObject *thread = nullptr, *address = nullptr, *owner = nullptr,
+               *attribute = nullptr;
+      if (!PyArg_ParseTuple(
+              args, "OOOO", &thread, &address, &owner, &attribute)) {
         return nullptr;
       }
       Memory memory{
-          static_cast<char*>(as_address(address)), Ref::share(owner)};
+          static_cast<char*>(as_address(address)),
+          Ref::share(owner),
+          reinterpret_cast<PointerAttribute>(as_address(attribute))};
       std::swap(Boxed<Pack>::of(self).memories[as_word(thread)], memory);
       Py_RETURN_NONE;
     });
@@ -626,8 +649,8 @@ PyTypeObject StageType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 // Stage(general, device_index, is_capturing, current_stream, current_device):
 // Stage.stage. A call compares, and copies to the GPU what has changed, by way
 // of the pinned memory that was added for its thread and stream, while there is
-// some left that is not read; for the rest it calls `general`. The last three
-// are torch's own functions of the CUDA runtime.
+// some left that is not read; for the rest, pinned values for one, it calls
+// `general`. The last three are torch's own functions of the CUDA runtime.
 struct Stage {
   using ThreadAndStream = std::pair<uint64_t, uint64_t>;
 
@@ -648,6 +671,7 @@ struct Stage {
     size_t used;
     // cuMemcpyHtoDAsync
     int (*enqueue)(uint64_t, const void*, size_t, void*);
+    PointerAttribute pointer_attribute;
   };
 
   Stage(PyObject* args, PyObject* /*kwargs*/) {
@@ -691,6 +715,9 @@ struct Stage {
       return false;
     }
     const void* from = tensor.const_data_ptr();
+    if (may_be_pinned(to.pointer_attribute, from)) {
+      return false;
+    }
     if (std::memcmp(to.hosts[to.used - 1], from, to.nbytes) == 0) {
       return true;
     }
@@ -743,21 +770,23 @@ struct Stage {
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  // add(thread, stream, copy, batch, used, enqueue)
+  // add(thread, stream, copy, batch, used, enqueue, pointer_attribute)
   static PyObject* py_add(PyObject* self, PyObject* args) {
     return guarded([&]() -> PyObject* {
       PyObject *thread = nullptr, *stream = nullptr, *copy = nullptr,
-               *batch = nullptr, *used = nullptr, *enqueue = nullptr;
+               *batch = nullptr, *used = nullptr, *enqueue = nullptr,
+               *attribute = nullptr;
       if (!PyArg_ParseTuple(
               args,
-              "OOOO!OO",
+              "OOOO!OOO",
               &thread,
               &stream,
               &copy,
               &PyList_Type,
               &batch,
               &used,
-              &enqueue)) {
+              &enqueue,
+              &attribute)) {
         return nullptr;
       }
       try {
@@ -769,7 +798,8 @@ struct Stage {
             tensor.nbytes(),
             {},
             as_word(used),
-            reinterpret_cast<decltype(Staged::enqueue)>(as_address(enqueue))};
+            reinterpret_cast<decltype(Staged::enqueue)>(as_address(enqueue)),
+            reinterpret_cast<PointerAttribute>(as_address(attribute))};
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batch); ++i) {
           const at::TensorBase& host = unpack(PyList_GET_ITEM(batch, i));
           if (host.nbytes() != added.nbytes) {
@@ -1605,7 +1635,8 @@ struct Direct {
     NoDynamo no_dynamo(set_eval_frame.get());
     c10::AutoGradMode no_grad(false);
     // Both may be done again by the slow way: it packs the same bytes to the
-    // same places, and to a stage they are what it holds.
+    // same places, and to a stage they are what it holds, or are copied again
+    // from pinned memory.
     for (const auto& [pack, values] : packs) {
       const auto& of_pack = values;
       Boxed<Pack>::of(pack.get()).copy(
