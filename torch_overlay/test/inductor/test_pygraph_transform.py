@@ -933,6 +933,7 @@ instantiate_parametrized_tests(GeneratedCodeTest)
 
 
 REAL_KERNEL = deliver._kernel
+REAL_PINNED_COPY = deliver.pinned_copy
 
 
 class ModelledDriver:
@@ -1471,6 +1472,26 @@ class DeliverTest(TestCase):
             self.driver.catch_up(lambda: seen.append(staged.copy[-1].item()))
             expected = [-1.0 if i % 3 == 2 else i + 0.5 for i in range(behind)]
             self.assertEqual(seen, expected)
+
+    def test_default_device(self):
+        "It is the program's: memory is where it says."
+        empty = torch.empty
+
+        def pinned(*size, pin_memory=False, **options):
+            made = empty(*size, **options)
+            self.assertEqual(made.device.type, "cpu")
+            return made
+
+        value = torch.ones(1000)
+        with torch.device("meta"):
+            self.assertTrue(torch.empty(0).is_meta)
+            with mock.patch.object(torch, "empty", pinned):
+                copy = REAL_PINNED_COPY(value)
+            stage, d = self.stage(), self.deliver(value[:3])
+            staged = [stage.stage(value) for _ in range(3)]
+            given = [self.give(d, value[:3])[0] for _ in range(3)]
+        self.assertEqual([copy, *staged], [value] * 4)
+        self.assertEqual(given, [value[:3]] * 3)
 
     def test_stage_copies_what_changed(self):
         stage = self.stage()

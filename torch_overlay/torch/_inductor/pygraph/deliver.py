@@ -364,7 +364,7 @@ def pinned_copy(value: torch.Tensor) -> torch.Tensor:
     """
     Of a contiguous tensor. Freed memory is used again when the copies from it are done.
     """
-    pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+    pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
     # copy_ would share a large copy between OpenMP's threads: where these are more than the
     # CPUs that the process may use, waiting for the last takes longer than the copy.
     ctypes.memmove(pinned.data_ptr(), value.data_ptr(), value.nbytes)

@@ -2040,8 +2040,10 @@ PyModuleDef module_definition = {
 // Whether a tensor lies in its Python object as it does here.
 bool layout_matches() {
   Ref torch = Ref(PyImport_ImportModule("torch"));
+  // On the CPU, whatever the default device is.
   Ref tensor = Ref(
-      torch ? PyObject_CallMethod(torch.get(), "empty", "i", 3) : nullptr);
+      torch ? PyObject_CallMethod(torch.get(), "FloatTensor", "i", 3)
+            : nullptr);
   Ref address = Ref(
       tensor ? PyObject_CallMethod(tensor.get(), "data_ptr", nullptr)
              : nullptr);
