@@ -649,6 +649,18 @@ class GeneratedCodeTest(TestCase):
             self.assertEqual(made, [owner], f"{fn.__name__} of {numel}")
             self.assertEqual([p.cpu_inputs for p in graph.partitions if p.captured][-1], ())
 
+    def test_permuted_values_are_copied_as_they_lie(self):
+        "To make them contiguous the host would read pinned memory at once."
+        for rows in 4, 400:
+            program = Program(
+                lambda x, v: x + v.to("cuda"), lambda: (cuda(2, rows), cpu(rows, 2).t())
+            )
+            (graph,) = compile_for_h200(program)
+            FileCheck().check(f"reinterpret_tensor(arg0_1, ({rows}, 2), (2, 1)").run(
+                graph.source
+            )
+            self.assertNotIn("cpp_fused", graph.source)
+
     def test_what_is_delivered_again_is_not_written_by_others(self):
         "Neither reused for other results, nor handed out."
         program = Program(

@@ -427,6 +427,15 @@ def can_be_copied(node: torch.fx.Node) -> bool:
     )
 
 
+def order_of(val: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor of static strides as they lie in memory."""
+    return sorted(range(val.dim()), key=val.stride, reverse=True)
+
+
+def has_no_gaps(val: torch.Tensor) -> bool:
+    return is_contiguous_or_false(val.permute(order_of(val)))
+
+
 def is_small(node: torch.fx.Node) -> bool:
     nbytes = static_nbytes(node.meta["val"])
     return nbytes is not None and nbytes <= MAX_SMALL_BYTES and can_be_copied(node)
@@ -679,7 +688,8 @@ class Placement:
             after = after.next
         with self.graph.inserting_before(after.next):
             delivered = self.graph.call_function(
-                torch.ops.pygraph.deliver.default, (values, device)
+                torch.ops.pygraph.deliver.default,
+                ([self.in_memory(v) for v in values], device),
             )
             for i, value in enumerate(values):
                 delivered_value = self.graph.call_function(
@@ -742,7 +752,8 @@ class Placement:
             counters["pygraph"]["uploaded_tensors"] += 1
             how, op = "uploaded", torch.ops.pygraph.upload.default
         home = self.graph.call_function(
-            op, (value, device, (value, device) in self.non_blocking)
+            op,
+            (self.in_memory(value), device, (value, device) in self.non_blocking),
         )
         self.report(home, value, how, self.first_user.get(value, value))
         return self.in_order(value, home)
@@ -766,6 +777,16 @@ class Placement:
         attribute.meta["val"] = value.meta["val"].clone()
         return self.like(value, aten.lift_fresh_copy.default, (attribute,))
 
+    def in_memory(self, value: torch.fx.Node) -> torch.fx.Node:
+        """
+        The contiguous view of a value that has no gaps, else the value, of which the host
+        makes a contiguous one, as eager mode does.
+        """
+        val = value.meta["val"]
+        if is_contiguous_or_false(val) or not has_no_gaps(val):
+            return value
+        return self.graph.call_function(aten.permute.default, (value, order_of(val)))
+
     def in_order(self, value: torch.fx.Node, home: torch.fx.Node) -> torch.fx.Node:
         """
         A home is contiguous; this gives it the order in memory that a copy of the value
@@ -774,15 +795,16 @@ class Placement:
         val = value.meta["val"]
         if is_contiguous_or_false(val):
             return home
-        order = sorted(range(val.dim()), key=val.stride, reverse=True)
+        order = order_of(val)
         back = [order.index(dim) for dim in range(val.dim())]
-        permuted = self.graph.call_function(aten.permute.default, (home, order))
-        dense = self.graph.call_function(
-            aten.clone.default,
-            (permuted,),
-            {"memory_format": torch.contiguous_format},
-        )
-        return self.graph.call_function(aten.permute.default, (dense, back))
+        if not has_no_gaps(val):
+            permuted = self.graph.call_function(aten.permute.default, (home, order))
+            home = self.graph.call_function(
+                aten.clone.default,
+                (permuted,),
+                {"memory_format": torch.contiguous_format},
+            )
+        return self.graph.call_function(aten.permute.default, (home, back))
 
     def report(
         self, home: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node
