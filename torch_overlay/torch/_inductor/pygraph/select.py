@@ -778,7 +778,8 @@ class Selection:
         function.bind_as(NODE_UPDATE)
         function.is_capturable = True
         report.updated_nodes = updated_nodes
-        return loser
+        # The same where another thread had the lock, and nothing was recorded.
+        return loser if loser != id else None
 
     def _drop_loser(self) -> Iterator[ModelType]:
         # Before a call, which takes its own memory. What the last one returned may only die
