@@ -723,6 +723,20 @@ class GeneratedCodeTest(TestCase):
         draws = re.findall(r"multinomial\.default\(\w+, (\d)\)", graph.source)
         self.assertEqual(draws, ["2", "3"])
 
+    @parametrize("dropout", (0.0, 0.1))
+    def test_attention_draws_for_dropout(self, dropout):
+        "Else what is computed behind it can be delivered with what is known before."
+        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+
+        def fn(q, s, v):
+            out, *_ = attention(q * s, q, q, None, False, dropout)
+            return out * s, q * v.exp()
+
+        (graph,) = compile_for_h200(
+            Program(fn, lambda: (cuda(1, 1, 8, 8), cpu(), cpu()))
+        )
+        self.assertEqual(graph.source.count(" = Deliver("), 2 if dropout else 1)
+
     def test_many_integer_operations_in_a_row(self):
         "More than Python's stack has room for."
 

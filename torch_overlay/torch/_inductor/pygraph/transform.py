@@ -532,12 +532,18 @@ def made_on_gpu(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
     return found
 
 
-def is_seeded(op: object) -> bool:
-    """Whether an operator draws from a generator."""
-    return (
-        isinstance(op, torch._ops.OpOverload)
-        and torch.Tag.nondeterministic_seeded in op.tags
-    )
+def is_seeded(node: torch.fx.Node) -> bool:
+    """Whether it draws from a generator, as attention without dropout does not."""
+    op = node.target
+    if (
+        not isinstance(op, torch._ops.OpOverload)
+        or torch.Tag.nondeterministic_seeded not in op.tags
+    ):
+        return False
+    names = [argument.name for argument in op._schema.arguments]
+    if "dropout_p" not in names:
+        return True
+    return bool(get_arg_value(node, names.index("dropout_p"), "dropout_p"))
 
 
 def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
@@ -549,7 +555,7 @@ def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     count, draws = 0, {}
     for node in graph.nodes:
         draws[node] = count
-        count += is_seeded(node.target) and bool(node.all_input_nodes)
+        count += is_seeded(node) and bool(node.all_input_nodes)
     return draws
 
 
@@ -907,7 +913,11 @@ def subgraph_reason(ir_node: object) -> str | None:
 def draws(node: BaseSchedulerNode, device_type: str) -> bool:
     """Whether any of a scheduler's node draws from a generator of a device."""
     return any(
-        is_seeded(getattr(operation, "op_overload", None))
+        isinstance(operation, ir.ExternKernel)
+        # An element of a result.
+        and not isinstance(operation, ir.MultiOutput)
+        and operation.fx_node is not None
+        and is_seeded(operation.fx_node)
         and (device := operation.get_device()) is not None
         and device.type == device_type
         for n in node.get_nodes()
