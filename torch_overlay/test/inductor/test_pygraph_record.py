@@ -1226,6 +1226,19 @@ class RecordTest(TestCase):
         self.assertEqual(seen, expected)
         self.assertEqual(report()[0].choice, "no_graph")
 
+    def test_random_numbers_of_another_thread(self):
+        "It draws while the function is rehearsed, not as often each time."
+        draws = itertools.count()
+
+        def hook():
+            for _ in range(next(draws)):
+                random.random()
+
+        self.hook = hook
+        self.check(f"hook(); {self.ADD.strip()}")
+        self.assertEqual(report()[0].choice, "node_update")
+        self.assertGreater(next(draws), 0)
+
     def test_inference_tensor_is_restored(self):
         with torch.inference_mode():
             x = torch.arange(4.0)

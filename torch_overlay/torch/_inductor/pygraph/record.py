@@ -195,17 +195,13 @@ class RngState:
 
 class HostGenerators:
     """
-    Generators that host code may draw from, as of an operator that makes its own seed: a
-    graph would have for ever what was drawn when it was captured.
+    States of the generators that host code may draw from, as of an operator that makes its
+    own seed: a graph would have for ever what was drawn when it was captured.
     """
 
     def __init__(self) -> None:
-        self.states = self._states()
-
-    @staticmethod
-    def _states() -> list[tuple[Callable[[Any], object], Any, object]]:
-        "(what sets it, state, what states are compared by) of each."
         state = torch.get_rng_state()
+        # What sets each, its state, and what states are compared by.
         states: list[tuple[Callable[[Any], object], Any, object]] = [
             (torch.set_rng_state, state, state.tolist()),
             (random.setstate, state := random.getstate(), state),
@@ -213,20 +209,14 @@ class HostGenerators:
         if (numpy := sys.modules.get("numpy.random")) is not None:
             kind, keys, *rest = state = numpy.get_state()
             states.append((numpy.set_state, state, (kind, keys.tobytes(), rest)))
-        return states
+        self.states = states
 
-    def restore(self) -> bool:
-        """Whether there was anything to restore."""
-        drawn_from = [
-            (set_state, state)
-            for (set_state, state, before), (_, _, after) in zip(
-                self.states, self._states()
-            )
-            if before != after
-        ]
-        for set_state, state in drawn_from:
+    def equals(self, other: HostGenerators) -> bool:
+        return [key for *_, key in self.states] == [key for *_, key in other.states]
+
+    def restore(self) -> None:
+        for set_state, state, _ in self.states:
             set_state(state)
-        return bool(drawn_from)
 
 
 class Rehearsal:
@@ -272,12 +262,11 @@ class Rehearsal:
                     del outputs
                     self._restore(inputs)
                 self._run(node, inputs, has_managed=bool(managed))
+                if not host.equals(HostGenerators()) and self._draws_from(host, inputs):
+                    function.pygraph.is_capturable = False
+                    raise BindingError("it draws random numbers on the host")
         finally:
             self._restore(inputs)
-            is_drawn_from = host.restore()
-        if is_drawn_from:
-            function.pygraph.is_capturable = False
-            raise BindingError("it draws random numbers on the host")
         function.pygraph.needed_bytes = own_pool.nbytes
         if self.kept is not None:
             self.before.clear()
@@ -296,6 +285,22 @@ class Rehearsal:
         if self.left_out is not None:
             run = under(self.left_out, run)
         return run(list(inputs))
+
+    def _draws_from(self, host: HostGenerators, inputs: Sequence[Any]) -> bool:
+        """
+        Whether it is the function that draws, the same in each run, and no other thread.
+        The generators are as they were before, if it is.
+        """
+        after = []
+        for _ in range(2):
+            self._restore(inputs)
+            host.restore()
+            self._rehearse(inputs, AllocationTrace())
+            after.append(HostGenerators())
+        draws = after[0].equals(after[1]) and not host.equals(after[0])
+        if draws:
+            host.restore()
+        return draws
 
     def _run(
         self, node: BoundGraphNode, inputs: list[InputType], *, has_managed: bool
