@@ -1178,13 +1178,13 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(out), on_host(x), atol=1e-4, rtol=1e-4)
         self.assertEqual(counters["pygraph"]["unbound"], repeats, str(report()))
 
-    @parametrize("force", ("node_update", None))
-    def test_host_that_varies(self, force):
-        "As of an operator that counts its calls: a graph would have the first number."
-        calls = itertools.count()
+    def numbers_of_the_host(
+        self, number: Callable[[], float], calls: int, force: str | None
+    ) -> list[float]:
+        "What each call of a function gives whose kernel takes a number from host code."
 
         def scale(out: torch.Tensor, x: torch.Tensor) -> None:
-            by = next(calls)
+            by = number()
             self.device.launch(lambda o, a: torch.mul(a, by, out=o), out, x)
 
         x = self.device.tensor(torch.ones(8))
@@ -1194,7 +1194,13 @@ class RecordTest(TestCase):
             force=force,
         )
         fn.model.__globals__["scale"] = scale
-        seen = [on_host(fn(x)[0])[0].item() for _ in range(6 if force else 130)]
+        return [on_host(fn(x)[0])[0].item() for _ in range(calls)]
+
+    @parametrize("force", ("node_update", None))
+    def test_host_that_varies(self, force):
+        "As of an operator that counts its calls: a graph would have the first number."
+        count = itertools.count().__next__
+        seen = self.numbers_of_the_host(count, 6 if force else 130, force)
         self.assertEqual(seen, sorted(set(seen)))
         self.assertEqual(report()[0].choice, "no_graph")
 
@@ -1206,24 +1212,12 @@ class RecordTest(TestCase):
             "random": random.random,
             "numpy": np.random.rand,
         }[source]
-
-        def scale(out: torch.Tensor, x: torch.Tensor) -> None:
-            by = draw()
-            self.device.launch(lambda o, a: torch.mul(a, by, out=o), out, x)
-
-        x = self.device.tensor(torch.ones(8))
-        fn = self.deploy(
-            "x, = args; args.clear(); a = new(); scale(a, x); return (a,)",
-            [x],
-            force=force,
-        )
-        fn.model.__globals__["scale"] = scale
         calls = 6 if force else 130
         before = HostGenerators()
         expected = torch.tensor([draw() for _ in range(calls)], dtype=torch.float32)
         before.restore()
-        seen = torch.stack([on_host(fn(x)[0])[0].clone() for _ in range(calls)])
-        self.assertEqual(seen, expected)
+        seen = self.numbers_of_the_host(draw, calls, force)
+        self.assertEqual(torch.tensor(seen), expected)
         self.assertEqual(report()[0].choice, "no_graph")
 
     def test_random_numbers_of_another_thread(self):
@@ -1825,6 +1819,20 @@ class RecordTest(TestCase):
             names=["primals_1", "primals_2"],
         )
 
+    def deploy_backward(
+        self, inputs: list[torch.Tensor], force: str | None = "node_update"
+    ) -> Deployed:
+        return self.deploy(
+            self.BACKWARD,
+            inputs,
+            mode="backward",
+            force=force,
+            returned=[0, 1],
+            static=[0, 1],
+            names=["mul", "primals_2", "tangents_1"],
+            reused=[0],
+        )
+
     def step(
         self,
         x: torch.Tensor,
@@ -1843,15 +1851,8 @@ class RecordTest(TestCase):
         kept = [(out, expected_a.sin())]
         if retained is not None:
             retained.append((a, expected_a))
-        self.backward = self.backward or self.deploy(
-            self.BACKWARD,
-            [a, w, t],
-            mode="backward",
-            force=force,
-            returned=[0, 1],
-            static=[0, 1],
-            names=["mul", "primals_2", "tangents_1"],
-            reused=[0],
+        self.backward = self.backward or self.deploy_backward(
+            [a, w, t], force
         )
         if retained is None:
             inputs = [a, w, t]
@@ -2104,15 +2105,7 @@ class RecordTest(TestCase):
                 a, expected_a = pending.pop()
                 inputs = [a, weight, t := self.randn()]
                 del a
-                backward = backward or self.deploy(
-                    self.BACKWARD,
-                    inputs,
-                    mode="backward",
-                    returned=[0, 1],
-                    static=[0, 1],
-                    names=["mul", "primals_2", "tangents_1"],
-                    reused=[0],
-                )
+                backward = backward or self.deploy_backward(inputs)
                 grad, grad_x = backward.call(inputs)
                 expected = expected_a.cos() * on_host(t)
                 self.assertEqual(on_host(grad), expected)
@@ -2143,15 +2136,7 @@ class RecordTest(TestCase):
                     continue
                 inputs = [a, weight, t := self.randn()]
                 del a
-                backwards[k] = backwards[k] or self.deploy(
-                    self.BACKWARD,
-                    inputs,
-                    mode="backward",
-                    returned=[0, 1],
-                    static=[0, 1],
-                    names=["mul", "primals_2", "tangents_1"],
-                    reused=[0],
-                )
+                backwards[k] = backwards[k] or self.deploy_backward(inputs)
                 hidden = 1 if k else None
                 with mock.patch.object(ModelledBinding, "hidden", hidden):
                     grad, _ = backwards[k].call(inputs)

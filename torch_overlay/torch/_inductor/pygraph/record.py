@@ -545,6 +545,7 @@ class CopyGraphNode(CUDAGraphNode):
         )
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
+        # It is recorded.
         self.call_inputs = []
         outputs = super().run_first_inputs(new_inputs)
         sharing: dict[int, list[int]] = {}

@@ -344,8 +344,8 @@ def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
     ]
 
 
-# In a module's meta. The code of a nested region, or of a branch, is captured with what
-# surrounds it or not at all.
+# In the meta of a module that is a nested region or a branch; set by
+# _recursive_post_grad_passes in compile_fx.py.
 IS_SUBGRAPH = "is_subgraph"
 
 
@@ -548,9 +548,9 @@ def is_seeded(node: torch.fx.Node) -> bool:
 
 def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     """
-    How many operators draw before each node that a value on the GPU may be an argument of.
-    Values with the same number can be delivered together: none of these operators waits for
-    what the program only computes behind another one.
+    How many operators that a delivered value can delay draw before each node. Values with
+    the same number can be delivered together: no draw then waits for a value that the
+    program computes behind another draw.
     """
     count, draws = 0, {}
     for node in graph.nodes:
