@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -30,22 +29,16 @@ def environment(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
-def test_split_cases_compute_what_whole_ones_do(environment, tmp_path):
-    output = tmp_path / "rows.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "pygraph.tp", "--worker", "--cases", ",".join(tp.PARALLEL_CASES), "--output", str(output)]
-    command += ["--device", "cpu", "--small", "--rounds", "2", "--variants", "eager"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    rows = json.loads(output.read_text())
-    assert [row["name"] for row in rows] == [f"{name}_x2" for name in tp.PARALLEL_CASES]
-    for row in rows:
-        assert row["failed"] == {} and row["missed"] == [] and row["choices"] == [[], []]
-        assert row["ranks"] == 2 and row["eager_us"] > 0
-
-
 def _arguments(tmp_path, **overrides):
     options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
     return Namespace(**{**options, **overrides})
+
+
+@pytest.mark.parametrize("name", tp.PARALLEL_CASES)
+def test_a_split_case_computes_what_the_whole_does(environment, tmp_path, name):
+    row = tp.measure(name, 2, _arguments(tmp_path), 120.0)
+    assert row["failed"] == {} and row["missed"] == [] and row["choices"] == [[], []], row
+    assert row["name"] == f"{name}_x2" and row["ranks"] == 2 and row["eager_us"] > 0
 
 
 def test_ranks_that_hang_are_a_row(environment, tmp_path):
