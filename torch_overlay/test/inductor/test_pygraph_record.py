@@ -56,6 +56,7 @@ from torch._inductor.pygraph.placeholder import (
 from torch._inductor.pygraph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.proof import Proof
 from torch._inductor.pygraph.record import HostGenerators, SavedInput
+from torch._inductor.pygraph.replay import StreamOrder
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
@@ -1408,7 +1409,37 @@ class RecordTest(TestCase):
         if force:
             (entry,) = report()
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
-        self.assertEqual(values.packed().is_written_by_pack, force == "copy")
+
+    def test_copied_values_of_another_stream(self):
+        "What a replay of the last one may still read is written behind it."
+        calls = []
+
+        def logged(cls: type, name: str) -> Any:
+            method = getattr(cls, name)
+            return mock.patch.object(
+                cls, name, lambda *args: calls.append(name) or method(*args)
+            )
+
+        values = deliver.Deliver(0, (torch.float32, (8,)))
+        with (
+            self.delivering(),
+            logged(StreamOrder, "follow"),
+            logged(deliver._Target, "write"),
+        ):
+            fn = self.deploy(
+                "x, = args; args.clear(); (s,) = values.launch(); a = new(); launch(add, a, x, s); return (a, s)",
+                [self.randn()],
+                force="copy",
+            )
+            fn.model.__globals__.update(values=values)
+            for i in range(8):
+                x, value = self.randn(), torch.full((8,), float(i))
+                calls.clear()
+                values.pack([value])
+                self.assertEqual(calls, [])
+                a, _ = fn(x)
+                self.assertEqual(on_host(a), on_host(x) + value)
+        self.assertEqual(calls, ["follow", "write"])
 
     @parametrize("force", ("node_update", "copy"))
     def test_values_of_another_thread(self, force):

@@ -1184,7 +1184,7 @@ class DirectTest(TestCase):
             (deliver, "bindings", mock.Mock(side_effect=ImportError)),
             (deliver, "entry_point", addresses.__getitem__),
             (deliver, "pinned_copy", torch.clone),
-            (Deliver, "_target", lambda *_: mock.Mock(spec=[])),
+            (deliver, "_Target", lambda *_: mock.Mock(spec=[])),
         ):
             patch = mock.patch.object(target, name, value, create=True)
             patch.start()

@@ -135,7 +135,7 @@ class CapturedValues:
 
     Args:
         is_bound: False if the graph is going to be replayed as it is. Then it reads memory
-            that is written ahead of it.
+            of this thread that ``write`` writes ahead of it.
     """
 
     def __init__(self, *, is_bound: bool) -> None:
@@ -175,11 +175,13 @@ class CapturedValues:
         return native.compiled.Words(self.words, packs)
 
     def write(self) -> None:
-        """Writes what the graph reads as it is; it was packed before that was known."""
+        """
+        Called before each replay of a graph that is not bound, in the thread that captured
+        it: another stream's replay may still read what the last call wrote.
+        """
         for deliver in self.delivers:
-            packed = deliver.packed()
-            if packed.target is not None:
-                packed.target.write(deliver._stream())
+            with torch.cuda.device(deliver.device_index):
+                deliver.packed().target.write(deliver._stream())  # type: ignore[union-attr]
 
 
 _local = threading.local()
@@ -199,8 +201,8 @@ class _Packed:
     """
     The bytes of the values, each at its place among the kernel's parameters.
 
-    ``target`` is made by the thread's first call. Once a graph that is replayed as it is
-    reads what lies there, ``pack`` writes it in each call.
+    ``target`` is what this thread's graphs read that are replayed as they are. The first
+    call makes it, since what a capture allocates is the pool's.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -210,7 +212,6 @@ class _Packed:
         self.places = [(self.address + start, n) for start, n in zip(starts, sizes)]
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.target: _Target | None = None
-        self.is_written_by_pack = False
         # For what is compiled, as in _Staged.
         self.pointer_attribute = _function("cuPointerGetAttribute")
 
@@ -306,10 +307,7 @@ class Deliver:
             ctypes.memmove(address, value.data_ptr(), size)
         if packed.target is None:
             if not torch.cuda.is_current_stream_capturing():
-                packed.target = self._target(packed, self._stream())
-        elif packed.is_written_by_pack:
-            with torch.cuda.device(self.device_index):
-                packed.target.write(self._stream())
+                packed.target = _Target(self, packed)
         elif self.compiled is not None and packed.pointer_attribute is not None:
             # From now on there is nothing but to copy.
             self.compiled.add(
@@ -352,9 +350,6 @@ class Deliver:
             return target.write(stream)
         if packed.target is None:
             raise AssertionError("nothing was packed")
-        packed.is_written_by_pack = True
-        if self.compiled is not None:
-            self.compiled.remove(threading.get_ident())
         capture.delivers.append(self)
         # In the graph's pool, where trees look for what one graph leaves to another.
         return [t.clone() for t in packed.target.outputs]

@@ -514,6 +514,11 @@ class CopyGraphNode(CUDAGraphNode):
             self.values.write()
         super()._first_replay()
 
+    def run_graph(self) -> None:
+        if not self.binds_values:
+            self.values.write()
+        super().run_graph()
+
     def _initialize_cached_tensors(self) -> None:
         """
         Trees take a cached tensor for dead that only C++ holds, as autograd does what a

@@ -624,13 +624,6 @@ struct Pack {
     });
   }
 
-  static PyObject* py_remove(PyObject* self, PyObject* thread) {
-    return guarded([&]() -> PyObject* {
-      Boxed<Pack>::of(self).memories.erase(as_word(thread));
-      Py_RETURN_NONE;
-    });
-  }
-
   template <typename F>
   void visit(F&& f) {
     // Not the owners, which are in no cycle: memory is there until the end.
@@ -1985,7 +1978,6 @@ PyGetSetDef nodes_getset[] = {
 
 PyMethodDef pack_methods[] = {
     {"add", Pack::py_add, METH_VARARGS, nullptr},
-    {"remove", Pack::py_remove, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMethodDef stage_methods[] = {
