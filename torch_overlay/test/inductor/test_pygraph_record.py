@@ -1205,6 +1205,32 @@ class RecordTest(TestCase):
         self.assertEqual(seen, sorted(set(seen)))
         self.assertEqual(report()[0].choice, "no_graph")
 
+    @parametrize("method", ("repeats_itself", "room"))
+    def test_host_that_may_vary(self, method):
+        "There is no memory to see whether it does, once the function was rehearsed."
+        failures = {
+            "repeats_itself": mock.patch.object(
+                record.Rehearsal,
+                "repeats_itself",
+                side_effect=torch.OutOfMemoryError("out of memory"),
+            ),
+            "room": mock.patch.object(record, "room", lambda *args: 0),
+        }
+        difference = record.BoundGraphNode._difference
+
+        def failing(node):
+            failures[method].start()
+            self.addCleanup(failures[method].stop)
+            return difference(node)
+
+        with mock.patch.object(record.BoundGraphNode, "_difference", failing):
+            count = itertools.count().__next__
+            seen = self.numbers_of_the_host(count, 6, "node_update")
+        self.assertEqual(seen, sorted(set(seen)))
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("no memory to see", entry.reason)
+
     @parametrize("source", ("torch", "random", "numpy"))
     @parametrize("force", ("node_update", None))
     def test_random_numbers_of_the_host(self, force, source):
@@ -1223,16 +1249,21 @@ class RecordTest(TestCase):
 
     def test_random_numbers_of_another_thread(self):
         "It draws while the function is rehearsed, not as often each time."
-        draws = itertools.count()
+        draws = []
 
         def hook():
-            for _ in range(next(draws)):
-                random.random()
+            draws.append([random.random() for _ in range(20 - len(draws))])
 
         self.hook = hook
         self.check(f"hook(); {self.ADD.strip()}")
         self.assertEqual(report()[0].choice, "node_update")
-        self.assertGreater(next(draws), 0)
+        self.assertTrue(draws[-1])
+        seen, repeated = set(), 0
+        for numbers in draws:
+            repeated += not seen.isdisjoint(numbers)
+            seen.update(numbers)
+        # Only while that is found out.
+        self.assertEqual(repeated, 2)
 
     def test_inference_tensor_is_restored(self):
         with torch.inference_mode():
@@ -1994,6 +2025,39 @@ class RecordTest(TestCase):
             grad.grad, grad.step = self.randn(), i
             del grad
         self.assertEqual(seen[-3:], seen[-1:] * 3)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradient_that_is_held_for_some_steps(self, force):
+        "Of a backward with no other graph, whose run would end the path."
+        w = self.randn()
+        backward, kept = None, []
+        for i in range(20):
+            new_generation()
+            t = self.randn()
+            backward = backward or self.deploy(
+                "t, w = args; args.clear(); g = new(); launch(mul, g, t, w); return (g,)",
+                [t, w],
+                mode="backward",
+                force=force,
+                names=["tangents_1", "primals_1"],
+            )
+            (grad,) = backward.call([t, w])
+            self.assertEqual(on_host(grad), on_host(t) * on_host(w))
+            if i == 8:
+                kept.append((grad, on_host(grad).clone()))
+            del grad
+            if kept:
+                self.assertEqual(on_host(kept[0][0]), kept[0][1])
+            if i == 12:
+                kept.clear()
+        # Of the steps 9 to 12.
+        self.assertEqual(counters["pygraph"]["held_gradients"], 3)
+        self.assertEqual(counters["pygraph"]["held_activations"], 1)
+        if native.compiled is not None and force == "node_update":
+            # The first recording is in no call's way.
+            replay = backward.current
+            self.assertIsInstance(replay, native.compiled.Replay)
+            self.assertNotIsInstance(replay.general, native.compiled.Replay)
 
     def test_activations_that_are_kept(self):
         "Without a look at what is held, the next forward would write them."

@@ -289,17 +289,16 @@ class Rehearsal:
     def _draws_from(self, host: HostGenerators, inputs: Sequence[Any]) -> bool:
         """
         Whether it is the function that draws, the same in each run, and no other thread.
-        The generators are as they were before, if it is.
+        The generators are as they were before, if it is, else as that thread left them.
         """
-        after = []
+        seen, after = HostGenerators(), []
         for _ in range(2):
             self._restore(inputs)
             host.restore()
             self._rehearse(inputs, AllocationTrace())
             after.append(HostGenerators())
         draws = after[0].equals(after[1]) and not host.equals(after[0])
-        if draws:
-            host.restore()
+        (host if draws else seen).restore()
         return draws
 
     def _run(
@@ -842,9 +841,9 @@ class BoundGraphNode(CopyGraphNode):
                     self.outputs_metadata[i],  # type: ignore[arg-type]
                 )
         failure = self._difference()
-        if failure is not None and self._is_frozen():
+        if failure is not None and (reason := self._lack_of_a_graph()) is not None:
             self.wrapped_function.pygraph.is_capturable = False
-            failure = "what the host gives to its kernels varies from call to call"
+            failure = reason
         if take_damage(self.device):
             failure = "the graph wrote to an address it should not hold"
         if (prelude := self.binding.prelude) is not None:
@@ -934,26 +933,33 @@ class BoundGraphNode(CopyGraphNode):
         except RuntimeError as e:
             return f"the outputs can not be compared: {e}".partition("\n")[0]
 
-    def _is_frozen(self) -> bool:
+    def _lack_of_a_graph(self) -> str | None:
         """
-        Whether the function varies from run to run, and the graph does not, as it would if
-        that were the order of atomic operations. False if it can not be asked: inputs died,
-        or there is no memory for an uncaptured run beside the graph's.
+        Why none would do what the function does, or None: that one varies from run to run,
+        and the graph does not, as it would if that were the order of atomic operations. None
+        also where it can not be asked, since inputs died.
         """
         rehearsal, outputs = self.rehearsal, self.recording_outputs
         if rehearsal is None or outputs is None or rehearsal.kept is not None:
-            return False
+            return None
+        no_memory = "there is no memory to see whether its host code varies"
         if room(self.device) < self.wrapped_function.pygraph.needed_bytes:
-            return False
+            return no_memory
         first: Proof | None = None
-        for _ in range(RERUNS):
-            rehearsal.restore()
-            super()._first_replay()
-            if first is None:
-                first = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
-            elif not first.is_exact(rehearsal.inputs, outputs):
-                return False
-        return not rehearsal.repeats_itself()
+        try:
+            for _ in range(RERUNS):
+                rehearsal.restore()
+                super()._first_replay()
+                if first is None:
+                    first = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
+                elif not first.is_exact(rehearsal.inputs, outputs):
+                    return None
+            if rehearsal.repeats_itself():
+                return None
+        except RuntimeError:
+            # Comparing takes memory as well.
+            return no_memory
+        return "what the host gives to its kernels varies from call to call"
 
     def check_invariants(
         self, inputs: list[InputType]

@@ -25,6 +25,7 @@ recordings would do, any of them is right.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 import weakref
@@ -387,19 +388,19 @@ class CompiledReplays:
         self.manager = manager
         self.mode = mode
         self.owner = owner
-        self.nodes: list[BoundGraphNode] = []
-        self.last: Any = None
+        # (recording, what replays it)
+        self.replays: list[tuple[BoundGraphNode, Any]] = []
 
     def add(self, general: ModelType) -> ModelType | None:
         """
-        Adds the recording that trees ran last, unless it is known. Returns what replays the
-        first one, when it is added, else None.
+        Adds the recording that trees ran last, unless it is known, in place of those that
+        were dropped. Returns what replays the first one if that is another now, else None.
         """
         node: Any = self.manager._current_node
         if (
             native.compiled is None
-            or len(self.nodes) == MAX_COMPILED
-            or any(node is known for known in self.nodes)
+            or len(self.replays) == MAX_COMPILED
+            or any(node is known for known, _ in self.replays)
             or not self.function.binds_inputs
             or not isinstance(node, self.function.node_type())
             or [n.wrapped_function.pygraph for n in node._path_to_root].count(
@@ -410,9 +411,10 @@ class CompiledReplays:
         ):
             return None
         added = compiled_replay(node, self.manager, self.mode, general, self.owner)
-        self.nodes.append(node)
-        before, self.last = self.last, added
-        if before is None:
-            return added
-        before.general = added
-        return None
+        before = [replay for _, replay in self.replays[:1]]
+        self.replays = [(n, r) for n, r in self.replays if n.graph is not None]
+        self.replays.append((node, added))
+        for (_, replay), (_, following) in itertools.pairwise(self.replays):
+            replay.general = following
+        first = self.replays[0][1]
+        return None if first in before else first

@@ -222,9 +222,12 @@ class Function:
             return False
         if self.is_outdated:
             if record.times_on_path(manager, self):
-                # The gradients that are held.
-                counters["pygraph"]["held_gradients"] += 1
-                return False
+                if not manager.current_node.all_outputs_are_dead():
+                    # The gradients that are held.
+                    counters["pygraph"]["held_gradients"] += 1
+                    return False
+                # Trees end a path when another function runs. There may be none.
+                manager.clear_current_path_state_and_set_to_none()
             record.drop(manager, self.id)
             self.is_outdated = False
         last = manager.current_node
