@@ -40,6 +40,7 @@ from torch._inductor.pygraph import (
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, PlaceholderMap
 from torch._inductor.pygraph.report.trace import load
 from torch._inductor.test_case import run_tests, TestCase
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -209,6 +210,16 @@ PROGRAMS = {
         lambda x, v: x + torch.as_strided((v + 1).to("cuda"), (8,), (1,), 3),
         lambda: (cuda(8), cpu(8, 4).t()),
         delivered=1,
+    ),
+    "order_in_memory_of_expanded": Program(
+        lambda x, v: x + v.to("cuda").as_strided((32,), (1,)),
+        lambda: (cuda(32), cpu(4).expand(8, 4)),
+        delivered=1,
+    ),
+    "order_in_memory_of_expanded_staged": Program(
+        lambda x, v: x + v.expand(8, 512, 2).to("cuda").view(torch.int16).sum((0, 2)),
+        lambda: (cuda(512), cpu(512, 2)),
+        staged=1,
     ),
     "scalar": Program(lambda x, s: x * s + 1, lambda: (cuda(8, 8), cpu()), delivered=1),
     "numpy_scalar": Program(
@@ -473,8 +484,9 @@ def like_placeholders(gm: torch.fx.GraphModule) -> list[Any]:
     vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
     def like(v: torch.Tensor) -> torch.Tensor:
         size, stride = (tuple(map(int, n)) for n in (v.shape, v.stride()))
-        t = torch.empty_strided(size, stride, dtype=v.dtype)
-        return t.copy_(cpu(*size, dtype=v.dtype))
+        given = [n if step else 1 for n, step in zip(size, stride)]
+        t = torch.empty_strided(given, stride, dtype=v.dtype)
+        return t.copy_(cpu(*given, dtype=v.dtype)).expand(size)
 
     return [like(v) if isinstance(v, torch.Tensor) else int(v) for v in vals]
 
@@ -723,6 +735,73 @@ class GeneratedCodeTest(TestCase):
         draws = re.findall(r"multinomial\.default\(\w+, (\d)\)", graph.source)
         self.assertEqual(draws, ["2", "3"])
 
+    DRAWING = [
+        torch.compiler.nested_compile_region(fn)
+        for fn in (
+            lambda x: torch.multinomial(x.softmax(-1), 2),
+            lambda x: torch.multinomial(x.softmax(-1), 3),
+        )
+    ]
+
+    def in_nested_regions(x, s, t, regions=DRAWING):
+        first, second = regions
+        return first(x * s), second(x), x * t.exp()
+
+    def in_a_branch(x, s, t, q):
+        first = torch.cond(
+            q,
+            lambda x: torch.multinomial(x.softmax(-1), 2),
+            lambda x: torch.multinomial(x.softmax(-1), 2) + 1,
+            (x * s,),
+        )
+        return first, torch.multinomial(x.softmax(-1), 3), x * t.exp()
+
+    def in_a_branch_on_the_cpu(x, y, q):
+        first = torch.cond(
+            q,
+            lambda x: torch.multinomial(x.softmax(-1).cpu(), 2),
+            lambda x: torch.multinomial(x.softmax(-1).cpu(), 2) + 1,
+            (x.sin(),),
+        )
+        return first, x[torch.multinomial(y, 3)] + 1
+
+    DRAWS_OF_GRAPHS = {
+        "region": (in_nested_regions, lambda: (cuda(8), cpu(), cpu())),
+        "branch": (
+            in_a_branch,
+            lambda: (cuda(8), cpu(), cpu(), cpu(dtype=torch.bool)),
+        ),
+        "branch_on_the_cpu": (
+            in_a_branch_on_the_cpu,
+            lambda: (cuda(8), torch.rand(8), cuda(dtype=torch.bool)),
+        ),
+    }
+
+    @parametrize("name", list(DRAWS_OF_GRAPHS))
+    def test_random_draws_of_graphs_stay_in_order(self, name):
+        "Of a higher-order operator."
+        (graph,) = compile_for_h200(Program(*self.DRAWS_OF_GRAPHS[name]))
+        _, _, runner = graph.source.partition("class Runner")
+
+        def partition(call):
+            _, _, code = graph.source.partition(f"def partition_{call[1]}(args):")
+            return code.partition("\n    return (")[0] + call[0]
+
+        source = re.sub(r"self\.partitions\[(\d)\]\(", partition, runner)
+        calls = r"= (?:(repeated_subgraph|true_graph_)0|(?:repeated_subgraph1|.*multinomial\.default))\("
+        draws = re.findall(calls, source)
+        self.assertEqual([bool(first) for first in draws], [True, False], source)
+
+    def test_draws_of_a_checkpoint(self):
+        "It repeats them from a state of its own."
+        graph = torch.fx.Graph()
+        args = torch.ops.aten.native_dropout.default, graph.placeholder("x"), 0.5, True
+        state = graph.placeholder("state")
+        draws = graph.call_function(rng_prims.run_and_save_rng_state, args)
+        repeats = graph.call_function(rng_prims.run_with_rng_state, (state, *args))
+        self.assertTrue(transform.is_seeded(draws))
+        self.assertFalse(transform.is_seeded(repeats))
+
     @parametrize("dropout", (0.0, 0.1))
     def test_attention_draws_for_dropout(self, dropout):
         "Else what is computed behind it can be delivered with what is known before."
@@ -784,6 +863,16 @@ class GeneratedCodeTest(TestCase):
             )
             (graph,) = compile_for_h200(program)
             self.assertEqual("cpp_fused_add_mul" in graph.source, on_cpu)
+
+    def test_float8_is_converted_on_the_cpu(self):
+        "GPU code for some of its types there is on some GPUs only."
+        for dtype in torch.float8_e4m3fn, torch.float8_e5m2fnuz:
+            program = Program(
+                lambda x, v: x * v.float().to("cuda"),
+                lambda: (cuda(8), torch.zeros(8, dtype=dtype)),
+            )
+            (graph,) = compile_for_h200(program)
+            self.assertIn("Deliver(0, (torch.float32, (8,)))", graph.source)
 
     def test_floats_do_not_recompile(self):
         for options in {}, {"pygraph_force": "node_update"}:

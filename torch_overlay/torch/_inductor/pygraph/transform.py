@@ -49,6 +49,7 @@ from torch._inductor.pygraph.report import (
 )
 from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op, is_gpu
 from torch._inductor.virtualized import V
+from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_state
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import (
     free_symbols,
@@ -428,8 +429,11 @@ def can_be_copied(node: torch.fx.Node) -> bool:
 
 
 def order_of(val: torch.Tensor) -> list[int]:
-    """The dimensions of a tensor of static strides as they lie in memory."""
-    return sorted(range(val.dim()), key=val.stride, reverse=True)
+    """
+    The dimensions of a tensor of static strides as they lie in memory, or in a copy of it
+    where it has gaps or is expanded.
+    """
+    return sorted(range(val.dim()), key=torch.empty_like(val).stride, reverse=True)
 
 
 def has_no_gaps(val: torch.Tensor) -> bool:
@@ -448,6 +452,9 @@ def is_same_anywhere(node: torch.fx.Node) -> bool:
     if node.target is prims.convert_element_type.default:
         # Rounded at most once, and never out of range.
         after, before = dtypes
+        if before.is_floating_point and before.itemsize == 1:
+            # Each GPU has others of them.
+            return False
         return after in (torch.float32, torch.float64) or not (
             after.is_floating_point or before.is_floating_point
         )
@@ -532,9 +539,32 @@ def made_on_gpu(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
     return found
 
 
+def graph_of(node: torch.fx.Node) -> torch.fx.Graph | None:
+    """That a node hands to a higher-order operator, if it does."""
+    if node.op != "get_attr":
+        return None
+    module = operator.attrgetter(node.target)(node.graph.owning_module)  # type: ignore[arg-type]
+    return module.graph if isinstance(module, torch.fx.GraphModule) else None
+
+
 def is_seeded(node: torch.fx.Node) -> bool:
-    """Whether it draws from a generator, as attention without dropout does not."""
+    """
+    Whether it draws from a generator that others draw from, as attention without dropout
+    does not, nor what has a state of its own.
+    """
     op = node.target
+    if isinstance(op, torch._ops.HigherOrderOperator):
+        if op in (run_with_rng_state, graphsafe_run_with_rng_state):
+            return False
+        return any(
+            torch.Tag.nondeterministic_seeded in arg.tags
+            for arg in pytree.tree_leaves((node.args, node.kwargs))
+            if isinstance(arg, torch._ops.OpOverload)
+        ) or any(
+            any(map(is_seeded, graph.nodes))
+            for arg in node.all_input_nodes
+            if (graph := graph_of(arg)) is not None
+        )
     if (
         not isinstance(op, torch._ops.OpOverload)
         or torch.Tag.nondeterministic_seeded not in op.tags
@@ -886,13 +916,24 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     return None
 
 
+# Of ir.InvokeSubgraph, ir.Conditional and ir.WhileLoop.
+SUBGRAPHS = (
+    "subgraph",
+    "true_subgraph",
+    "false_subgraph",
+    "cond_subgraph",
+    "body_subgraph",
+)
+
+
 def operations_of_subgraphs(ir_node: object) -> Iterator[ir.Operation]:
-    "What an operator runs that is a graph itself, a nested region."
-    subgraph = getattr(ir_node, "subgraph", None)
-    if isinstance(subgraph, ir.Subgraph) and subgraph.graph is not None:
-        for operation in subgraph.graph.operations:
-            yield operation
-            yield from operations_of_subgraphs(operation)
+    "What an operator runs that is a graph itself: a nested region, a branch, a loop."
+    for name in SUBGRAPHS:
+        subgraph = getattr(ir_node, name, None)
+        if isinstance(subgraph, ir.Subgraph) and subgraph.graph is not None:
+            for operation in subgraph.graph.operations:
+                yield operation
+                yield from operations_of_subgraphs(operation)
 
 
 def subgraph_reason(ir_node: object) -> str | None:
@@ -905,7 +946,9 @@ def subgraph_reason(ir_node: object) -> str | None:
             device is not None and device.type == "cpu"
         ):
             return "a nested region works on the CPU"
-        if is_cudagraph_unsafe_op(operation):
+        if isinstance(
+            operation, (ir.Conditional, ir.WhileLoop)
+        ) or is_cudagraph_unsafe_op(operation):
             return "a nested region has what can not be captured"
     return None
 
