@@ -298,6 +298,34 @@ class BytecodeTest(PyGraphTestCase):
             graphs[pygraph] = self.num_graphs()
         self.assertEqual(graphs, {True: 1, False: 0})
 
+    @parametrize("lines", (2, 8, 16, 30))
+    @parametrize(
+        "before",
+        [
+            subtest("for i in range(2): y = y + opaque(x)", name="loop"),
+            subtest("graph_break()", name="break"),
+        ],
+    )
+    def test_ahead_of_a_long_handler(self, before: str, lines: int) -> None:
+        "The jump over it begins a range of the exception table, with an EXTENDED_ARG."
+        source = f"""
+def f(x):
+    y = x.sin() * 2
+    {before}
+    found = [0, 0]
+    try:
+        found[0] = len(found)
+    except KeyError:
+        {"; ".join(["found = [found[0] + 1, str(found[1])]"] * lines)}
+    finally:
+        found[0] += 1
+    return y, found
+"""
+        scope: dict[str, Any] = {"opaque": opaque, "graph_break": graph_break}
+        exec(source, scope)
+        x = torch.randn(3)
+        self.assertEqual(self.compile(scope["f"])(x), scope["f"](x))
+
     def test_off_is_stock(self) -> None:
         def f(x: torch.Tensor) -> torch.Tensor:
             z = x + 1
