@@ -935,9 +935,9 @@ class BoundGraphNode(CopyGraphNode):
 
     def _lack_of_a_graph(self) -> str | None:
         """
-        Why none would do what the function does, or None: that one varies from run to run,
-        and the graph does not, as it would if that were the order of atomic operations. None
-        also where it can not be asked, since inputs died.
+        Why no graph can do what the function does, or None: the function varies from run to
+        run, and this graph does not, as it would if that were the order of atomic operations.
+        None also where inputs died, so that it can not be asked.
         """
         rehearsal, outputs = self.rehearsal, self.recording_outputs
         if rehearsal is None or outputs is None or rehearsal.kept is not None:

@@ -227,7 +227,7 @@ class Function:
                     counters["pygraph"]["held_gradients"] += 1
                     return False
                 # Trees end a path when another function runs. There may be none.
-                manager.clear_current_path_state_and_set_to_none()
+                manager.current_node = None
             record.drop(manager, self.id)
             self.is_outdated = False
         last = manager.current_node
