@@ -864,6 +864,15 @@ class GeneratedCodeTest(TestCase):
             (graph,) = compile_for_h200(program)
             self.assertEqual("cpp_fused_add_mul" in graph.source, on_cpu)
 
+    def test_value_with_the_negative_bit(self):
+        "Its bytes are of what it is the negative of."
+        program = Program(
+            lambda x, s: x * s,
+            lambda: (cuda(8), torch.tensor(1 + 2j).conj().imag),
+        )
+        (graph,) = compile_for_h200(program)
+        FileCheck().check(".run(arg0_1, arg1_1.item(), ").run(graph.source)
+
     def test_float8_is_converted_on_the_cpu(self):
         "GPU code for some of its types there is on some GPUs only."
         for dtype in torch.float8_e4m3fn, torch.float8_e5m2fnuz:

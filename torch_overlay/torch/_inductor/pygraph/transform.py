@@ -420,6 +420,8 @@ def can_be_copied(node: torch.fx.Node) -> bool:
     return (
         val.layout == torch.strided
         and not val.is_complex()  # it may be a conjugate
+        # Nor the copy of one that is to be negated, which compiled code makes of its bytes.
+        and not any(t.is_neg() for n in (node, *node.all_input_nodes) for t in tensors(n))
         and static_nbytes(val) != 0
         and (
             is_contiguous_or_false(val)
