@@ -2000,24 +2000,28 @@ class RecordTest(TestCase):
         steps(4, held=True)
         self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
 
+    def gradient(self, force: str) -> torch.Tensor:
+        "Of a step whose backward is all that is compiled."
+        new_generation()
+        inputs = t, w = [self.randn(), self.weight]
+        self.backward = self.backward or self.deploy(
+            "t, w = args; args.clear(); g = new(); launch(mul, g, t, w); return (g,)",
+            inputs,
+            mode="backward",
+            force=force,
+            names=["tangents_1", "primals_1"],
+        )
+        (grad,) = self.backward.call(inputs)
+        self.assertEqual(on_host(grad), on_host(t) * on_host(w))
+        return grad
+
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_was_used(self, force):
         "The next one is the same tensor, without what the program made of it."
-        w = self.randn()
-        backward, seen = None, []
+        self.weight, seen = self.randn(), []
         for i in range(7):
-            new_generation()
-            t = self.randn()
-            backward = backward or self.deploy(
-                "t, w = args; args.clear(); g = new(); launch(mul, g, t, w); return (g,)",
-                [t, w],
-                mode="backward",
-                force=force,
-                names=["tangents_1", "primals_1"],
-            )
-            (grad,) = backward.call([t, w])
+            grad = self.gradient(force)
             seen.append(id(grad))
-            self.assertEqual(on_host(grad), on_host(t) * on_host(w))
             self.assertFalse(grad.requires_grad)
             self.assertIsNone(grad.grad)
             self.assertEqual(grad.__dict__, {})
@@ -2029,20 +2033,9 @@ class RecordTest(TestCase):
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_is_held_for_some_steps(self, force):
         "Of a backward with no other graph, whose run would end the path."
-        w = self.randn()
-        backward, kept = None, []
+        self.weight, kept = self.randn(), []
         for i in range(20):
-            new_generation()
-            t = self.randn()
-            backward = backward or self.deploy(
-                "t, w = args; args.clear(); g = new(); launch(mul, g, t, w); return (g,)",
-                [t, w],
-                mode="backward",
-                force=force,
-                names=["tangents_1", "primals_1"],
-            )
-            (grad,) = backward.call([t, w])
-            self.assertEqual(on_host(grad), on_host(t) * on_host(w))
+            grad = self.gradient(force)
             if i == 8:
                 kept.append((grad, on_host(grad).clone()))
             del grad
@@ -2055,7 +2048,7 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["held_activations"], 1)
         if native.compiled is not None and force == "node_update":
             # The first recording is in no call's way.
-            replay = backward.current
+            replay = self.backward.current
             self.assertIsInstance(replay, native.compiled.Replay)
             self.assertNotIsInstance(replay.general, native.compiled.Replay)
 

@@ -480,8 +480,55 @@ def run_on_the_cpu(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     return torch.fx.Interpreter(gm).run(*inputs)
 
 
+draws_two, draws_three = (
+    torch.compiler.nested_compile_region(fn)
+    for fn in (
+        lambda x: torch.multinomial(x.softmax(-1), 2),
+        lambda x: torch.multinomial(x.softmax(-1), 3),
+    )
+)
+
+
+def draws_in_regions(x, s, t):
+    return draws_two(x * s), draws_three(x), x * t.exp()
+
+
+def draws_in_a_branch(x, s, t, q):
+    first = torch.cond(
+        q,
+        lambda x: torch.multinomial(x.softmax(-1), 2),
+        lambda x: torch.multinomial(x.softmax(-1), 2) + 1,
+        (x * s,),
+    )
+    return first, torch.multinomial(x.softmax(-1), 3), x * t.exp()
+
+
+def draws_in_a_branch_on_the_cpu(x, y, q):
+    first = torch.cond(
+        q,
+        lambda x: torch.multinomial(x.softmax(-1).cpu(), 2),
+        lambda x: torch.multinomial(x.softmax(-1).cpu(), 2) + 1,
+        (x.sin(),),
+    )
+    return first, x[torch.multinomial(y, 3)] + 1
+
+
+DRAWS_OF_GRAPHS = {
+    "regions": Program(draws_in_regions, lambda: (cuda(8), cpu(), cpu())),
+    "branch": Program(
+        draws_in_a_branch,
+        lambda: (cuda(8), cpu(), cpu(), cpu(dtype=torch.bool)),
+    ),
+    "branch_on_the_cpu": Program(
+        draws_in_a_branch_on_the_cpu,
+        lambda: (cuda(8), torch.rand(8), cuda(dtype=torch.bool)),
+    ),
+}
+
+
 def like_placeholders(gm: torch.fx.GraphModule) -> list[Any]:
     vals = [n.meta["val"] for n in gm.graph.find_nodes(op="placeholder")]
+
     def like(v: torch.Tensor) -> torch.Tensor:
         size, stride = (tuple(map(int, n)) for n in (v.shape, v.stride()))
         given = [n if step else 1 for n, step in zip(size, stride)]
@@ -735,52 +782,10 @@ class GeneratedCodeTest(TestCase):
         draws = re.findall(r"multinomial\.default\(\w+, (\d)\)", graph.source)
         self.assertEqual(draws, ["2", "3"])
 
-    DRAWING = [
-        torch.compiler.nested_compile_region(fn)
-        for fn in (
-            lambda x: torch.multinomial(x.softmax(-1), 2),
-            lambda x: torch.multinomial(x.softmax(-1), 3),
-        )
-    ]
-
-    def in_nested_regions(x, s, t, regions=DRAWING):
-        first, second = regions
-        return first(x * s), second(x), x * t.exp()
-
-    def in_a_branch(x, s, t, q):
-        first = torch.cond(
-            q,
-            lambda x: torch.multinomial(x.softmax(-1), 2),
-            lambda x: torch.multinomial(x.softmax(-1), 2) + 1,
-            (x * s,),
-        )
-        return first, torch.multinomial(x.softmax(-1), 3), x * t.exp()
-
-    def in_a_branch_on_the_cpu(x, y, q):
-        first = torch.cond(
-            q,
-            lambda x: torch.multinomial(x.softmax(-1).cpu(), 2),
-            lambda x: torch.multinomial(x.softmax(-1).cpu(), 2) + 1,
-            (x.sin(),),
-        )
-        return first, x[torch.multinomial(y, 3)] + 1
-
-    DRAWS_OF_GRAPHS = {
-        "region": (in_nested_regions, lambda: (cuda(8), cpu(), cpu())),
-        "branch": (
-            in_a_branch,
-            lambda: (cuda(8), cpu(), cpu(), cpu(dtype=torch.bool)),
-        ),
-        "branch_on_the_cpu": (
-            in_a_branch_on_the_cpu,
-            lambda: (cuda(8), torch.rand(8), cuda(dtype=torch.bool)),
-        ),
-    }
-
     @parametrize("name", list(DRAWS_OF_GRAPHS))
     def test_random_draws_of_graphs_stay_in_order(self, name):
         "Of a higher-order operator."
-        (graph,) = compile_for_h200(Program(*self.DRAWS_OF_GRAPHS[name]))
+        (graph,) = compile_for_h200(DRAWS_OF_GRAPHS[name])
         _, _, runner = graph.source.partition("class Runner")
 
         def partition(call):

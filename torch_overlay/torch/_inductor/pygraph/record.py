@@ -508,11 +508,6 @@ class CopyGraphNode(CUDAGraphNode):
         self.restore_managed(self.call_inputs)
         self._abandon(f"capture failed: {failure}", self.call_inputs)
 
-    def _first_replay(self) -> None:
-        if not self.binds_values:
-            self.values.write()
-        super()._first_replay()
-
     def run_graph(self) -> None:
         if not self.binds_values:
             self.values.write()

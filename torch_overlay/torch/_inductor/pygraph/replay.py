@@ -411,10 +411,10 @@ class CompiledReplays:
         ):
             return None
         added = compiled_replay(node, self.manager, self.mode, general, self.owner)
-        before = [replay for _, replay in self.replays[:1]]
-        self.replays = [(n, r) for n, r in self.replays if n.graph is not None]
+        before = self.replays
+        self.replays = [(n, r) for n, r in before if n.graph is not None]
         self.replays.append((node, added))
         for (_, replay), (_, following) in itertools.pairwise(self.replays):
             replay.general = following
-        first = self.replays[0][1]
-        return None if first in before else first
+        _, first = self.replays[0]
+        return None if before and first is before[0][1] else first

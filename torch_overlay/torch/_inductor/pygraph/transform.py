@@ -420,7 +420,7 @@ def can_be_copied(node: torch.fx.Node) -> bool:
     return (
         val.layout == torch.strided
         and not val.is_complex()  # it may be a conjugate
-        # Nor the copy of one that is to be negated, which compiled code makes of its bytes.
+        # Nor what has the negative bit, or is made of it: the CPU's code reads the bytes.
         and not any(t.is_neg() for n in (node, *node.all_input_nodes) for t in tensors(n))
         and static_nbytes(val) != 0
         and (
@@ -455,7 +455,7 @@ def is_same_anywhere(node: torch.fx.Node) -> bool:
         # Rounded at most once, and never out of range.
         after, before = dtypes
         if before.is_floating_point and before.itemsize == 1:
-            # Each GPU has others of them.
+            # Which of them GPU code can read depends on the GPU.
             return False
         return after in (torch.float32, torch.float64) or not (
             after.is_floating_point or before.is_floating_point
@@ -584,11 +584,11 @@ def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     the same number can be delivered together: no draw then waits for a value that the
     program computes behind another draw.
     """
-    count, draws = 0, {}
+    count, before = 0, {}
     for node in graph.nodes:
-        draws[node] = count
+        before[node] = count
         count += is_seeded(node) and bool(node.all_input_nodes)
-    return draws
+    return before
 
 
 def kept_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
@@ -622,7 +622,7 @@ class Placement:
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.level = known_after(graph)
         self.made_on_gpu = made_on_gpu(graph)
-        self.draws = draws_before(graph)
+        self.draws_before = draws_before(graph)
         # Inductor gives a subgraph's code no constants that are made now.
         is_subgraph = graph.owning_module.meta.get(IS_SUBGRAPH, False)
         self.known = OrderedSet() if is_subgraph else known_values(graph)
@@ -714,7 +714,7 @@ class Placement:
                 if (value, c.device) in self.non_blocking:
                     # It is likely to be pinned, and then delivering it would wait.
                     continue
-                key = (self.level[value], self.draws[value], c.device)
+                key = (self.level[value], self.draws_before[value], c.device)
                 groups.setdefault(key, OrderedSet()).add(value)
         for (*_, device), values in groups.items():
             for launch in launches(sorted(values, key=self.order.__getitem__)):
@@ -939,7 +939,10 @@ def operations_of_subgraphs(ir_node: object) -> Iterator[ir.Operation]:
 
 
 def subgraph_reason(ir_node: object) -> str | None:
-    """Why a nested region can not be captured: what the host does in it, a replay does not."""
+    """
+    Why what runs a graph itself, a nested region, can not be captured: what the host does
+    in that graph, a replay does not.
+    """
     for operation in operations_of_subgraphs(ir_node):
         if isinstance(operation, (Pack, HostCopy)):
             return BRINGS_CPU_VALUES
@@ -947,11 +950,11 @@ def subgraph_reason(ir_node: object) -> str | None:
         if isinstance(operation, ir.DeviceCopy) or (
             device is not None and device.type == "cpu"
         ):
-            return "a nested region works on the CPU"
+            return "runs a graph that works on the CPU"
         if isinstance(
             operation, (ir.Conditional, ir.WhileLoop)
         ) or is_cudagraph_unsafe_op(operation):
-            return "a nested region has what can not be captured"
+            return "runs a graph with what can not be captured"
     return None
 
 
