@@ -1159,13 +1159,14 @@ class DirectTest(TestCase):
             *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
             ctypes.c_void_p,
         )(lambda to, host, nbytes, _: 0 * ctypes.memmove(to, host, nbytes))
-        # Nothing is pinned.
-        pointer_attribute = ctypes.CFUNCTYPE(
-            *(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint64)
-        )(lambda result, attribute, address: 1)
+        # Nothing is pinned: the memory type stays 0.
+        pointer_attributes = ctypes.CFUNCTYPE(
+            *(ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p),
+            ctypes.c_uint64,
+        )(lambda count, attributes, results, address: 0)
         functions = {
             "cuMemcpyHtoDAsync": enqueue,
-            "cuPointerGetAttribute": pointer_attribute,
+            "cuPointerGetAttributes": pointer_attributes,
         }
         addresses = {
             name: ctypes.cast(function, ctypes.c_void_p).value

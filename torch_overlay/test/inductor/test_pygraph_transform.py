@@ -1130,18 +1130,23 @@ class ModelledDriver:
             self.copy(to, host, nbytes)
             return 0
 
-        def pointer_attribute(result: int, attribute: int, address: int) -> int:
-            if attribute != 2:
-                raise AssertionError(f"attribute {attribute} is not modelled")
-            if address not in self.pinned:
-                return 1
-            ctypes.c_uint32.from_address(result).value = 1
+        def pointer_attributes(count: int, attributes, results, address: int) -> int:
+            if attributes[:count] != [2]:
+                raise AssertionError(f"{attributes[:count]} are not modelled")
+            memory_type = int(address in self.pinned)
+            ctypes.c_uint32.from_address(results[0]).value = memory_type
             return 0
 
         word, pointer, size = ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t
         model, *types = {
             "cuMemcpyHtoDAsync": (enqueue, word, pointer, size, pointer),
-            "cuPointerGetAttribute": (pointer_attribute, pointer, ctypes.c_int, word),
+            "cuPointerGetAttributes": (
+                pointer_attributes,
+                ctypes.c_uint,
+                ctypes.POINTER(ctypes.c_int),
+                ctypes.POINTER(pointer),
+                word,
+            ),
         }[name]
         function = ctypes.CFUNCTYPE(ctypes.c_int, *types)(model)
         self.functions.append(function)

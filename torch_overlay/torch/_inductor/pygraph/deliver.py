@@ -213,7 +213,7 @@ class _Packed:
         self.words = memoryview(self.memory).cast("B").cast("Q")
         self.target: _Target | None = None
         # For what is compiled, as in _Staged.
-        self.pointer_attribute = _function("cuPointerGetAttribute")
+        self.pointer_attributes = _function("cuPointerGetAttributes")
 
 
 class _Target:
@@ -308,13 +308,13 @@ class Deliver:
         if packed.target is None:
             if not torch.cuda.is_current_stream_capturing():
                 packed.target = _Target(self, packed)
-        elif self.compiled is not None and packed.pointer_attribute is not None:
+        elif self.compiled is not None and packed.pointer_attributes is not None:
             # From now on there is nothing but to copy.
             self.compiled.add(
                 threading.get_ident(),
                 packed.address,
                 packed.memory,
-                packed.pointer_attribute,
+                packed.pointer_attributes,
             )
 
     def _stream(self) -> int:
@@ -424,7 +424,7 @@ class _Staged:
         self.batches: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
         # For what is compiled.
         self.enqueue = _function("cuMemcpyHtoDAsync")
-        self.pointer_attribute = _function("cuPointerGetAttribute")
+        self.pointer_attributes = _function("cuPointerGetAttributes")
 
     def holds(self, value: torch.Tensor) -> bool:
         return (
@@ -531,7 +531,7 @@ class Stage:
             return kept.copy
         if not kept.holds(value):
             kept.put(value, stream)
-        functions = (kept.enqueue, kept.pointer_attribute)
+        functions = (kept.enqueue, kept.pointer_attributes)
         if self.compiled is not None and None not in functions:
             self.compiled.add(*key, kept.copy, kept.batch, kept.used, *functions)
         return kept.copy

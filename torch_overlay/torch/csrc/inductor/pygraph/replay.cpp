@@ -524,19 +524,21 @@ void renew(PyObject* tensor) {
   }
 }
 
-// cuPointerGetAttribute
-using PointerAttribute = int (*)(void*, int, uint64_t);
+// cuPointerGetAttributes
+using PointerAttributes = int (*)(unsigned, int*, void**, uint64_t);
 
 // An earlier copy from the GPU to pinned memory may not have been made yet: what
-// is general waits for it, or copies behind it.
-bool may_be_pinned(PointerAttribute attribute_of, const void* address) {
-  constexpr int memory_type = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
-  constexpr int invalid_value = 1; // CUDA_ERROR_INVALID_VALUE: not the driver's
+// is general waits for it, or copies behind it. Asked for one attribute alone,
+// the driver fails where memory is not its own, and to fail takes it several
+// times as long as to give the type 0, as it does here.
+bool may_be_pinned(PointerAttributes attributes_of, const void* address) {
   constexpr uint32_t host = 1; // CU_MEMORYTYPE_HOST
+  int memory_type = 2; // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
   uint32_t type = 0;
-  int status =
-      attribute_of(&type, memory_type, reinterpret_cast<uint64_t>(address));
-  return status == 0 ? type == host : status != invalid_value;
+  void* types[] = {&type};
+  int status = attributes_of(
+      1, &memory_type, types, reinterpret_cast<uint64_t>(address));
+  return status != 0 || type == host;
 }
 
 PyTypeObject PackType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -548,7 +550,7 @@ struct Pack {
   struct Memory {
     char* address = nullptr;
     Ref owner;
-    PointerAttribute pointer_attribute = nullptr;
+    PointerAttributes pointer_attributes = nullptr;
   };
 
   Pack(PyObject* args, PyObject* /*kwargs*/) {
@@ -579,7 +581,7 @@ struct Pack {
     for (size_t i = 0; i < places.size(); ++i) {
       const auto& [offset, size] = places[i];
       const void* from = unpack(value(i)).const_data_ptr();
-      if (may_be_pinned(to->pointer_attribute, from)) {
+      if (may_be_pinned(to->pointer_attributes, from)) {
         throw Unusual();
       }
       std::memcpy(to->address + offset, from, size);
@@ -606,19 +608,19 @@ struct Pack {
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  // add(thread, address, owner, pointer_attribute): the memory of a thread.
+  // add(thread, address, owner, pointer_attributes): the memory of a thread.
   static PyObject* py_add(PyObject* self, PyObject* args) {
     return guarded([&]() -> PyObject* {
       PyObject *thread = nullptr, *address = nullptr, *owner = nullptr,
-               *attribute = nullptr;
+               *attributes = nullptr;
       if (!PyArg_ParseTuple(
-              args, "OOOO", &thread, &address, &owner, &attribute)) {
+              args, "OOOO", &thread, &address, &owner, &attributes)) {
         return nullptr;
       }
       Memory memory{
           static_cast<char*>(as_address(address)),
           Ref::share(owner),
-          reinterpret_cast<PointerAttribute>(as_address(attribute))};
+          reinterpret_cast<PointerAttributes>(as_address(attributes))};
       std::swap(Boxed<Pack>::of(self).memories[as_word(thread)], memory);
       Py_RETURN_NONE;
     });
@@ -664,7 +666,7 @@ struct Stage {
     size_t used;
     // cuMemcpyHtoDAsync
     int (*enqueue)(uint64_t, const void*, size_t, void*);
-    PointerAttribute pointer_attribute;
+    PointerAttributes pointer_attributes;
   };
 
   Stage(PyObject* args, PyObject* /*kwargs*/) {
@@ -708,7 +710,7 @@ struct Stage {
       return false;
     }
     const void* from = tensor.const_data_ptr();
-    if (may_be_pinned(to.pointer_attribute, from)) {
+    if (may_be_pinned(to.pointer_attributes, from)) {
       return false;
     }
     if (std::memcmp(to.hosts[to.used - 1], from, to.nbytes) == 0) {
@@ -763,12 +765,12 @@ struct Stage {
     return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
   }
 
-  // add(thread, stream, copy, batch, used, enqueue, pointer_attribute)
+  // add(thread, stream, copy, batch, used, enqueue, pointer_attributes)
   static PyObject* py_add(PyObject* self, PyObject* args) {
     return guarded([&]() -> PyObject* {
       PyObject *thread = nullptr, *stream = nullptr, *copy = nullptr,
                *batch = nullptr, *used = nullptr, *enqueue = nullptr,
-               *attribute = nullptr;
+               *attributes = nullptr;
       if (!PyArg_ParseTuple(
               args,
               "OOOO!OOO",
@@ -779,7 +781,7 @@ struct Stage {
               &batch,
               &used,
               &enqueue,
-              &attribute)) {
+              &attributes)) {
         return nullptr;
       }
       try {
@@ -792,7 +794,7 @@ struct Stage {
             {},
             as_word(used),
             reinterpret_cast<decltype(Staged::enqueue)>(as_address(enqueue)),
-            reinterpret_cast<PointerAttribute>(as_address(attribute))};
+            reinterpret_cast<PointerAttributes>(as_address(attributes))};
         for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batch); ++i) {
           const at::TensorBase& host = unpack(PyList_GET_ITEM(batch, i));
           if (host.nbytes() != added.nbytes) {
