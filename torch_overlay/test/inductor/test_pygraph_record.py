@@ -14,12 +14,14 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import itertools
 import random
 import tempfile
 import threading
 import types
 import unittest
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -1265,6 +1267,66 @@ class RecordTest(TestCase):
         # Only while that is found out.
         self.assertEqual(repeated, 2)
 
+    def test_random_numbers_of_another_bit_generator(self):
+        before = np.random.get_bit_generator()
+        self.addCleanup(np.random.set_bit_generator, before)
+        np.random.set_bit_generator(np.random.PCG64(1))
+        first = HostGenerators()
+        drawn = np.random.rand(3)
+        self.assertFalse(first.equals(HostGenerators()))
+        first.restore()
+        self.assertTrue(first.equals(HostGenerators()))
+        self.assertEqual(np.random.rand(3), drawn)
+
+    def not_rehearsed(self, body: str, size: int = 8) -> Iterator[tuple[Any, Any]]:
+        "What is given to a function that writes an earlier graph's output, and its results."
+        first = second = None
+        for i in range(7):
+            new_generation()
+            x, y = self.randn(), self.randn(size)
+            first = first or self.deploy(
+                "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a,)",
+                [x],
+                returned=[],
+            )
+            (a,) = first.call([x])
+            second = second or self.deploy(
+                f"a, y = args; args.clear(); hook(); {body}",
+                [a, y],
+                names=["partition_1_placeholder_0", "arg1_1"],
+                mutated=(0,),
+            )
+            inputs, given = [a, y], [on_host(a).clone(), on_host(y)]
+            del a
+            self.device.empty_cache()
+            if i == 2:
+                self.device.limit = self.device.nbytes + 4096
+            (result,) = second.call(inputs)
+            self.device.limit = 1 << 30
+            yield given, on_host(result)
+            del result, inputs
+
+    def test_random_numbers_of_what_is_not_rehearsed(self):
+        drawn: list[float] = []
+        self.hook = lambda: drawn.append(random.random())
+        before = HostGenerators()
+        expected = [random.random() for _ in range(7)]
+        before.restore()
+        for (a, y), result in self.not_rehearsed(
+            "launch(add, a, a, a); c = new(); launch(add, c, a, y); return (c,)"
+        ):
+            self.assertEqual(result, 2 * a + y)
+            self.assertEqual(drawn.pop(), expected.pop(0))
+        self.assertEqual(report()[1].choice, "no_graph")
+        self.assertIn("on the host", report()[1].reason)
+
+    def test_no_memory_for_what_is_not_rehearsed(self):
+        for (a, _), result in self.not_rehearsed(
+            "launch(mul, a, a, a); c = new(); launch(add, c, a, a); return (c,)", 4096
+        ):
+            self.assertEqual(result, 2 * a * a)
+        self.assertIn("out of memory", report()[1].reason)
+
     def test_inference_tensor_is_restored(self):
         with torch.inference_mode():
             x = torch.arange(4.0)
@@ -1519,6 +1581,43 @@ class RecordTest(TestCase):
         self.assertEqual(entry.choice, "copy")
         self.assertIn("no memory", entry.reason)
         self.assertNotIn("advice", entry.reason)
+
+    def test_copied_graph_that_can_not_be_launched(self):
+        with self.failing_once("replay"):
+            self.check(self.ADD, force="copy")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("no memory", entry.reason)
+
+    def test_no_memory_to_stage(self):
+        "What was staged by then is not written back by a later call."
+        body = """
+            a, b = args; args.clear(); launch(add, a, a, a); launch(add, b, b, b)
+            c = new(); launch(add, c, a, b)
+            return (c,)
+        """
+        fn = self.check(body, mutated=(0, 1))
+        node = trees.get_manager(0).current_node
+        pooled = [self.randn(), self.randn()]
+        before = self.values(pooled)
+        copies = iter([self.device.clone(pooled[0])])
+
+        def staged(t: torch.Tensor) -> torch.Tensor:
+            for copy in copies:
+                return copy
+            raise torch.OutOfMemoryError("no memory")
+
+        with (
+            mock.patch.object(node, "pool_ranges", [t.data_ptr() for t in pooled]),
+            mock.patch.object(record, "clone_preserve_strides", staged),
+            self.assertRaises(torch.OutOfMemoryError),
+        ):
+            node.move([*pooled, self.randn()], [t.data_ptr() for t in (*pooled, self.randn())])
+        on_host(pooled[0]).fill_(7.0)
+        x, y = self.randn(), self.randn()
+        inputs = [x, y]
+        node.run(inputs)
+        self.assertEqual(self.values(pooled), [torch.full((8,), 7.0), before[1]])
 
     @parametrize("force", ("prelude", "table"))
     @parametrize(
@@ -2031,6 +2130,19 @@ class RecordTest(TestCase):
         self.assertEqual(seen[-3:], seen[-1:] * 3)
 
     @parametrize("force", ("node_update", "copy"))
+    @parametrize("change", ("unsqueeze_", "resize_", "data"))
+    def test_gradient_that_was_changed_in_place(self, change, force):
+        self.weight = self.randn()
+        for _ in range(8):
+            grad = self.gradient(force)
+            self.assertEqual(grad.shape, (8,))
+            if change == "data":
+                grad.data = self.weight
+            else:
+                getattr(grad, change)(0)
+            del grad
+
+    @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_is_held_for_some_steps(self, force):
         "Of a backward with no other graph, whose run would end the path."
         self.weight, kept = self.randn(), []
@@ -2231,6 +2343,66 @@ class RecordTest(TestCase):
                 self.assertEqual(on_host(grad), expected_a.cos() * on_host(t))
                 del grad, _
         self.assertEqual(counters["pygraph"]["unbound"], 1)
+
+    def test_interrupted_recording(self):
+        "As by Ctrl-C. The allocator knows by then what the path left alive."
+        self.weight, interrupts = self.randn(), iter([KeyboardInterrupt])
+        traceback = []
+
+        def hook():
+            if self.device.captured is not None:
+                for interrupt in interrupts:
+                    raise interrupt
+
+        self.hook = hook
+        with mock.patch.object(
+            self, "BACKWARD", f"hook(); {self.BACKWARD.strip()}"
+        ):
+            for _ in range(3):
+                # Only the forward is recorded, and replayed.
+                self.step(self.randn(), [])
+                trees.get_manager(0).running_forwards_with_pending_backwards = False
+            for _ in range(8):
+                try:
+                    kept = self.step(self.randn())
+                except KeyboardInterrupt as interrupt:
+                    traceback.append(interrupt)
+                    continue
+                for actual, expected in kept:
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual(len(traceback), 1)
+        # It holds the activation.
+        traceback.clear()
+
+    def test_reset(self):
+        "torch._dynamo.reset, of functions that the program still has."
+        fn = self.check(self.ADD)
+        trees.reset_cudagraph_trees()
+        for _ in range(3):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def test_reset_before_a_backward(self):
+        self.weight = self.randn()
+        for _ in range(7):
+            self.step(self.randn())
+        x, t = self.randn(), self.randn()
+        new_generation()
+        _, a, w = self.forward.call([x, self.weight])
+        expected = (on_host(x) * on_host(self.weight)).cos() * on_host(t)
+        # What has the pool until the backward ran.
+        pool = weakref.ref(trees.get_manager(0).graph)
+        trees.reset_cudagraph_trees()
+        self.assertIsNotNone(pool())
+        inputs = [a, w, t]
+        del a
+        grad, _ = self.backward.call(inputs)
+        self.assertEqual(on_host(grad), expected)
+        self.forward = self.backward = None
+        gc.collect()
+        self.assertIsNone(pool())
 
     def test_skipped_backward_of_a_thread_that_trees_do_not_know(self):
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex

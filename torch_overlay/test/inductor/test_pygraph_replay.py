@@ -117,7 +117,8 @@ class Node(record.BoundGraphNode):
             UnaliasedStorage,
             None,
         ]
-        self.outputs_metadata = [{}, 5, {}, None, {}]
+        saved = CUDAGraphNode._tensor_metadata(self.saved, ignore_storage_offset=False)
+        self.outputs_metadata = [{}, 5, saved, None, {}]
         self.static_output_tensors = [None, None, None, None, weight]
         self.unaliased_in_all_paths = [False, False, True, False, False]
         self.cached_tensor_outputs = []
@@ -298,19 +299,39 @@ class ReplayTest(TestCase):
         x = torch.ones(8)
         self.node.pool_ranges.bounds = [x.data_ptr(), x.data_ptr() + x.nbytes]
         self.node.written_bound = (0,)
+        copies: list[torch.Tensor] = []
+
+        def clone(t):
+            copies.append(t.clone())
+            return copies[-1]
 
         def update(pointers):
             self.assertNotEqual(pointers[0], x.data_ptr())
-            ((_, _, staged),) = self.node.staged
+            (staged,) = copies
             self.assertEqual((pointers[0], staged), (staged.data_ptr(), x))
             self.node.inputs.append(staged)
             staged.add_(1)
             self.node.binding.pointers = list(pointers)
 
         self.node.binding.update.side_effect = update
-        self.assertTrue(self.call(x))
+        with mock.patch.object(record, "clone_preserve_strides", clone):
+            self.assertTrue(self.call(x))
         self.assertEqual(x, torch.full((8,), 2.0))
         self.assertEqual(self.node.staged, [])
+
+    def test_cached_tensor_that_was_changed(self):
+        "In place, which trees make good."
+        t, memory = self.node.saved, self.node.saved.data
+        for change, undo in (
+            (lambda: t.unsqueeze_(0), lambda: t.squeeze_(0)),
+            (lambda: t.as_strided_((8,), (0,)), lambda: t.as_strided_((8,), (1,))),
+            (lambda: setattr(t, "data", torch.zeros(8)), lambda: setattr(t, "data", memory)),
+        ):
+            self.assertTrue(self.call())
+            change()
+            self.assertFalse(self.call())
+            undo()
+        self.assertTrue(self.call())
 
     def test_cached_tensor_that_was_used(self):
         "What the last call's had besides its memory."
@@ -558,6 +579,7 @@ class CompiledReplayTest(ReplayTest):
         node.preserved_aliased_inputs = [False] * 3
         node.expected_dead_indices_after_graph = [(0, 0)]
         node.weight, node.static_output_tensors = None, [None] * 5
+        node.outputs_metadata[4] = None
         node.restore_managed = lambda inputs: inputs.__setitem__(0, "restored")
         node.launch = lambda: setattr(node, "launches", node.launches + 1)
         node.output, self.weight = torch.empty(8), None

@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import operator
+import pickle
 import random
 import re
 import sys
@@ -75,7 +76,13 @@ from torch._inductor.pygraph.placeholder import (
 )
 from torch._inductor.pygraph.prelude import Prelude, PreludeUnavailable
 from torch._inductor.pygraph.proof import mark_unwritten, Proof
-from torch._inductor.pygraph.replay import InputHeld, is_steady, renew
+from torch._inductor.pygraph.replay import (
+    caches_are_whole,
+    has_own_memory,
+    InputHeld,
+    is_steady,
+    renew,
+)
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.table import Table
 from torch._inductor.utils import clone_preserve_strides
@@ -207,8 +214,9 @@ class HostGenerators:
             (random.setstate, state := random.getstate(), state),
         ]
         if (numpy := sys.modules.get("numpy.random")) is not None:
-            kind, keys, *rest = state = numpy.get_state()
-            states.append((numpy.set_state, state, (kind, keys.tobytes(), rest)))
+            # Whichever generator it was set to.
+            state = numpy.get_state(legacy=False)
+            states.append((numpy.set_state, state, pickle.dumps(state)))
         self.states = states
 
     def equals(self, other: HostGenerators) -> bool:
@@ -494,19 +502,45 @@ class CopyGraphNode(CUDAGraphNode):
         self.wrapped_function.pygraph.recordings += 1
         stream = torch.cuda.current_stream(self.device)
         self.values = CapturedValues(is_bound=self.binds_values)
+        # A rehearsal has seen already whether it draws.
+        is_rehearsed = self.wrapped_function.pygraph.needed_bytes > 0
+        host = None if is_rehearsed else HostGenerators()
         try:
             with self.values:
                 outputs = super()._record(model, inputs)
         except Exception as e:
             failure = str(e).partition("\n")[0]
         else:
+            if host is not None and not host.equals(HostGenerators()):
+                host.restore()
+                self._give_up("it draws random numbers on the host")
             if self.values.delivers and not self.binds_values:
                 self.thread_of_values = threading.get_ident()
             return outputs
         clean_up_failed_capture(self, stream)
+        self._give_up(f"capture failed: {failure}")
+
+    def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
+        try:
+            return super()._recording_input(idx, inp)
+        except torch.OutOfMemoryError:
+            # Not from here: the exception holds the copies that there are.
+            pass
+        self._give_up("out of memory before it was captured")
+
+    def _first_replay(self) -> None:
+        try:
+            super()._first_replay()
+            return
+        except RuntimeError as e:
+            failure = f"it can not be launched: {e}".partition("\n")[0]
+        self._give_up(failure)
+
+    def _give_up(self, reason: str) -> NoReturn:
+        "The function is not captured in another way either."
         self.wrapped_function.pygraph.is_capturable = False
         self.restore_managed(self.call_inputs)
-        self._abandon(f"capture failed: {failure}", self.call_inputs)
+        self._abandon(reason, self.call_inputs)
 
     def run_graph(self) -> None:
         if not self.binds_values:
@@ -527,6 +561,9 @@ class CopyGraphNode(CUDAGraphNode):
                 )
 
     def reconstruct_outputs(self) -> OutputType:
+        if not caches_are_whole(self):
+            # They are made anew.
+            self.remove_node_cached_tensors()
         for t in self.cached_tensor_outputs:
             if t is not None:
                 renew(t)
@@ -540,6 +577,7 @@ class CopyGraphNode(CUDAGraphNode):
         return (
             node is not None
             and node.cached_tensor_outputs[i]._use_count() == 1  # type: ignore[union-attr]
+            and has_own_memory(node.cached_tensor_outputs[i], node.outputs_metadata[i])  # type: ignore[arg-type]
             and check()
         )
 
@@ -826,7 +864,7 @@ class BoundGraphNode(CopyGraphNode):
             for source in self.copied.sources:
                 mark_unwritten(source)
         try:
-            super()._first_replay()
+            self.run_graph()
         except RuntimeError as e:
             self._abandon(f"it can not be launched: {e}".partition("\n")[0])
         for i, alias in enumerate(self.output_storage_alias):
@@ -854,7 +892,7 @@ class BoundGraphNode(CopyGraphNode):
                 self._abandon("not all ranks deploy its collectives' graph")
             # The call, of which other ranks get their part.
             self.rehearsal.restore()
-            super()._first_replay()
+            self.run_graph()
         self.rehearsal = self.collectives = None
         self.call_tensors = []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
@@ -944,7 +982,7 @@ class BoundGraphNode(CopyGraphNode):
         try:
             for _ in range(RERUNS):
                 rehearsal.restore()
-                super()._first_replay()
+                self.run_graph()
                 if first is None:
                     first = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
                 elif not first.is_exact(rehearsal.inputs, outputs):
@@ -983,7 +1021,6 @@ class BoundGraphNode(CopyGraphNode):
                 self.move(self.call_tensors, pointers)
             except DriverError:
                 # The call is about to run uncaptured, on all of its inputs.
-                self.staged = []
                 self.restore_managed(srcs)
                 raise
 
@@ -994,14 +1031,17 @@ class BoundGraphNode(CopyGraphNode):
         Raises:
             DriverError: a node refused. The graph must not be launched then.
         """
+        copies = []
         for k in range(len(self.bound_input_idxs)):
             if pointers[k] in self.pool_ranges:
                 staged = clone_preserve_strides(tensors[k])
                 pointers[k] = staged.data_ptr()
                 counters["pygraph"]["staged_inputs"] += 1
-                # Alive until the launch; the caching allocator orders what comes after.
-                self.staged.append((k, tensors[k], staged))
+                copies.append((k, tensors[k], staged))
         self.binding.update(pointers)
+        # Alive until the launch; the caching allocator orders what comes after. Of a call
+        # that raises before, nothing is written back.
+        self.staged = copies
 
     def run_graph(self) -> None:
         super().run_graph()

@@ -7,7 +7,8 @@ Where nothing of a path outlives it, the answer was known when it was recorded. 
 is left is what can change from call to call, and any change goes to trees:
 
 - the last path left something in the pool, or is not executed but recorded
-- this node's cached tensors were dropped, as they are while something is recorded
+- this node's cached tensors were dropped, as they are while something is recorded, or have
+  another shape or other memory
 - the function is to be recorded anew, since its gradients were held
 - a static input moved
 - a bound input is less aligned than the recording
@@ -180,6 +181,28 @@ def renew(t: torch.Tensor) -> None:
         t.__dict__.clear()
 
 
+def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
+    "Whether the program did not give other memory to a tensor that a node caches."
+    return t.untyped_storage().data_ptr() == metadata["data_ptr"]
+
+
+def caches_are_whole(node: CUDAGraphNode) -> bool:
+    """
+    Whether the tensors that a node caches are as they were recorded. Who had one last may have
+    changed its shape, in place, or its memory: renew does not undo that.
+    """
+    return all(
+        t is None
+        or (
+            has_own_memory(t, metadata)  # type: ignore[arg-type]
+            and t.storage_offset() == metadata["storage_offset"]  # type: ignore[index]
+            and t.size() == metadata["size"]  # type: ignore[index]
+            and t.stride() == metadata["stride"]  # type: ignore[index]
+        )
+        for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
+    )
+
+
 def constant_outputs(node: BoundGraphNode) -> list[tuple[int, Any]]:
     "(place, value) of the outputs that are the same in each call: integers, static inputs."
     return [
@@ -246,6 +269,8 @@ def steady_replay(
             static_idxs,
         ):
             return general(inputs)
+        if not caches_are_whole(node):
+            return general(inputs)
         tensors: list[torch.Tensor] = [inputs[i] for i in bound_idxs]  # type: ignore[misc]
         pointers = [t.data_ptr() for t in tensors]
         if functools.reduce(operator.or_, pointers, 0) % alignment:
@@ -310,12 +335,20 @@ def compiled_replay(
     """
     static_pointers = node.static_input_data_ptrs
     static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
-    # By output, None for one that the node caches.
-    bound: list[int | None] = [
-        alias.index if isinstance(alias, AliasesBoundMemory) else None
-        for alias in node.output_storage_alias
-    ]
-    constants = {i: (value,) for i, value in constant_outputs(node)}
+    constants = dict(constant_outputs(node))
+
+    def described(i: int, alias: Any, metadata: Any) -> tuple[Any, Any, Any]:
+        "Of an output: (bound, None, None), (None, (constant,), None) or (None, None, cached)."
+        if i in constants:
+            return None, (constants[i],), None
+        if isinstance(alias, AliasesBoundMemory):
+            return alias.index, None, None
+        if metadata is None:
+            return None, (None,), None
+        offset = metadata["storage_offset"] * metadata["dtype"].itemsize
+        address = metadata["data_ptr"] + offset
+        return None, None, (address, metadata["size"], metadata["stride"])
+
     # What torch.cuda.CUDAGraph's methods forward to.
     graph_type = torch._C._CUDAGraph
     if not isinstance(node.graph, graph_type):
@@ -359,10 +392,14 @@ def compiled_replay(
         dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
         pool=node.pool_ranges.bounds,
         allocators=node.allocators,
-        outputs=[
-            (k if i not in constants else None, constants.get(i))
-            for i, k in enumerate(bound)
-        ],
+        outputs=list(
+            map(
+                described,
+                itertools.count(),
+                node.output_storage_alias,
+                node.outputs_metadata,
+            )
+        ),
     )
 
 

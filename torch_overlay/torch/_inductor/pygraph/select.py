@@ -945,8 +945,10 @@ def deploy(
 
         def run_backward(inputs: list[InputType]) -> OutputType:
             # See [Backward Generation Handling]. Other threads have another manager or none.
+            manager = None
             if thread_containers() is owner:
-                manager = manager_of(device_index)
+                manager = get_manager(device_index, create_if_none_exists=False)
+            if manager is not None:
                 manager.set_to_running_backward()
                 lock = lock_of(manager)
                 if not torch.cuda.is_current_stream_capturing() and lock.acquire(
@@ -995,9 +997,11 @@ def deploy(
         def replay_or_not(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
             # autograd's on its behalf. One that the program itself captures right now
-            # must not depend on the pool's memory.
+            # must not depend on the pool's memory. And torch._dynamo.reset drops graphs,
+            # of which a backward may still be to come.
             if (
                 thread_containers() is not owner
+                or manager.roots is None
                 or torch.cuda.is_current_stream_capturing()
                 or not lock.acquire(blocking=False)
             ):

@@ -949,6 +949,10 @@ struct Replay {
     enum Kind { BOUND, CACHED, CONSTANT } kind;
     size_t index;
     Ref constant;
+    // Of one that is cached: what it was recorded with.
+    uint64_t address = 0;
+    std::vector<int64_t> sizes;
+    std::vector<int64_t> strides;
   };
 
   // An output of a graph of the path: its place in what its node keeps.
@@ -1064,21 +1068,27 @@ struct Replay {
     });
     for_each(output_list, [&](PyObject* output) {
       PyObject* k = field(output, 0);
-      if (k == Py_None) {
-        // (None, None) is cached, (None, (constant,)) is not.
-        PyObject* constant = field(output, 1);
-        if (constant == Py_None) {
-          outputs.push_back({Output::CACHED, outputs.size(), Ref()});
-        } else {
-          outputs.push_back(
-              {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
-        }
-      } else {
+      PyObject* constant = field(output, 1);
+      if (k != Py_None) {
         outputs.push_back({Output::BOUND, as_word(k), Ref()});
         if (outputs.back().index >= bound.size() + allocators.size()) {
           PyErr_SetString(PyExc_IndexError, "an output that is not bound");
           throw Error();
         }
+      } else if (constant != Py_None) {
+        outputs.push_back(
+            {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
+      } else {
+        PyObject* cached = field(output, 2);
+        auto sizes = as_words(field(cached, 1));
+        auto strides = as_words(field(cached, 2));
+        outputs.push_back(
+            {Output::CACHED,
+             outputs.size(),
+             Ref(),
+             as_word(field(cached, 0)),
+             {sizes.begin(), sizes.end()},
+             {strides.begin(), strides.end()}});
       }
     });
   }
@@ -1167,6 +1177,8 @@ struct Replay {
     follow();
     Ref last = attribute(manager.get(), names.current_node);
     check_path(last.get());
+    Ref cached = attribute(node.get(), names.cached_tensor_outputs);
+    check_whole(cached.get());
 
     c10::SmallVector<Ref, 16> tensors;
     c10::SmallVector<uint64_t, 32> pointers;
@@ -1230,7 +1242,6 @@ struct Replay {
     }
 
     Ref result = checked(PyList_New(outputs.size()));
-    Ref cached = attribute(node.get(), names.cached_tensor_outputs);
     for (size_t i = 0; i < outputs.size(); ++i) {
       const Output& output = outputs[i];
       PyObject* value = output.constant.get();
@@ -1243,7 +1254,7 @@ struct Replay {
         }
       }
       PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
-      if (output.kind == Output::CACHED && value != Py_None) {
+      if (output.kind == Output::CACHED) {
         // What it lets go of may be the program's, and runs what it runs.
         renew(value);
       }
@@ -1304,6 +1315,26 @@ struct Replay {
     if (attribute(node.get(), names.is_steady).get() != Py_True ||
         attribute(function.get(), names.is_outdated).get() != Py_False) {
       throw Unusual();
+    }
+  }
+
+  // As caches_are_whole in replay.py.
+  void check_whole(PyObject* cached) const {
+    for (const Output& output : outputs) {
+      if (output.kind != Output::CACHED) {
+        continue;
+      }
+      PyObject* value = PyList_GetItem(cached, output.index);
+      if (value == nullptr) {
+        throw Error();
+      }
+      const at::TensorBase& tensor = unpack(value);
+      if (reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
+              output.address ||
+          tensor.sizes() != c10::IntArrayRef(output.sizes) ||
+          tensor.strides() != c10::IntArrayRef(output.strides)) {
+        throw Unusual();
+      }
     }
   }
 
