@@ -7,6 +7,7 @@ build without its handling.
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import traceback
@@ -23,6 +24,7 @@ from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.pygraph.memory import segments_of
 from torch._inductor.test_case import run_tests, TestCase
+from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -1037,6 +1039,35 @@ class TrainingTest(PyGraphTestCase):
 
     def test_dropout(self):
         self.compare(lambda: MLP(dropout=0.3))
+
+    @parametrize("backend", ("FLASH", "EFFICIENT", "CUDNN"))
+    def test_attention_with_dropout(self, backend):
+        "The forward hands its seed to the backward, of which either may be captured alone."
+
+        def fn(q):
+            return F.scaled_dot_product_attention(q * 1.5, q, q, dropout_p=0.2).sin()
+
+        kernel = sdpa_kernel(getattr(SDPBackend, f"{backend}_ATTENTION"))
+        new = functools.partial(randn, 2, 4, 64, 64, dtype=torch.float16)
+        try:
+            with kernel:
+                fn(new())
+        except RuntimeError as e:
+            self.skipTest(str(e))
+        for force, steps in (None, 80), ("no_graph", 3):
+            torch._dynamo.reset()
+            options = {"pygraph": True, "pygraph_force": force}
+            compiled = torch.compile(fn, options=options)
+            for i in range(steps):
+                q, results = new(requires_grad=True), []
+                for f in (compiled, fn):
+                    with kernel, torch._functorch.config.patch(donated_buffer=False):
+                        torch.manual_seed(i)
+                        out = f(q)
+                        # What is retained keeps graphs from being replayed.
+                        grads = torch.autograd.grad(out.sum(), q, retain_graph=i % 7 == 5)
+                    results.append((out, grads))
+                self.assertEqual(*results, atol=1e-2, rtol=1e-2)
 
     @parametrize("compile_optimizer", (False, True))
     def test_optimizer(self, compile_optimizer):

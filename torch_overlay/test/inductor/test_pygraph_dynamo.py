@@ -6,14 +6,18 @@ backend of its callback. Nothing is compiled, so that it runs anywhere.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dis
 import math
+import random
 import types
 import unittest
 import weakref
 from typing import Any, TYPE_CHECKING
 from unittest import mock
+
+import numpy as np
 
 import torch
 import torch._dynamo
@@ -257,6 +261,75 @@ PROGRAMS = [
 ]
 
 
+def raises_before_loop(x: torch.Tensor, n: int) -> Any:
+    try:
+        y = x[torch.tensor([n])] * 2
+    except IndexError:
+        y = x.sin()
+    for row in y:
+        opaque(row)
+    return y
+
+
+def local_by_name(x: torch.Tensor, n: int) -> Any:
+    y = (x.sin() * 2 + 1).tanh()
+    bound = n + 1
+    for row in y:
+        opaque(row)
+    return y, "{bound}".format(**locals())
+
+
+Pair = collections.namedtuple("Pair", "first second")
+
+
+def not_rebuilt(x: torch.Tensor, n: int) -> Any:
+    y = x.sin()
+    pair = Pair(y, n)._replace(first=y + 1)
+    for row in y:
+        opaque(row)
+    return pair.second
+
+
+def not_traced_again(x: torch.Tensor, n: int) -> Any:
+    generator = random.Random(n)
+    y = (x.sin() * 2 + 1).tanh()
+    for row in y:
+        opaque(row)
+    return y, generator.random()
+
+
+class Numbers(set):
+    pass
+
+
+def rebuilt_empty(x: torch.Tensor, n: int) -> Any:
+    y = (x.sin() * 2 + 1).tanh()
+    numbers = Numbers([1, n])
+    numbers.add(4)
+    for row in y:
+        opaque(row)
+    return y, sorted(numbers)
+
+
+def draws_as_numpy(x: torch.Tensor, n: int) -> Any:
+    np.random.seed(n)
+    y, drawn = x.sin(), np.random.rand(2)
+    for row in y:
+        opaque(row)
+    return y, drawn
+
+
+# What comes before the loop can not be compiled, or not without a change.
+UNCHANGED = [
+    raises_before_loop,
+    local_by_name,
+    not_rebuilt,
+    not_traced_again,
+    rebuilt_empty,
+    draws_as_numpy,
+]
+
+
 class BytecodeTest(PyGraphTestCase):
     @parametrize("program", [subtest(p, name=p.__name__) for p in PROGRAMS])
     @parametrize("profiled", [False, True])
@@ -285,6 +358,13 @@ class BytecodeTest(PyGraphTestCase):
         self.assertEqual(self.compile(f)(x, x), (x + x) * x)
         names = {i.opname for i in dis.get_instructions(self.final_code(f))}
         self.assertFalse(names & {"BUILD_LIST", "LIST_EXTEND", "CALL_FUNCTION_EX"})
+
+    @parametrize("program", [subtest(p, name=p.__name__) for p in UNCHANGED])
+    def test_what_comes_before_a_loop_is_as_eager(self, program: Callable[..., Any]) -> None:
+        compiled = self.compile(program)
+        for n in (0, 1, 3, 2):
+            x = torch.randn(3)
+            self.assertEqual(compiled(x, n), program(x, n))
 
     def test_what_comes_before_a_loop_is_captured(self) -> None:
         graphs = {}

@@ -46,6 +46,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import flex_attention
 from torch.testing import FileCheck
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -820,6 +821,45 @@ class GeneratedCodeTest(TestCase):
             Program(fn, lambda: (cuda(1, 1, 8, 8), cpu(), cpu()))
         )
         self.assertEqual(graph.source.count(" = Deliver("), 2 if dropout else 1)
+
+    @parametrize("dropout", (0.0, 0.1))
+    @parametrize("nested", (False, True))
+    def test_seed_of_attention(self, nested, dropout):
+        "Of a forward and its backward one may be captured, and the seed lies elsewhere then."
+        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+
+        def attend(q):
+            out, *_ = attention(q, q, q, None, True, dropout)
+            return out
+
+        if nested:
+            attend = torch.compiler.nested_compile_region(attend)
+        with fake_cuda() as graphs:
+            compiled = torch.compile(
+                lambda q: attend(q * 2).sin(), options={"pygraph": True}
+            )
+            compiled(cuda(2, 2, 64, 64).requires_grad_()).sum().backward()
+        self.assertEqual(len(graphs), 2)
+        for graph in graphs:
+            _, _, runner = graph.source.partition("class Runner")
+            is_left_out = bool(re.search(r"efficient_attention|subgraph_0_0\(", runner))
+            self.assertEqual(is_left_out, bool(dropout), graph.source)
+
+    @parametrize("training", (False, True))
+    def test_score_of_flex_attention(self, training):
+        "It becomes a part of a kernel, where nothing can be brought to the GPU."
+
+        def fn(q, s):
+            return flex_attention(q * s, q, q, score_mod=lambda score, *_: score * s)
+
+        with fake_cuda() as graphs, torch.set_grad_enabled(training):
+            compiled = torch.compile(fn, options={"pygraph": True})
+            q = cuda(1, 2, 128, 64).requires_grad_(training)
+            out = compiled(q, cpu())
+            if training:
+                out.sum().backward()
+        self.assertEqual(len(graphs), 1 + training)
+        self.assertIn(" = Deliver(", graphs[0].source)
 
     def test_many_integer_operations_in_a_row(self):
         "More than Python's stack has room for."
@@ -1933,6 +1973,17 @@ class ItemTest(TestCase):
             counters.clear()
             fn = lambda x, s: (x * s.item(), s.item() * x)  # noqa: E731
             self.assertEqual(self.check(fn, torch.float64, x), (1, 0))
+
+    def test_in_place_of_integers(self):
+        "Eager mode raises an error, and writes nothing."
+        for fn in (lambda x, s: x.mul_(s.item()), lambda x, s: x.div_(s.item())):
+            for dtype in torch.int64, torch.bool:
+                compiled = torch.compile(fn, options={"pygraph": True})
+                x = torch.tensor([1, 0, 1]).to(dtype)
+                before = x.clone()
+                with self.assertRaisesRegex(RuntimeError, "can't be cast"):
+                    compiled(x, torch.tensor(0.5))
+                self.assertEqual(x, before)
 
     def test_written_after(self):
         def fn(x, s):

@@ -189,7 +189,13 @@ def is_operand(value: torch.fx.Node) -> bool:
             allowed = METHODS | IN_PLACE_METHODS
         else:
             allowed = FUNCTIONS | IN_PLACE
-        return node.target in allowed and any(map(is_real_tensor, node.args))
+        operands = [arg for arg in node.args if is_real_tensor(arg)]
+        if node.target in IN_PLACE | IN_PLACE_METHODS and any(
+            not arg.meta["example_value"].is_floating_point() for arg in operands
+        ):
+            # Eager mode raises an error. Code casts the result.
+            return False
+        return node.target in allowed and bool(operands)
 
     return all(map(arithmetic, value.users))
 

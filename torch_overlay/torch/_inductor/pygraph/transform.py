@@ -345,9 +345,17 @@ def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
     ]
 
 
-# In the meta of a module that is a nested region or a branch; set by
-# _recursive_post_grad_passes in compile_fx.py.
-IS_SUBGRAPH = "is_subgraph"
+# In the meta of a module that is a nested region, a branch or a score: the operators that it
+# is given to. Set by _recursive_post_grad_passes in compile_fx.py.
+CALLERS = "callers"
+
+# They make what they are given a part of a kernel, which has no place for copies.
+INLINING = OrderedSet(
+    [
+        torch.ops.higher_order.flex_attention,
+        torch.ops.higher_order.flex_attention_backward,
+    ]
+)
 
 
 def on_cpu(node: torch.fx.Node) -> bool:
@@ -572,10 +580,16 @@ def is_seeded(node: torch.fx.Node) -> bool:
         or torch.Tag.nondeterministic_seeded not in op.tags
     ):
         return False
-    names = [argument.name for argument in op._schema.arguments]
+    dropout = dropout_of(node)
+    return dropout is None or bool(dropout)
+
+
+def dropout_of(node: torch.fx.Node) -> Any:
+    """The argument of attention, None of an operator without one."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
     if "dropout_p" not in names:
-        return True
-    return bool(get_arg_value(node, names.index("dropout_p"), "dropout_p"))
+        return None
+    return get_arg_value(node, names.index("dropout_p"), "dropout_p") or 0.0
 
 
 def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
@@ -623,9 +637,10 @@ class Placement:
         self.level = known_after(graph)
         self.made_on_gpu = made_on_gpu(graph)
         self.draws_before = draws_before(graph)
+        callers = graph.owning_module.meta.get(CALLERS)
+        self.is_inlined = callers is not None and not INLINING.isdisjoint(callers)
         # Inductor gives a subgraph's code no constants that are made now.
-        is_subgraph = graph.owning_module.meta.get(IS_SUBGRAPH, False)
-        self.known = OrderedSet() if is_subgraph else known_values(graph)
+        self.known = OrderedSet() if callers is not None else known_values(graph)
         self.computed: dict[torch.fx.Node, Any] = {}
         self.homes: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
         # What the program brings to a device by non_blocking copies only.
@@ -635,7 +650,7 @@ class Placement:
 
     def run(self) -> bool:
         """Whether the graph was changed, and has to be sorted."""
-        found = list(crossings(self.graph))
+        found = [] if self.is_inlined else list(crossings(self.graph))
         if not found:
             return False
         kept = kept_storages(self.graph)
@@ -902,6 +917,8 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     ir_node = node.node
     if (reason := subgraph_reason(ir_node)) is not None:
         return reason
+    if hands_over_seed(ir_node):
+        return "gives or takes a seed that lies on the CPU where it is not captured"
     for dep in node.read_writes.reads:
         if isinstance(dep, WeakDep):
             continue
@@ -916,6 +933,29 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
         return "takes a float from the host"
     return None
+
+
+# Not captured, they give the generator's seed and offset on the CPU and read them there,
+# captured, on the GPU; see "Seed and Offset Device" in ATen's attention.cu. Of a forward and
+# its backward, one may be captured without the other.
+MEMORY_EFFICIENT_ATTENTION = OrderedSet(
+    [
+        aten._efficient_attention_backward.default,
+        aten._efficient_attention_forward.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    ]
+)
+
+
+def hands_over_seed(ir_node: object) -> bool:
+    """Whether it is attention with dropout whose seed does not always lie in one place."""
+    return (
+        isinstance(ir_node, ir.FallbackKernel)
+        and ir_node.op_overload in MEMORY_EFFICIENT_ATTENTION
+        and ir_node.fx_node is not None
+        and bool(dropout_of(ir_node.fx_node))
+    )
 
 
 # Of ir.InvokeSubgraph, ir.Conditional and ir.WhileLoop.
@@ -951,9 +991,11 @@ def subgraph_reason(ir_node: object) -> str | None:
             device is not None and device.type == "cpu"
         ):
             return "runs a graph that works on the CPU"
-        if isinstance(
-            operation, (ir.Conditional, ir.WhileLoop)
-        ) or is_cudagraph_unsafe_op(operation):
+        if (
+            isinstance(operation, (ir.Conditional, ir.WhileLoop))
+            or is_cudagraph_unsafe_op(operation)
+            or hands_over_seed(operation)
+        ):
             return "runs a graph with what can not be captured"
     return None
 
