@@ -1047,10 +1047,10 @@ class TrainingTest(PyGraphTestCase):
         def fn(q):
             return F.scaled_dot_product_attention(q * 1.5, q, q, dropout_p=0.2).sin()
 
-        kernel = sdpa_kernel(getattr(SDPBackend, f"{backend}_ATTENTION"))
+        kernel = getattr(SDPBackend, f"{backend}_ATTENTION")
         new = functools.partial(randn, 2, 4, 64, 64, dtype=torch.float16)
         try:
-            with kernel:
+            with sdpa_kernel(kernel):
                 fn(new())
         except RuntimeError as e:
             self.skipTest(str(e))
@@ -1061,7 +1061,10 @@ class TrainingTest(PyGraphTestCase):
             for i in range(steps):
                 q, results = new(requires_grad=True), []
                 for f in (compiled, fn):
-                    with kernel, torch._functorch.config.patch(donated_buffer=False):
+                    with (
+                        sdpa_kernel(kernel),
+                        torch._functorch.config.patch(donated_buffer=False),
+                    ):
                         torch.manual_seed(i)
                         out = f(q)
                         # What is retained keeps graphs from being replayed.

@@ -1596,7 +1596,7 @@ class RecordTest(TestCase):
             c = new(); launch(add, c, a, b)
             return (c,)
         """
-        fn = self.check(body, mutated=(0, 1))
+        self.check(body, mutated=(0, 1))
         node = trees.get_manager(0).current_node
         pooled = [self.randn(), self.randn()]
         before = self.values(pooled)
