@@ -333,6 +333,20 @@ class ReplayTest(TestCase):
             undo()
         self.assertTrue(self.call())
 
+    def test_cached_tensor_without_elements(self):
+        node = self.node
+        node.saved, node.output = torch.zeros(8)[4:4], torch.empty(8)
+        node.launch = lambda: setattr(node, "launches", node.launches + 1)
+        node.outputs_metadata[2] = CUDAGraphNode._tensor_metadata(
+            node.saved, ignore_storage_offset=False
+        )
+        node.cache()
+        self.replay = self.steady(CompilationMode.INFERENCE)
+        for _ in range(2):
+            outputs = self.replay([self.weight, torch.randn(8), 5])
+            self.assertIs(outputs[2], node.saved)
+        self.general.assert_not_called()
+
     def test_cached_tensor_that_was_used(self):
         "What the last call's had besides its memory."
         t, ran = self.node.saved, []

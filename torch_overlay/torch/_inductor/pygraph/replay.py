@@ -346,7 +346,8 @@ def compiled_replay(
         if metadata is None:
             return None, (None,), None
         offset = metadata["storage_offset"] * metadata["dtype"].itemsize
-        address = metadata["data_ptr"] + offset
+        # As a tensor has it.
+        address = 0 if 0 in metadata["size"] else metadata["data_ptr"] + offset
         return None, None, (address, metadata["size"], metadata["stride"])
 
     # What torch.cuda.CUDAGraph's methods forward to.
