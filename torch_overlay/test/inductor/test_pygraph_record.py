@@ -1612,11 +1612,10 @@ class RecordTest(TestCase):
             mock.patch.object(record, "clone_preserve_strides", staged),
             self.assertRaises(torch.OutOfMemoryError),
         ):
-            node.move([*pooled, self.randn()], [t.data_ptr() for t in (*pooled, self.randn())])
+            tensors = [*pooled, self.randn()]
+            node.move(tensors, [t.data_ptr() for t in tensors])
         on_host(pooled[0]).fill_(7.0)
-        x, y = self.randn(), self.randn()
-        inputs = [x, y]
-        node.run(inputs)
+        node.run([self.randn(), self.randn()])
         self.assertEqual(self.values(pooled), [torch.full((8,), 7.0), before[1]])
 
     @parametrize("force", ("prelude", "table"))

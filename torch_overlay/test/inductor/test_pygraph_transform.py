@@ -824,12 +824,14 @@ class GeneratedCodeTest(TestCase):
 
     @parametrize("dropout", (0.0, 0.1))
     @parametrize("nested", (False, True))
-    def test_seed_of_attention(self, nested, dropout):
+    @parametrize("kernel", ("efficient", "flash"))
+    def test_seed_of_attention(self, kernel, nested, dropout):
         "Of a forward and its backward one may be captured, and the seed lies elsewhere then."
-        attention = torch.ops.aten._scaled_dot_product_efficient_attention
+        attention = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+        options = (None, True, dropout) if kernel == "efficient" else (dropout,)
 
         def attend(q):
-            out, *_ = attention(q, q, q, None, True, dropout)
+            out, *_ = attention(q, q, q, *options)
             return out
 
         if nested:
@@ -838,12 +840,15 @@ class GeneratedCodeTest(TestCase):
             compiled = torch.compile(
                 lambda q: attend(q * 2).sin(), options={"pygraph": True}
             )
-            compiled(cuda(2, 2, 64, 64).requires_grad_()).sum().backward()
+            q = cuda(2, 2, 64, 64, dtype=torch.float16)
+            compiled(q.requires_grad_()).sum().backward()
         self.assertEqual(len(graphs), 2)
         for graph in graphs:
-            _, _, runner = graph.source.partition("class Runner")
-            is_left_out = bool(re.search(r"efficient_attention|subgraph_0_0\(", runner))
-            self.assertEqual(is_left_out, bool(dropout), graph.source)
+            partitions, _, runner = graph.source.partition("class Runner")
+            calls = rf"{kernel}_attention|subgraph_0_0\("
+            self.assertRegex(partitions + runner, calls)
+            is_left_out = re.search(calls, runner) is not None
+            self.assertEqual(is_left_out, kernel == "efficient" and dropout > 0)
 
     @parametrize("training", (False, True))
     def test_score_of_flex_attention(self, training):

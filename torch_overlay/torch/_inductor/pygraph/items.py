@@ -193,7 +193,7 @@ def is_operand(value: torch.fx.Node) -> bool:
         if node.target in IN_PLACE | IN_PLACE_METHODS and any(
             not arg.meta["example_value"].is_floating_point() for arg in operands
         ):
-            # Eager mode raises an error. Code casts the result.
+            # Eager mode raises an error, where compiled code casts the result.
             return False
         return node.target in allowed and bool(operands)
 

@@ -41,7 +41,7 @@ FRAME_READERS = frozenset(
 
 
 def may_be_compiled(tx: InstructionTranslatorBase) -> bool:
-    """Called where a loop breaks the graph."""
+    """Called where a loop breaks the graph. Remembers the answer for is_left_out."""
     if tx.output.root_tx is None:
         return False
     code = tx.output.root_tx.f_code
@@ -62,8 +62,8 @@ def may_be_compiled(tx: InstructionTranslatorBase) -> bool:
 
 def is_left_out(code: types.CodeType, failure: Exception) -> bool:
     """
-    Whether the frame is skipped, as upstream does without a look at what comes before the
-    loop, which it can not compile.
+    Whether a frame that could not be compiled is skipped. Upstream skips it before it tries
+    to compile what comes before the loop, and so does not fail.
     """
     return (
         code_context.has_context(code)
@@ -73,7 +73,7 @@ def is_left_out(code: types.CodeType, failure: Exception) -> bool:
 
 
 def in_try_statement(instructions: Sequence[Instruction], end: int) -> bool:
-    """Whether some instruction before the one at ``end`` is in one, other than a with statement."""
+    """Whether an instruction before ``end`` is in one. A with statement is none here."""
     following = dict(zip(map(id, instructions), instructions[1:]))
 
     def is_handled(inst: Instruction) -> bool:

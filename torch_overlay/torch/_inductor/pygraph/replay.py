@@ -346,7 +346,7 @@ def compiled_replay(
         if metadata is None:
             return None, (None,), None
         offset = metadata["storage_offset"] * metadata["dtype"].itemsize
-        # As a tensor has it.
+        # A tensor without elements says that it lies nowhere.
         address = 0 if 0 in metadata["size"] else metadata["data_ptr"] + offset
         return None, None, (address, metadata["size"], metadata["stride"])
 

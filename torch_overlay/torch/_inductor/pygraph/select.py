@@ -251,7 +251,9 @@ class Function:
         return True
 
     def abandoned(self, manager: CUDAGraphTreeManager) -> None:
-        """Called when a recording failed, and before its call runs uncaptured."""
+        """
+        Called when a recording failed, before its call runs uncaptured, or was interrupted.
+        """
         from torch._inductor.pygraph import record
 
         if manager.current_node is not None:

@@ -935,9 +935,10 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     return None
 
 
-# Not captured, they give the generator's seed and offset on the CPU and read them there,
-# captured, on the GPU; see "Seed and Offset Device" in ATen's attention.cu. Of a forward and
-# its backward, one may be captured without the other.
+# The forward hands the generator's seed and offset to the backward, on the GPU where it is
+# captured, else on the CPU, and the backward reads them by the same rule: see Note [Seed and
+# Offset Device] in ATen/native/transformers/cuda/attention.cu. But of the two, one may be
+# captured without the other.
 MEMORY_EFFICIENT_ATTENTION = OrderedSet(
     [
         aten._efficient_attention_backward.default,
