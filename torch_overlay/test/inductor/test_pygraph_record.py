@@ -1729,11 +1729,11 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
 
     @contextlib.contextmanager
-    def remembered(self) -> Iterator[store.Entry]:
-        "An earlier process bound it, and it was faster."
+    def remembered(self, choice: str = select.NODE_UPDATE) -> Iterator[store.Entry]:
+        "An earlier process bound it, or copied its inputs, and it was faster."
         with tempfile.TemporaryDirectory() as directory:
             entry = store.Entry(Path(directory), {}, {})
-            entry.save(store.Decision(select.NODE_UPDATE, "measured faster", {}))
+            entry.save(store.Decision(choice, "measured faster", {}))
             with mock.patch.object(store, "entry_for", lambda *args: entry):
                 yield entry
 
@@ -1752,6 +1752,15 @@ class RecordTest(TestCase):
         self.assertEqual(function.remembered, hidden is None)
         self.assertEqual(function.choice == select.NODE_UPDATE, hidden is None)
         self.assertEqual(counters["pygraph"]["reselected"], int(hidden is not None))
+
+    def test_remembered_copies(self):
+        "They are no more than it was decided with."
+        with self.remembered(select.COPY):
+            self.check(self.ADD, force=None, code_hash="c", calls=12)
+        (function,) = report()
+        self.assertEqual((function.choice, function.copied_bytes), ("copy", 64))
+        self.assertTrue(function.remembered)
+        self.assertEqual(counters["pygraph"]["reselected"], 0)
 
     def test_remembered_and_not_bound_later(self):
         "A recording for inputs that are less aligned can not be bound."
@@ -2032,6 +2041,61 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
         # The gradient in the activation's memory.
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    def test_functions_around(self):
+        "Those of one path, seen from either."
+        self.weight = self.randn()
+        for _ in range(4):
+            self.step(self.randn())
+        other = self.check(self.ADD)
+        manager = trees.get_manager(0)
+        (forward,) = [node for node in manager.get_roots() if node.children]
+        ((backward,),) = forward.children.values()
+        functions = [node.wrapped_function for node in (forward, backward)]
+        for f, g in (functions, functions[::-1]):
+            self.assertEqual(list(record.functions_around(manager, f.id)), [g.pygraph])
+        (alone,) = [node for node in manager.get_roots() if not node.children]
+        self.assertEqual(alone.wrapped_function.model, other.model)
+        around = record.functions_around(manager, alone.wrapped_function.id)
+        self.assertEqual(len(around), 0)
+
+    def test_backward_copies_more_without_its_forward(self):
+        "As a graph it was timed behind another graph, and is decided anew when that goes."
+        self.weight = self.randn()
+        x = self.randn()
+        uncaptured = self.deploy_forward(x, self.weight, "no_graph")
+        graph = self.deploy_forward(x, self.weight, "copy")
+        entry = None
+
+        def run(forward: Deployed, until: Callable[[], bool]) -> None:
+            nonlocal entry
+            self.forward = forward
+            for _ in range(900):
+                for actual, expected in self.step(self.randn(), force=None):
+                    self.assertEqual(on_host(actual), expected)
+                entry = report()[-1]
+                if until():
+                    return
+            self.fail("it never came to that")
+
+        stays = True
+        with (
+            mock.patch.object(ModelledBinding, "hidden", 0),
+            mock.patch.object(select, "judge", lambda *args: (stays, "")),
+        ):
+            # It is recorded for both.
+            run(uncaptured, lambda: entry.external_inputs > 0)
+            run(graph, lambda: entry.choice != "undecided")
+            # The gradient, and not the activation.
+            self.assertEqual((entry.choice, entry.copied_bytes), ("copy", 32))
+            run(graph, lambda: True)
+            self.assertEqual(counters["pygraph"]["reselected"], 0)
+            stays = False
+            run(uncaptured, lambda: entry.choice == "undecided")
+            self.assertEqual(entry.reason, "it copies 64 bytes, not 32")
+            run(uncaptured, lambda: entry.choice != "undecided")
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertEqual(counters["pygraph"]["reselected"], 1)
 
     @parametrize("error", (5e-4, 1.0))
     def test_gradients_that_do_not_repeat(self, error):

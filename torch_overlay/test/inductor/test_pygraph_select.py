@@ -444,7 +444,14 @@ class SamplesTest(SelectTestCase):
                 return [inputs[0] + 1]
 
             record_it = Selection(
-                other, record, lambda inputs: (None, record(inputs)), None, None, 0, False
+                other,
+                record,
+                lambda inputs: (None, record(inputs)),
+                None,
+                None,
+                None,
+                0,
+                False,
             )
             record_it.steps = itertools.repeat(record_it._record)
             for _ in range(TIMED):
@@ -513,6 +520,7 @@ class SelectionTest(SelectTestCase):
         uncaptured: tuple[float, float] = (100, 10),
         graph: tuple[float, float] = (10, 10),
         forget: Callable[[], bool] = lambda: True,
+        around: Callable[[], OrderedSet[Function] | None] = OrderedSet,
         record: Callable | None = None,
         is_forced: bool = False,
     ) -> Selection:
@@ -537,6 +545,7 @@ class SelectionTest(SelectTestCase):
             record or record_it,
             self.deployed.append,
             forgotten,
+            lambda id: around(),
             0,
             is_forced,
         )
@@ -778,6 +787,134 @@ class SelectionTest(SelectTestCase):
             self.call(selection, ENOUGH)
         self.assertEqual(self.function.report.choice, NO_GRAPH)
 
+    @parametrize(
+        "choice,joins",
+        ((NODE_UPDATE, True), (COPY, True), (NO_GRAPH, False), ("undecided", False)),
+    )
+    def test_even_graph_follows_those_around_it(self, choice, joins):
+        "Their memory is used anyway. It waits for them, unless they wait for it."
+        other, busy = new_function("other"), [None]
+        selection = self.selection(
+            graph=(99, 10), around=lambda: busy.pop() if busy else OrderedSet([other])
+        )
+        self.call(selection, 1 + TIMED + 1 + 3 * TIMED)
+        self.assertEqual(self.call(selection, 5), ["replay"] * 5)
+        self.assertEqual((self.deployed, self.forgotten), ([], []))
+        other.report.choice = choice
+        other.is_even = choice == "undecided"
+        self.assertEqual(
+            self.call(selection, 2), ["replay"] * 2 if joins else ["forget"] + ["uncaptured"] * 2
+        )
+        self.assertEqual(self.function.report.choice, NODE_UPDATE if joins else NO_GRAPH)
+        self.assertEqual(
+            self.function.report.reason,
+            "not measured faster" + "; its memory is that of other graphs" * joins,
+        )
+
+    def test_even_graph_does_not_wait_for_ever(self):
+        selection = self.selection(
+            graph=(99, 10), around=lambda: OrderedSet([new_function("other")])
+        )
+        self.call(selection, 1 + TIMED + 1 + 3 * TIMED + select.MAX_WAITING_CALLS)
+        self.assertEqual(self.ran[-1], "replay")
+        self.assertEqual(self.call(selection), ["forget", "uncaptured"])
+
+    @parametrize("graph", ((101, 10), (60, 100)))
+    def test_what_costs_anything_is_not_even(self, graph):
+        other = new_function("other")
+        other.report.choice = NODE_UPDATE
+        uncaptured = (100, 10) if graph[0] > 100 else (50, 100)
+        selection = self.selection(uncaptured, graph, around=lambda: OrderedSet([other]))
+        self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+
+    def test_even_graph_that_copies(self):
+        "Copies of its inputs are memory that nothing else has."
+        other = new_function("other")
+        other.report.choice = NODE_UPDATE
+        selection = self.selection(graph=(99, 10), around=lambda: OrderedSet([other]))
+        self.function.unbind("output 0 differs")
+        self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+
+    def copying(self, nbytes: list[int], graph: tuple[float, float] = (10, 10)) -> Selection:
+        "Of one that copies so much, in the end of ``nbytes``."
+
+        def record(inputs: list[Any]) -> Any:
+            if self.function.binds_inputs:
+                self.function.unbind("output 0 differs")
+            return replay, self.candidate("record")(inputs)
+
+        selection = self.selection(graph=graph, record=record)
+        run = self.replay
+
+        def replay(inputs: list[Any]) -> list[Any]:
+            self.function.copies(nbytes[-1])
+            return run(inputs)
+
+        return selection
+
+    def test_copies_more_than_it_was_timed_with(self):
+        "The forward whose activations lay in the pool was not faster as a graph."
+        copied = [24]
+        selection = self.copying(copied)
+        self.call(selection, ENOUGH)
+        entry = self.function.report
+        self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 24))
+        self.assertEqual(len(self.deployed), 1)
+        copied.append(2048)
+        self.assertEqual(self.call(self.deployed[-1]), ["replay"])
+        self.assertEqual(self.deployed[1:], [selection])
+        self.assertEqual(entry.choice, "undecided")
+        self.assertEqual(self.call(selection, TIMED), ["uncaptured"] * TIMED)
+        self.call(selection, TIMED + 3)
+        self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 2048))
+        self.assertExpectedInline(
+            entry.reason,
+            """it copies 2048 bytes, not 24; measured faster: 15.0 us from call to call, 105.0 without it""",  # noqa: B950
+        )
+
+    def test_copies_more_and_less(self):
+        "It goes back and forth, and is decided no more than once for each amount."
+        copied = [24]
+        selection = self.copying(copied)
+        self.call(selection, ENOUGH)
+        copied.append(2048)
+        self.call(self.deployed[-1])
+        copied.append(24)
+        self.call(selection, ENOUGH)
+        entry = self.function.report
+        self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 24))
+        copied.append(2048)
+        self.assertEqual(self.call(self.deployed[-1], 3), ["replay"] * 3)
+        self.assertEqual(counters["pygraph"]["reselected"], 1)
+
+    def test_copies_so_much_more_that_it_loses(self):
+        copied = [24]
+        selection = self.copying(copied)
+        self.call(selection, ENOUGH)
+        copied.append(2048)
+        self.call(self.deployed[-1])
+        with mock.patch.object(select, "judge", lambda *args: (False, "slower")):
+            self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.deployed[-1], self.uncaptured)
+        self.assertEqual(self.forgotten, ["id"])
+
+    def test_recorded_and_device_bound_later(self):
+        "What was recorded before it was decided anew goes."
+        copied = [24]
+        selection = self.copying(copied)
+        self.call(selection, ENOUGH)
+        copied.append(2048)
+        self.call(self.deployed[-1])
+        self.uncaptured = self.candidate("uncaptured", 10, 1000)
+        selection.uncaptured = self.uncaptured
+        self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.deployed[-1], self.uncaptured)
+        self.assertEqual(self.forgotten, ["id"])
+
     def test_selection_is_no_part_of_the_program(self):
         "What it does before it calls a candidate is taken off."
         selection = self.selection()
@@ -979,6 +1116,7 @@ class BestTest(SelectTestCase):
             lambda inputs: (graph, simulation.work(10_000, 10_000)),
             lambda fn: None,
             lambda id: True,
+            lambda id: OrderedSet(),
             0,
             False,
         )

@@ -425,6 +425,8 @@ class CopyGraphNode(CUDAGraphNode):
     # Each thread packs them by itself: the one whose values the graph reads, if it does.
     thread_of_values: int | None = None
     binds_values: bool = False
+    # Of inputs, in each call.
+    copied_bytes: int = 0
 
     def __init__(self, *args: Any) -> None:
         with without_trees():
@@ -500,6 +502,12 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         self.wrapped_function.pygraph.recordings += 1
+        self.copied_bytes = sum(
+            storage_extent(inputs[i])  # type: ignore[arg-type]
+            for i in self.non_static_input_idx
+            if isinstance(inputs[i], torch.Tensor)
+        )
+        self._report_copies()
         stream = torch.cuda.current_stream(self.device)
         self.values = CapturedValues(is_bound=self.binds_values)
         # A rehearsal has seen already whether it draws.
@@ -603,7 +611,12 @@ class CopyGraphNode(CUDAGraphNode):
         return self._copied_from_pool(outputs)
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
+        self._report_copies()
         return self._copied_from_pool(super().run(new_inputs))
+
+    def _report_copies(self) -> None:
+        if self.copied_bytes:
+            self.wrapped_function.pygraph.copies(self.copied_bytes)
 
     def _copied_from_pool(self, outputs: OutputType) -> OutputType:
         if not self.returned_from_pool:
@@ -1142,6 +1155,19 @@ def recordings(
 
     find(manager.roots, follows=False)
     return found
+
+
+def functions_around(
+    manager: CUDAGraphTreeManager, function_id: FunctionID
+) -> OrderedSet[Function]:
+    """The other functions of the paths that one was recorded on."""
+    return OrderedSet(
+        function
+        for node in recordings(manager, function_id)
+        for on_path in node._path_from_root
+        if on_path.wrapped_function.id != function_id
+        and (function := on_path.wrapped_function.pygraph) is not None
+    )
 
 
 def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
