@@ -687,7 +687,7 @@ def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
     found = worker.CaseRun(_tiny(), "cpu", small=True, variants=variants).solo("pygraph")
     assert found.pop("compile_s") > 0 and found.pop("warm_up_s") >= 0
     assert found == {"reserved_mib": 3, "peak_reserved_mib": 8, "peak_allocated_mib": 4, "choice": None}
-    assert len(calls) == worker.SETTLE_CALLS["pygraph"]
+    assert len(calls) == worker.SETTLE_CALLS["pygraph"] + worker.CALLS_AFTER_DECISION
 
 
 # what is launched

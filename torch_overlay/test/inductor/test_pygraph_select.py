@@ -570,6 +570,11 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.call(selection, TIMED), ["replay"] * TIMED)
         self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
         self.assertEqual(self.function.report.choice, "undecided")
+        # What the call that recorded returned may be alive for some more.
+        calls = select.RETIRE_CALLS
+        self.assertEqual(self.call(selection, calls), ["replay"] * calls)
+        self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
+        self.assertEqual(self.function.report.choice, NODE_UPDATE)
         self.assertEqual(self.call(selection, 3), ["replay"] * 3)
         self.assertEqual(self.deployed, [self.replay])
         self.assertEqual(self.simulation.emptied, 1)
@@ -658,6 +663,7 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.deployed, [])
         self.assertEqual(self.ran.count("record"), 2)
         self.assertEqual(self.call(selection)[0], "forget")
+        self.call(selection, select.RETIRE_CALLS)
         self.assertEqual(len(self.deployed), 1)
         return self.call(self.deployed[0], 3)
 
@@ -743,7 +749,8 @@ class SelectionTest(SelectTestCase):
         self.call(selection, 1 + TIMED + 1 + TIMED)
         with self.assertRaises(torch.OutOfMemoryError):
             self.call(selection)
-        self.assertEqual(self.call(selection, 4), ["forget"] + ["replay"] * 4)
+        calls = 1 + select.RETIRE_CALLS
+        self.assertEqual(self.call(selection, calls), ["forget"] + ["replay"] * calls)
         self.assertEqual(self.forgotten, ["id of prelude"])
         self.assertEqual(self.deployed, [self.replay])
         entry, function = self.function.report, self.function

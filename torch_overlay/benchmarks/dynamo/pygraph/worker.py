@@ -58,6 +58,8 @@ SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prel
 MAX_SETTLE_CALLS = 440
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
+# More than pass from the last decision until what is not needed any more is given back.
+CALLS_AFTER_DECISION = 10
 CHECKS = 4
 # Calls that no CUDA graphs gets to differ from itself in, where PyGraph does: atomics
 # change an order of additions only now and then.
@@ -333,6 +335,7 @@ class CaseRun:
                 self._synchronize()
                 settled = time.perf_counter()
             undecided_before = count
+        loop(CALLS_AFTER_DECISION)
         self._synchronize()
         gc.collect()
         return {

@@ -123,7 +123,8 @@ MAX_DELAY_US = 10_000.0
 # of weights, or after several others, is recorded for each, but not for ever.
 MAX_RECORDING_CALLS = 200
 
-# For how many calls a graph that lost is kept, if its outputs are.
+# For how many calls a graph that lost is kept, if its outputs are, and one that won is called
+# before what else lies in the allocator's cache is given back.
 RETIRE_CALLS = 4
 
 # For how many calls one that neither won nor lost waits for what happens to those around it.
@@ -293,8 +294,9 @@ class Function:
 
     def copies(self, nbytes: int) -> None:
         """
-        Called when a graph of it runs that copies so much. A backward copies next to nothing
-        behind a forward that is a graph, which may then lose, and all that was saved without.
+        Called when a graph of it is recorded or runs that copies so much. A backward copies
+        next to nothing behind a forward that is a graph, which may then lose, and all that
+        was saved without.
         """
         report = self.report
         if report.choice == UNDECIDED:
@@ -692,12 +694,18 @@ class Selection:
     def _steps(self) -> Iterator[ModelType]:
         # It compiles and tunes.
         yield self.uncaptured
-        if not self.is_forced and self.remembered is None:
-            yield from self._select()
-        while not self.is_deployed:
+        if self.is_forced:
             # Until it is recorded: the program may free memory, or another thread end, and
             # it is called again.
-            yield self._record_forced if self.is_forced else self._deploy_remembered
+            while not self.is_deployed:
+                yield self._record_forced
+            return
+        if self.remembered is None:
+            yield from self._select()
+            return
+        while self.function.report.choice == UNDECIDED:
+            yield self._deploy_remembered
+        yield from self._stay()
 
     def _record_forced(self, inputs: list[InputType]) -> OutputType:
         self.replay, outputs = self.record(inputs)
@@ -713,7 +721,6 @@ class Selection:
         choice, reason = self.remembered.choice, self.remembered.reason
         if choice == NO_GRAPH:
             self._decide(choice, reason)
-            self._stay()
             return self.uncaptured(inputs)
         outputs = self._record(inputs)
         if self.replay is None:
@@ -725,7 +732,6 @@ class Selection:
             return outputs
         else:
             self._decide(choice, reason)
-        self._stay()
         return outputs
 
     def _select(self) -> Iterator[ModelType]:
@@ -733,6 +739,13 @@ class Selection:
             # It was decided before that, for what lasted no longer.
             self.forget(self.loser)
             self.loser = None
+        yield from self._compare()
+        if self.loser is not None:
+            yield from self._drop_loser()
+        yield from self._stay()
+
+    def _compare(self) -> Iterator[ModelType]:
+        """Until it is decided. ``loser`` is what is not needed any more then."""
         uncaptured = yield from self._time(NO_GRAPH)
         host, device = uncaptured.host.us, uncaptured.device.us
         if device > DEVICE_BOUND * host:
@@ -743,8 +756,6 @@ class Selection:
             if self.replay is not None:
                 # It was recorded before it is decided anew.
                 self.loser = self.function.id
-                yield from self._drop_loser()
-            self._stay()
             return
         yield self._record
         while self.replay is None:
@@ -753,7 +764,6 @@ class Selection:
         if not self.function.is_capturable:
             # Not kept: that may be for what else the process does, or has no memory for.
             self._decide(NO_GRAPH, NOT_CAPTURABLE)
-            self._stay()
             return
         graph = yield from self._time()
         stays, reason = judge(graph, uncaptured)
@@ -771,9 +781,6 @@ class Selection:
             self.loser = yield from self._try_prelude(graph)
         self._decide(self._graph_choice() if stays else NO_GRAPH, reason)
         self._keep()
-        if self.loser is not None:
-            yield from self._drop_loser()
-        self._stay()
 
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
         "Of the graph, if no choice is given, which may begin to copy its inputs meanwhile."
@@ -886,7 +893,12 @@ class Selection:
             decision = store.Decision(report.choice, report.reason, report.timings_us)
             self.entry.save(decision)
 
-    def _stay(self) -> None:
+    def _stay(self) -> Iterator[ModelType]:
+        if self.function.report.choice != NO_GRAPH:
+            # What the call that recorded returned, gradients for instance, may be alive until
+            # a later one has begun.
+            for _ in range(RETIRE_CALLS):
+                yield self._chosen()
         self.is_deployed = True
         self.deploy(self._chosen())
         # What tuning had, what was dropped, and uncaptured calls if it is a graph, is not
