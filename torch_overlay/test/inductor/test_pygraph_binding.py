@@ -1976,22 +1976,28 @@ class ProofTest(TestCase):
         def of_output(output: Any) -> proof.Fingerprint | None:
             return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None
 
+        def proved(*inputs_and_outputs: list[Any]) -> proof.Proof:
+            return proof.Proof(*inputs_and_outputs, mutated=[2])
+
         a, b, c = torch.randn(8), torch.randn(8), torch.randn(8)
         x, y = torch.randn(64), torch.randn(2000)
         with mock.patch.object(proof.Proof, "_of_output", staticmethod(of_output)):
-            checked = proof.Proof([a, b, c], [x, 3, None, y], mutated=[2])
-            self.assertIsNone(checked.failure([a, b, c], [x, 3, None, y]))
+            checked = proved([a, b, c], [x, 3, None, y])
+            self.assertIsNone(checked.failure(proved([a, b, c], [x, 3, None, y])))
             # An input that is not mutated is not looked at, nor is what is no tensor.
-            self.assertIsNone(checked.failure([a, b + 1, c], [x, 4, None, y]))
+            self.assertIsNone(checked.failure(proved([a, b + 1, c], [x, 4, None, y])))
             self.assertRegex(
-                checked.failure([a, b, c], [x, 3, None, y * 2]), "^output 3 .*differs"
+                checked.failure(proved([a, b, c], [x, 3, None, y * 2])),
+                r"^output 3 \(torch.float32 \[2000\]\) differs",
             )
             self.assertRegex(
-                checked.failure([a, b, c], [x + 1, 3, None, y * 2]), "^output 0 .*differs"
+                checked.failure(proved([a, b, c], [x + 1, 3, None, y * 2])),
+                "^output 0 .*differs",
             )
             c += 1
             self.assertRegex(
-                checked.failure([a, b, c], [x, 3, None, y]), "^mutated input 2 .*differs"
+                checked.failure(proved([a, b, c], [x, 3, None, y])),
+                "^mutated input 2 .*differs",
             )
 
     def test_outputs_on_the_host_are_skipped(self):

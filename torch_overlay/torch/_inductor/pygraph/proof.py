@@ -161,12 +161,12 @@ def is_unwritten(t: torch.Tensor) -> bool:
 
 class Proof:
     """
-    What the uncaptured function gave for the inputs of a call.
+    What one run of a function gave for the inputs of a call, uncaptured or as a graph.
 
     Args:
         inputs: the inputs; those at ``mutated`` are fingerprinted after the run
         outputs: what the function returned; what is no CUDA tensor is skipped
-        unmarked: outputs whose memory was not marked before the run
+        unmarked: of a graph, the outputs whose memory was not marked before the uncaptured run
     """
 
     def __init__(
@@ -177,7 +177,11 @@ class Proof:
         unmarked: Sequence[int] = (),
     ) -> None:
         self.mutated = list(mutated)
-        self.unmarked = unmarked
+        self.unmarked = {i: outputs[i] for i in unmarked}
+        self.kinds = [
+            f"{o.dtype} {list(o.shape)}" if isinstance(o, torch.Tensor) else ""
+            for o in outputs
+        ]
         self.outputs = [self._of_output(o) for o in outputs]
         self.inputs = [fingerprint(inputs[i]) for i in self.mutated]
 
@@ -191,38 +195,35 @@ class Proof:
             return None
         return fingerprint(output)
 
-    def is_exact(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> bool:
-        """Whether these are the results to the bit."""
-        return self._difference(inputs, outputs, identical) is None
+    def is_exact(self, actual: Proof) -> bool:
+        """Whether another run gave the same to the bit."""
+        return self._difference(actual, identical) is None
 
-    def failure(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], others: Sequence[Proof] = ()
-    ) -> str | None:
+    def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> str | None:
         """
-        Why the graph's results do not match, naming the first that differs, or None.
+        Why a graph's results do not match, naming the first that differs, or None.
 
         Args:
             others: what other uncaptured runs gave for the same inputs
         """
-        return self._difference(inputs, outputs, same, others)
+        return self._difference(actual, same, others)
 
     def _difference(
         self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
+        actual: Proof,
         matches: Callable[..., bool],
         others: Sequence[Proof] = (),
     ) -> str | None:
-        for i, (expected, output) in enumerate(zip(self.outputs, outputs)):
+        for i, expected in enumerate(self.outputs):
             known = [other.outputs[i] for other in others]
-            if expected is None or matches(expected, self._of_output(output), *known):
+            if expected is None or matches(expected, actual.outputs[i], *known):
                 continue
-            if i in self.unmarked and is_unwritten(output):
+            if i in actual.unmarked and is_unwritten(actual.unmarked[i]):
                 continue
-            kind = f"{output.dtype} {list(output.shape)}"
+            kind = actual.kinds[i]
             return f"output {i} ({kind}) differs from the uncaptured function's"
         for k, i in enumerate(self.mutated):
             known = [other.inputs[k] for other in others]
-            if not matches(self.inputs[k], fingerprint(inputs[i]), *known):
+            if not matches(self.inputs[k], actual.inputs[k], *known):
                 return f"mutated input {i} differs from the uncaptured function's"
         return None

@@ -256,18 +256,15 @@ class Rehearsal:
         self.rng = RngState.save(node.device, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
-        # What other runs give, where there are none later.
+        # What other runs gave, if there are none later.
         self.others: list[Proof] = []
         own_pool = OwnPool(node.device)
         host = HostGenerators()
         try:
             # A graph has cuBLAS's workspaces of its own.
             with cudagraph_trees.clear_cublas_manager(), own_pool:
-                for _ in range(OTHER_RUNS if managed else 0):
-                    outputs = self._rehearse(inputs, AllocationTrace())
-                    self.others.append(Proof(inputs, outputs, mutated))
-                    # Not beside what the next run returns.
-                    del outputs
+                if managed:
+                    self.others = self.other_runs(inputs)
                     self._restore(inputs)
                 self._run(node, inputs, has_managed=bool(managed))
                 if not host.equals(HostGenerators()) and self._draws_from(host, inputs):
@@ -293,6 +290,17 @@ class Rehearsal:
         if self.left_out is not None:
             run = under(self.left_out, run)
         return run(list(inputs))
+
+    def other_runs(self, inputs: Sequence[Any]) -> list[Proof]:
+        """What more uncaptured runs give. ``inputs`` are as the last one left them."""
+        found = []
+        for _ in range(OTHER_RUNS):
+            self._restore(inputs)
+            outputs = self._rehearse(inputs, AllocationTrace())
+            found.append(Proof(inputs, outputs, self.mutated))
+            # Not beside what the next run returns.
+            del outputs
+        return found
 
     def _draws_from(self, host: HostGenerators, inputs: Sequence[Any]) -> bool:
         """
@@ -330,12 +338,12 @@ class Rehearsal:
             owned,
             torch.device("cuda", node.device),
         )
-        unmarked = [
+        self.unmarked = [
             i
             for i, t in enumerate(outputs)
             if isinstance(t, torch.Tensor) and not trace.holds(t)
         ]
-        self.proof = Proof(inputs, outputs, self.mutated, unmarked)
+        self.proof = Proof(inputs, outputs, self.mutated)
         if has_managed:
             # The replay overwrites inputs that died, so there is no second run. An output
             # in the memory of an input must neither be restored with it nor keep it alive.
@@ -382,7 +390,11 @@ class Rehearsal:
             self.restore()
             # Without a name, so that they are gone before the next run's.
             if not self.proof.is_exact(
-                self.inputs, self._rehearse(self.inputs, AllocationTrace())
+                Proof(
+                    self.inputs,
+                    self._rehearse(self.inputs, AllocationTrace()),
+                    self.mutated,
+                )
             ):
                 return False
         return True
@@ -887,9 +899,6 @@ class BoundGraphNode(CopyGraphNode):
                     self.outputs_metadata[i],  # type: ignore[arg-type]
                 )
         failure = self._difference()
-        if failure is not None and (reason := self._lack_of_a_graph()) is not None:
-            self.wrapped_function.pygraph.is_capturable = False
-            failure = reason
         if take_damage(self.device):
             failure = "the graph wrote to an address it should not hold"
         if (prelude := self.binding.prelude) is not None:
@@ -965,19 +974,37 @@ class BoundGraphNode(CopyGraphNode):
         "Why the first replay is not what the rehearsal was, or None."
         if self.rehearsal is None or self.recording_outputs is None:
             raise AssertionError("nothing was rehearsed")
-        rehearsal, outputs = self.rehearsal, self.recording_outputs
+        rehearsal, proof = self.rehearsal, self.rehearsal.proof
+        actual: Proof | None = None
         try:
-            if rehearsal.proof.is_exact(rehearsal.inputs, outputs):
-                return None
-            failure = rehearsal.proof.failure(
-                rehearsal.inputs, outputs, rehearsal.others
+            # Before another run writes over what this one did.
+            actual = Proof(
+                rehearsal.inputs,
+                self.recording_outputs,
+                rehearsal.mutated,
+                rehearsal.unmarked,
             )
-            if failure is None and rehearsal.repeats_itself():
+            if proof.is_exact(actual):
+                return None
+            failure = proof.failure(actual, rehearsal.others)
+            if failure is None:
+                if not rehearsal.repeats_itself():
+                    return None
                 # A small part of the result may be all that an input has an influence on.
                 return "its results are only close to the uncaptured function's"
-            return failure
         except RuntimeError as e:
-            return f"the outputs can not be compared: {e}".partition("\n")[0]
+            actual = None
+            failure = f"the outputs can not be compared: {e}".partition("\n")[0]
+        if (lack := self._lack_of_a_graph()) is not None:
+            self.wrapped_function.pygraph.is_capturable = False
+            return lack
+        if actual is None or rehearsal.kept is not None:
+            return failure
+        try:
+            # Not before: by how much the host varies says nothing of a graph.
+            return proof.failure(actual, rehearsal.other_runs(rehearsal.inputs))
+        except RuntimeError:
+            return failure
 
     def _lack_of_a_graph(self) -> str | None:
         """
@@ -996,10 +1023,10 @@ class BoundGraphNode(CopyGraphNode):
             for _ in range(RERUNS):
                 rehearsal.restore()
                 self.run_graph()
-                if first is None:
-                    first = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
-                elif not first.is_exact(rehearsal.inputs, outputs):
+                result = Proof(rehearsal.inputs, outputs, rehearsal.mutated)
+                if first is not None and not first.is_exact(result):
                     return None
+                first = first or result
             if rehearsal.repeats_itself():
                 return None
         except RuntimeError:

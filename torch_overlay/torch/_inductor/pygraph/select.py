@@ -24,7 +24,8 @@ nothing runs twice, results are those of the program, and what surrounds the fun
 What is timed is what is deployed, called from where it will be.
 
 A decision is kept for the next process (store.py), which deploys it without step 2 and
-the times of step 3. Where inputs cannot be bound any more, it is made anew.
+the times of step 3. Where inputs cannot be bound any more, or more are copied than when it
+was timed, it is made anew.
 
 See Samples for what is timed and judge for how it decides.
 """
