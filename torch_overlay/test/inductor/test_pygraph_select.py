@@ -826,11 +826,16 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.ran[-1], "replay")
         self.assertEqual(self.call(selection), ["forget", "uncaptured"])
 
-    @parametrize("graph", ((101, 10), (60, 100)))
-    def test_what_costs_anything_is_not_even(self, graph):
+    @parametrize(
+        "uncaptured,graph",
+        (
+            subtest(((100, 10), (101, 10)), name="function"),
+            subtest(((50, 100), (60, 100)), name="host"),
+        ),
+    )
+    def test_what_costs_anything_is_not_even(self, uncaptured, graph):
         other = new_function("other")
         other.report.choice = NODE_UPDATE
-        uncaptured = (100, 10) if graph[0] > 100 else (50, 100)
         selection = self.selection(uncaptured, graph, around=lambda: OrderedSet([other]))
         self.call(selection, ENOUGH)
         self.assertEqual(self.function.report.choice, NO_GRAPH)
@@ -844,26 +849,26 @@ class SelectionTest(SelectTestCase):
         self.call(selection, ENOUGH)
         self.assertEqual(self.function.report.choice, NO_GRAPH)
 
-    def copying(self, nbytes: list[int], graph: tuple[float, float] = (10, 10)) -> Selection:
-        "Of one that copies so much, in the end of ``nbytes``."
+    def copying(self, nbytes: list[int]) -> Selection:
+        "Of a function whose inputs are copied, ``nbytes[-1]`` of them in each replay."
 
         def record(inputs: list[Any]) -> Any:
             if self.function.binds_inputs:
                 self.function.unbind("output 0 differs")
             return replay, self.candidate("record")(inputs)
 
-        selection = self.selection(graph=graph, record=record)
+        selection = self.selection(record=record)
         run = self.replay
 
         def replay(inputs: list[Any]) -> list[Any]:
-            self.function.copies(nbytes[-1])
+            self.function.note_copied_bytes(nbytes[-1])
             return run(inputs)
 
         return selection
 
-    def test_copies_more_than_it_was_timed_with(self):
-        "The forward whose activations lay in the pool was not faster as a graph."
-        copied = [24]
+    def copying_more(self, copied: list[int]) -> Selection:
+        "Which is selected for the second time."
+        copied.append(24)
         selection = self.copying(copied)
         self.call(selection, ENOUGH)
         entry = self.function.report
@@ -873,6 +878,12 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.call(self.deployed[-1]), ["replay"])
         self.assertEqual(self.deployed[1:], [selection])
         self.assertEqual(entry.choice, "undecided")
+        return selection
+
+    def test_copies_more_than_it_was_timed_with(self):
+        "The forward whose activations lay in the pool was not faster as a graph."
+        selection = self.copying_more([])
+        entry = self.function.report
         self.assertEqual(self.call(selection, TIMED), ["uncaptured"] * TIMED)
         self.call(selection, TIMED + 3)
         self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 2048))
@@ -883,11 +894,8 @@ class SelectionTest(SelectTestCase):
 
     def test_copies_more_and_less(self):
         "It goes back and forth, and is decided no more than once for each amount."
-        copied = [24]
-        selection = self.copying(copied)
-        self.call(selection, ENOUGH)
-        copied.append(2048)
-        self.call(self.deployed[-1])
+        copied: list[int] = []
+        selection = self.copying_more(copied)
         copied.append(24)
         self.call(selection, ENOUGH)
         entry = self.function.report
@@ -897,11 +905,7 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(counters["pygraph"]["reselected"], 1)
 
     def test_copies_so_much_more_that_it_loses(self):
-        copied = [24]
-        selection = self.copying(copied)
-        self.call(selection, ENOUGH)
-        copied.append(2048)
-        self.call(self.deployed[-1])
+        selection = self.copying_more([])
         with mock.patch.object(select, "judge", lambda *args: (False, "slower")):
             self.call(selection, ENOUGH)
         self.assertEqual(self.function.report.choice, NO_GRAPH)
@@ -910,11 +914,7 @@ class SelectionTest(SelectTestCase):
 
     def test_recorded_and_device_bound_later(self):
         "What was recorded before it was decided anew goes."
-        copied = [24]
-        selection = self.copying(copied)
-        self.call(selection, ENOUGH)
-        copied.append(2048)
-        self.call(self.deployed[-1])
+        selection = self.copying_more([])
         self.uncaptured = self.candidate("uncaptured", 10, 1000)
         selection.uncaptured = self.uncaptured
         self.call(selection, ENOUGH)

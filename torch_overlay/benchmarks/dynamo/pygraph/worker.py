@@ -58,7 +58,7 @@ SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prel
 MAX_SETTLE_CALLS = 440
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
-# More than pass from the last decision until what is not needed any more is given back.
+# More than select.py makes before it gives back what the last decision leaves unused.
 CALLS_AFTER_DECISION = 10
 CHECKS = 4
 # Calls that no CUDA graphs gets to differ from itself in, where PyGraph does: atomics

@@ -437,7 +437,7 @@ class CopyGraphNode(CUDAGraphNode):
     # Each thread packs them by itself: the one whose values the graph reads, if it does.
     thread_of_values: int | None = None
     binds_values: bool = False
-    # Of inputs, in each call.
+    # What each call copies of its inputs.
     copied_bytes: int = 0
 
     def __init__(self, *args: Any) -> None:
@@ -519,7 +519,7 @@ class CopyGraphNode(CUDAGraphNode):
             for i in self.non_static_input_idx
             if isinstance(inputs[i], torch.Tensor)
         )
-        self._report_copies()
+        self._note_copied_bytes()
         stream = torch.cuda.current_stream(self.device)
         self.values = CapturedValues(is_bound=self.binds_values)
         # A rehearsal has seen already whether it draws.
@@ -623,12 +623,12 @@ class CopyGraphNode(CUDAGraphNode):
         return self._copied_from_pool(outputs)
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
-        self._report_copies()
+        self._note_copied_bytes()
         return self._copied_from_pool(super().run(new_inputs))
 
-    def _report_copies(self) -> None:
+    def _note_copied_bytes(self) -> None:
         if self.copied_bytes:
-            self.wrapped_function.pygraph.copies(self.copied_bytes)
+            self.wrapped_function.pygraph.note_copied_bytes(self.copied_bytes)
 
     def _copied_from_pool(self, outputs: OutputType) -> OutputType:
         if not self.returned_from_pool:
@@ -1001,7 +1001,8 @@ class BoundGraphNode(CopyGraphNode):
         if actual is None or rehearsal.kept is not None:
             return failure
         try:
-            # Not before: by how much the host varies says nothing of a graph.
+            # Asked last, of a graph that varies as the function does. One that has the first
+            # of the numbers that the host gives may be as close.
             return proof.failure(actual, rehearsal.other_runs(rehearsal.inputs))
         except RuntimeError:
             return failure

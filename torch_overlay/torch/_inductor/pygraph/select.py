@@ -16,8 +16,7 @@ nothing runs twice, results are those of the program, and what surrounds the fun
    other order, since what else the machine did meanwhile would count against one of them.
    If it is not faster then, it is dropped, unless it is no slower and other graphs of its
    path stay: what lies in their memory is out of reach for uncaptured calls, which would
-   take as much again. With one graph for a forward and its backward, training reserved 6000
-   to 6384 MiB, and with two 4730 to 5798, where stock reserved 5508 to 5596.
+   take as much again.
 5. A graph many of whose nodes are set in each call is recorded once more, to set them
    itself (prelude.py), and timed as that too.
 
@@ -293,11 +292,12 @@ class Function:
             self.report.choice = NODE_UPDATE
         self.binding = NODE_UPDATE
 
-    def copies(self, nbytes: int) -> None:
+    def note_copied_bytes(self, nbytes: int) -> None:
         """
-        Called when a graph of it is recorded or runs that copies so much. A backward copies
-        next to nothing behind a forward that is a graph, which may then lose, and all that
-        was saved without.
+        Called when a graph of it is recorded, or runs, that copies so many bytes of inputs.
+
+        A backward copies next to nothing behind a forward that is a graph. If the forward's
+        loses after that, the backward copies all that was saved.
         """
         report = self.report
         if report.choice == UNDECIDED:
@@ -607,7 +607,10 @@ def depends_on_host(graph: Cost, uncaptured: Cost) -> bool:
 
 
 def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
-    """Whether a graph that did not win takes no longer, wherever one looks."""
+    """
+    Whether a graph that did not win takes no longer: neither the function by itself, nor the
+    host, nor the program.
+    """
     return graph.call.us <= uncaptured.call.us and not (
         is_less(uncaptured.host, graph.host)
         or is_less(uncaptured.program, graph.program)
@@ -695,15 +698,17 @@ class Selection:
     def _steps(self) -> Iterator[ModelType]:
         # It compiles and tunes.
         yield self.uncaptured
+        # What is not selected is tried until it is recorded: the program may free memory, or
+        # another thread end, and it is called again.
         if self.is_forced:
-            # Until it is recorded: the program may free memory, or another thread end, and
-            # it is called again.
             while not self.is_deployed:
                 yield self._record_forced
             return
         if self.remembered is None:
             yield from self._select()
             return
+        if self.remembered.choice == NO_GRAPH:
+            self._decide(NO_GRAPH, self.remembered.reason)
         while self.function.report.choice == UNDECIDED:
             yield self._deploy_remembered
         yield from self._stay()
@@ -719,20 +724,15 @@ class Selection:
     def _deploy_remembered(self, inputs: list[InputType]) -> OutputType:
         if self.remembered is None:
             raise AssertionError("nothing is remembered")
-        choice, reason = self.remembered.choice, self.remembered.reason
-        if choice == NO_GRAPH:
-            self._decide(choice, reason)
-            return self.uncaptured(inputs)
         outputs = self._record(inputs)
         if self.replay is None:
             return outputs
         if not self.function.is_capturable:
             self._decide(NO_GRAPH, NOT_CAPTURABLE)
-        elif self._graph_choice() != choice:
-            self._reselect()
-            return outputs
+        elif self._graph_choice() == self.remembered.choice:
+            self._decide(self.remembered.choice, self.remembered.reason)
         else:
-            self._decide(choice, reason)
+            self._reselect()
         return outputs
 
     def _select(self) -> Iterator[ModelType]:
@@ -746,7 +746,7 @@ class Selection:
         yield from self._stay()
 
     def _compare(self) -> Iterator[ModelType]:
-        """Until it is decided. ``loser`` is what is not needed any more then."""
+        """Until it is decided, and ``loser`` is what that leaves unused, if anything."""
         uncaptured = yield from self._time(NO_GRAPH)
         host, device = uncaptured.host.us, uncaptured.device.us
         if device > DEVICE_BOUND * host:
@@ -1125,7 +1125,7 @@ def deploy(
     def locked(
         fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T],
     ) -> Callable[[FunctionID | None], T | None]:
-        """It may run while no other thread records."""
+        """``fn`` of the thread's trees. It returns None while another thread records."""
 
         def of_id(id: FunctionID | None) -> T | None:
             manager = get_manager(device_index)
