@@ -332,6 +332,13 @@ class AdviceTest(TestCase):
     def test_something_to_change(self, reason):
         self.assertNotEqual(advice.advice(reason), "")
 
+    def test_proof_that_failed_is_no_mutation_to_avoid(self):
+        failure = "{} differs from the uncaptured function's"
+        self.assertEqual(
+            advice.advice(failure.format("mutated input 0")),
+            advice.advice(failure.format("output 0 (torch.float32 [4])")),
+        )
+
     @parametrize(
         "reason",
         ("", "forced", "measured faster", "not measured faster")

@@ -104,14 +104,14 @@ _ADVICE = (
         "custom operator, tag it torch.Tag.cudagraph_unsafe: the rest is captured then.",
     ),
     (
-        r"mutated inputs|is mutated|mutated input",
-        "Return the new value instead of writing into the input.",
-    ),
-    (
         r"differs from the uncaptured|address it should not hold|address is copied",
         "A kernel keeps the input's address where it cannot be set, so that the input is "
         "copied. If its address never changes, mark it with "
         "torch._dynamo.mark_static_address.",
+    ),
+    (
+        r"mutated inputs|is mutated|mutated input",
+        "Return the new value instead of writing into the input.",
     ),
 )
 
