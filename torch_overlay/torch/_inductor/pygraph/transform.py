@@ -346,8 +346,18 @@ def tensors(node: torch.fx.Node) -> list[torch.Tensor]:
 
 
 # In the meta of a module that is a nested region, a branch or a score: the operators that it
-# is given to. Set by _recursive_post_grad_passes in compile_fx.py.
+# is given to.
 CALLERS = "callers"
+
+
+def note_callers(gm: torch.fx.GraphModule, name: str) -> None:
+    """Of the module of ``gm`` with that name, before passes run on it."""
+    getattr(gm, name).meta[CALLERS] = [
+        user.target
+        for node in gm.graph.find_nodes(op="get_attr", target=name)
+        for user in node.users
+    ]
+
 
 # They make what they are given a part of a kernel, which has no place for copies.
 INLINING = OrderedSet(
