@@ -7,8 +7,8 @@ word. So before a recording is used, the function runs once uncaptured on the in
 the call, and the graph, captured at poisoned placeholders and moved to the same inputs,
 has to reproduce it: outputs, mutated inputs, and no trace on the poisoned page.
 
-Results are compared by fingerprints of a few kilobytes, so that the outputs of the
-uncaptured run are gone before the graph is captured.
+Results are compared by fingerprints, of at most 48 KiB a tensor, so that the outputs of
+the uncaptured run are gone before the graph is captured.
 """
 
 from __future__ import annotations
@@ -55,6 +55,8 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
     """
+    Of a tensor's chunks: CHUNKS of one size, and one for each element that is left over.
+
     bits: int64 [chunks], sums of the elements' bits as integers.
     total: float64 [chunks], sums of the elements; None where dtype has no TOLERANCE.
     norm: float64 [chunks], what TOLERANCE is a fraction of: L1 norms, and the root of the

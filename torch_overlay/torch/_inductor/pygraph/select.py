@@ -6,8 +6,8 @@ Candidates are timed in the program's own calls, each call run by one of them, s
 nothing runs twice, results are those of the program, and what surrounds the function
 (a busy device, a cold cache) is in the measurement:
 
-1. The first calls run uncaptured. The first of them compiles and tunes; the rest are
-   timed.
+1. The first calls run uncaptured. The first of them compiles and tunes, two more do not
+   count; the rest are timed.
 2. Where the device is busy for ten times as long as the host needs to launch, there is
    little for a graph to save, and it is not recorded: it would cost memory.
 3. Otherwise one call records, and the next ones are timed as replays.
@@ -133,9 +133,8 @@ MAX_WAITING_CALLS = 200
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
 
-# Step 5. Of 32 nodes that move, setting them takes 5 us of each call in a row, and 10 of the
-# host; the kernel in front of a graph that does so itself 3 and 5 (suite bindings). To find
-# out costs one recording more.
+# Step 5. Setting that many takes longer than the kernel in front of a graph that does so
+# itself, by enough to find out, at the cost of one more recording (suite bindings).
 PRELUDE_FROM_NODES = 32
 
 # How often a function is recorded along one path, calls of it that wait for a backward.
@@ -169,7 +168,7 @@ class Function:
             backward needs
         reused_input_idxs: inputs whose memory the code may use again
         needed_bytes: what a call takes of the device's memory, once it was rehearsed
-        is_backward: those are gradients
+        is_backward: the outputs that the program gets are gradients
         outputs_outlive: set for good when gradients were held beyond their step
         is_outdated: it was recorded before that
         recordings: how often its capture began
