@@ -861,6 +861,36 @@ class AutogradTest(TestCase):
                 found.append(outcome(lambda: transformed(x.detach())))
         self.assertEqual(*found)
 
+    @unittest.skipIf(native.compiled is None, "requires _replay")
+    @parametrize("is_analysed", (True, False))
+    def test_first_call(self, is_analysed):
+        class Function(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return (x.sin(),)
+
+        first = runtime_wrappers._FirstInvocationContext()
+        layer = training.runtime_wrapper(
+            Function.apply, Function.apply, first, 1, [], [], False
+        )
+        seen: list[torch.Tensor] = []
+
+        def general(x):
+            seen.append(x)
+            with first():
+                return [x.sin()]
+
+        compiled = native.compiled.Training(
+            slow=general,
+            set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
+            **training.natives[layer],
+        )
+        x = torch.randn(4)
+        with functorch_config.patch(check_custom_op_aliasing=is_analysed):
+            for _ in range(3):
+                self.assertEqual(compiled(x), [x.sin()])
+        self.assertEqual(len(seen), int(is_analysed))
+
     def test_wrapper_of_a_transform_that_is_gone(self):
         "The graph does not see it."
         kept: list[torch.Tensor] = []
@@ -1317,6 +1347,7 @@ class PythonTest(AutogradTest):
     "Where nothing is compiled."
 
     test_inductor_is_native_False = test_inductor_is_native_True = None
+    test_first_call_is_analysed_False = test_first_call_is_analysed_True = None
 
     def setUp(self) -> None:
         super().setUp()

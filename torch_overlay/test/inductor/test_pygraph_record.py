@@ -1857,6 +1857,32 @@ class RecordTest(TestCase):
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
+    @unittest.skipIf(native.compiled is None, "requires _replay")
+    @parametrize("is_dropped", (False, True))
+    def test_as_many_recordings_as_compiled_code_tries(self, is_dropped):
+        manager = types.SimpleNamespace(_current_node=None)
+        function = mock.Mock(binds_inputs=True, node_type=lambda: types.SimpleNamespace)
+        replays = replay.CompiledReplays(function, manager, trees.CompilationMode.INFERENCE, object())
+
+        def record() -> types.SimpleNamespace:
+            node = types.SimpleNamespace(graph=object())
+            node.wrapped_function = types.SimpleNamespace(pygraph=function)
+            node._path_to_root = [node]
+            manager._current_node = node
+            return node
+
+        with mock.patch.object(replay, "compiled_replay", lambda *_: mock.Mock()):
+            nodes = []
+            for _ in range(replay.MAX_COMPILED):
+                nodes.append(record())
+                replays.add(mock.Mock())
+            if is_dropped:
+                for node in nodes:
+                    node.graph = None
+            record()
+            self.assertEqual(replays.add(mock.Mock()) is not None, is_dropped)
+        self.assertEqual(len(replays.replays), 1 if is_dropped else len(nodes))
+
     @parametrize("force", ("node_update", "copy"))
     def test_capture_that_fails(self, force):
         def fails(out, x):
@@ -2622,6 +2648,8 @@ class PythonRecordTest(RecordTest):
 
     compiled = None
     test_training_goes_around_trees = None
+    test_as_many_recordings_as_compiled_code_tries_is_dropped_False = None
+    test_as_many_recordings_as_compiled_code_tries_is_dropped_True = None
 
 
 class Program:

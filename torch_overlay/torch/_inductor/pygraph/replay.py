@@ -435,10 +435,12 @@ class CompiledReplays:
         were dropped. Returns what replays the first one if that is another now, else None.
         """
         node: Any = self.manager._current_node
+        before = self.replays
+        if native.compiled is None or any(node is known for known, _ in before):
+            return None
+        recorded = [(n, r) for n, r in before if n.graph is not None]
         if (
-            native.compiled is None
-            or len(self.replays) == MAX_COMPILED
-            or any(node is known for known, _ in self.replays)
+            len(recorded) == MAX_COMPILED
             or not self.function.binds_inputs
             or not isinstance(node, self.function.node_type())
             or [n.wrapped_function.pygraph for n in node._path_to_root].count(
@@ -449,9 +451,7 @@ class CompiledReplays:
         ):
             return None
         added = compiled_replay(node, self.manager, self.mode, general, self.owner)
-        before = self.replays
-        self.replays = [(n, r) for n, r in before if n.graph is not None]
-        self.replays.append((node, added))
+        self.replays = [*recorded, (node, added)]
         for (_, replay), (_, following) in itertools.pairwise(self.replays):
             replay.general = following
         _, first = self.replays[0]

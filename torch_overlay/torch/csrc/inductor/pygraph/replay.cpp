@@ -465,6 +465,7 @@ struct Names {
   PyObject* pointers;
   PyObject* update;
   PyObject* is_first;
+  PyObject* is_needed;
   PyObject* is_profiler_enabled;
   PyObject* record_graph_execution;
   PyObject* raw_stream;
@@ -490,6 +491,7 @@ bool intern_names() {
       {&names.pointers, "pointers"},
       {&names.update, "update"},
       {&names.is_first, "_is_first"},
+      {&names.is_needed, "is_needed"},
       {&names.is_profiler_enabled, "_is_profiler_enabled"},
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
       {&names.raw_stream, "raw_stream"},
@@ -1104,8 +1106,8 @@ struct Replay {
     return result;
   }
 
-  // The lock of the manager, which the general path waits for where another
-  // thread has it.
+  // The lock of the manager. Where another thread has it, the general path runs
+  // uncaptured.
   class Held {
    public:
     explicit Held(const Replay& replay) : replay_(replay) {
@@ -1672,19 +1674,13 @@ struct Direct {
     for (const auto& [stage, value] : stages) {
       staged.push_back(Boxed<Stage>::of(stage.get())(args[value]));
     }
+    Ref list = listed(args, staged);
     while (true) {
-      Ref list = checked(PyList_New(inputs.size()));
-      for (size_t i = 0; i < inputs.size(); ++i) {
-        PyObject* input = inputs[i] < num_args
-            ? args[inputs[i]]
-            : staged[inputs[i] - num_args].get();
-        PyList_SET_ITEM(list.get(), i, Ref::share(input).release());
-      }
       Replay& recording = Boxed<Replay>::of(fn.get());
+      bool has_dropped = false;
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
         try {
-          bool has_dropped = false;
           return in_order(recording.run(list.get(), has_dropped));
         } catch (const Unusual&) {
         }
@@ -1693,7 +1689,23 @@ struct Direct {
       if (!Py_IS_TYPE(fn.get(), &ReplayType)) {
         throw Unusual();
       }
+      if (has_dropped) {
+        list = listed(args, staged);
+      }
     }
+  }
+
+  // What the partition is called with.
+  Ref listed(PyObject* const* args, const c10::SmallVector<Ref, 4>& staged)
+      const {
+    Ref list = checked(PyList_New(inputs.size()));
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      PyObject* input = inputs[i] < num_args
+          ? args[inputs[i]]
+          : staged[inputs[i] - num_args].get();
+      PyList_SET_ITEM(list.get(), i, Ref::share(input).release());
+    }
+    return list;
   }
 
   // The graph's outputs, of its partition's.
@@ -1803,19 +1815,29 @@ struct Training {
     });
   }
 
-  // The first call is analysed, and who profiles sees every layer. A wrapper of
-  // one of functorch's transforms that is gone has to be unwrapped.
+  // The first call is analysed, where that is set, and who profiles sees every
+  // layer. A wrapper of one of functorch's transforms that is gone has to be
+  // unwrapped.
   bool is_steady(PyObject* const* args, Py_ssize_t num_args) const {
     auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
     return PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
         Py_False &&
-        attribute(first.get(), names.is_first).get() == Py_False &&
+        !is_analysed() &&
         checked(PyObject_CallNoArgs(has_transforms.get())).get() == Py_False &&
         std::none_of(args, args + num_args, [&](PyObject* arg) {
              return PyObject_TypeCheck(arg, type) &&
                  reinterpret_cast<THPVariable*>(arg)->cdata.key_set().has(
                      c10::DispatchKey::FuncTorchGradWrapper);
            });
+  }
+
+  bool is_analysed() const {
+    if (attribute(first.get(), names.is_first).get() == Py_False) {
+      return false;
+    }
+    Ref needed =
+        checked(PyObject_CallMethodNoArgs(first.get(), names.is_needed));
+    return needed.get() != Py_False;
   }
 
   PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
