@@ -212,6 +212,11 @@ PROGRAMS = {
         lambda: (cuda(8), cpu(8, 4).t()),
         delivered=1,
     ),
+    "order_in_memory_of_rows": Program(
+        lambda x, v: x + v[1:3].to("cuda").as_strided((4,), (1,), 2),
+        lambda: (cuda(4), cpu(4, 4)),
+        delivered=1,
+    ),
     "order_in_memory_of_expanded": Program(
         lambda x, v: x + v.to("cuda").as_strided((32,), (1,)),
         lambda: (cuda(32), cpu(4).expand(8, 4)),
@@ -304,6 +309,23 @@ PROGRAMS = {
     "known_expanded": Program(
         lambda x: x + torch.arange(1024.0).sin()[:, None].expand(1024, 4).to("cuda"),
         lambda: (cuda(1024, 4),),
+        known=1,
+    ),
+    "known_transposed_by_address": Program(
+        lambda x: (torch.arange(16.0).view(4, 4).t() ** 2).to("cuda").as_strided((16,), (1,)) + x,
+        lambda: (cuda(16),),
+        known=1,
+    ),
+    "known_channels_last_by_address": Program(
+        lambda x: x
+        + torch.arange(120.0)
+        .sin()
+        .view(2, 3, 4, 5)
+        .to(memory_format=torch.channels_last)
+        .exp()
+        .to("cuda")
+        .as_strided((120,), (1,)),
+        lambda: (cuda(120),),
         known=1,
     ),
     "known_of_a_list": Program(
@@ -469,6 +491,14 @@ class Placed:
         self.graphs.append((before, module()))
 
 
+class OnTheCpu(torch.fx.Interpreter):
+    def call_function(self, target, args, kwargs):
+        # From one device to another it would be a copy.
+        if target is torch.ops.prims.device_put.default:
+            return args[0].clone()
+        return super().call_function(target, args, kwargs)
+
+
 def run_on_the_cpu(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     "Runs a graph with every GPU tensor on the CPU."
 
@@ -478,7 +508,7 @@ def run_on_the_cpu(gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
     gm = torch.fx.GraphModule(gm, copy.deepcopy(gm.graph))
     for node in gm.graph.nodes:
         node.args, node.kwargs = pytree.tree_map(moved, (node.args, node.kwargs))
-    return torch.fx.Interpreter(gm).run(*inputs)
+    return OnTheCpu(gm).run(*inputs)
 
 
 draws_two, draws_three = (
@@ -618,6 +648,27 @@ class GeneratedCodeTest(TestCase):
             self.assertTrue(lists)
             for args in re.findall(r"partition\d+_args = \[(.*)\]", graph.source):
                 self.assertTrue({*lists}.isdisjoint(re.findall(r"\w+", args)), args)
+
+    @parametrize("by_index", (True, False))
+    def test_what_is_written_later_is_delivered_before(self, by_index):
+        "One launch brings what the program has and what it computes from that."
+
+        def fn(x, v):
+            y = x + v.to("cuda")
+            if by_index:
+                v[0] = 0
+            else:
+                v[0].zero_()
+            return y, x * v.to("cuda")
+
+        (graph,) = compile_for_h200(Program(fn, lambda: (cuda(4, 4), cpu(4, 4))))
+        _, _, runner = graph.source.partition("class Runner")
+        delivery = re.search(r"deliver_\w+\.pack\(\[.*\]\)", runner)
+        self.assertIsNotNone(delivery)
+        written = r"(?m)cpp_\w+\(.*\barg0_1\)$"
+        before, after = runner[: delivery.start()], runner[delivery.end() :]
+        self.assertNotRegex(before, written)
+        self.assertRegex(after, written)
 
     def test_one_launch_for_each_time(self):
         program = PROGRAMS["long_chain"]

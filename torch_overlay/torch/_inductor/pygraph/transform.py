@@ -460,6 +460,13 @@ def has_no_gaps(val: torch.Tensor) -> bool:
     return is_contiguous_or_false(val.permute(order_of(val)))
 
 
+def contiguous_order(val: torch.Tensor) -> list[int]:
+    """The dimensions of a value, permuted to be contiguous if it has no gaps."""
+    if is_contiguous_or_false(val) or not has_no_gaps(val):
+        return [*range(val.dim())]
+    return order_of(val)
+
+
 def is_small(node: torch.fx.Node) -> bool:
     nbytes = static_nbytes(node.meta["val"])
     return nbytes is not None and nbytes <= MAX_SMALL_BYTES and can_be_copied(node)
@@ -616,7 +623,10 @@ def draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
 
 
 def kept_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
-    """Storages of values that are returned, or that a later pass may write to in place."""
+    """
+    Storages of values that are returned, that a later pass may write to in place, or of which
+    a storage offset is taken: a home may be a part of another.
+    """
     from torch._inductor.fx_passes import reinplace
 
     in_place = (
@@ -624,11 +634,13 @@ def kept_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
         | reinplace.inplaceable_foreach_ops.keys()
         | reinplace._SCATTER_OP_TO_VIEW.keys()
     )
+    with_offset = (aten.as_strided.default, aten.as_strided_scatter.default)
     return OrderedSet(
         get_node_storage(n)
         for node in graph.nodes
         if node.op == "output"
         or node.target in in_place
+        or node.target in with_offset
         or isinstance(node.target, torch._ops.HigherOrderOperator)
         or (
             isinstance(node.target, torch._ops.OpOverload)
@@ -806,7 +818,7 @@ class Placement:
         if value in self.known and (constant := self.constant(value)) is not None:
             home = self.like(value, prims.device_put.default, (constant, device))
             self.report(home, value, "computed at compile time", value)
-            return home
+            return self.in_order(value, home)
         nbytes = static_nbytes(value.meta["val"])
         if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
             counters["pygraph"]["staged_tensors"] += 1
@@ -827,17 +839,22 @@ class Placement:
         eager mode does not do what compiled code does, as with a dtype.
         """
         name = f"_{value.name}_known"
+        order = contiguous_order(value.meta["val"])
+
+        def as_home(t: torch.Tensor) -> torch.Tensor:
+            return t.permute(order).clone(memory_format=torch.contiguous_format)
+
         try:
             with _disable_current_modes():
-                # Dense: Inductor reads the copy on the GPU by the strides that it has here.
-                computed = self.compute(value).clone()
+                # As the other homes before in_order: lift_fresh_copy makes it contiguous.
+                computed = as_home(self.compute(value))
             self.graph.owning_module.register_buffer(name, computed)
         except Exception as e:
             log.info("%s is computed in each call: %s", value.name, e)
             return None
         counters["pygraph"]["known_tensors"] += 1
         attribute = self.graph.get_attr(name)
-        attribute.meta["val"] = value.meta["val"].clone()
+        attribute.meta["val"] = as_home(value.meta["val"])
         return self.like(value, aten.lift_fresh_copy.default, (attribute,))
 
     def in_memory(self, value: torch.fx.Node) -> torch.fx.Node:
@@ -845,10 +862,10 @@ class Placement:
         The contiguous view of a value that has no gaps, else the value, of which the host
         makes a contiguous one, as eager mode does.
         """
-        val = value.meta["val"]
-        if is_contiguous_or_false(val) or not has_no_gaps(val):
+        order = contiguous_order(value.meta["val"])
+        if order == sorted(order):
             return value
-        return self.graph.call_function(aten.permute.default, (value, order_of(val)))
+        return self.graph.call_function(aten.permute.default, (value, order))
 
     def in_order(self, value: torch.fx.Node, home: torch.fx.Node) -> torch.fx.Node:
         """
