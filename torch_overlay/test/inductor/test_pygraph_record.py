@@ -1794,6 +1794,100 @@ class RecordTest(TestCase):
         self.assertIn("could not be set", function.reason)
         self.assertNotIn("replay", getattr(fn.current, "__qualname__", ""))
 
+    @contextlib.contextmanager
+    def selects_at_once(self, *us: float) -> Iterator[None]:
+        "What is timed takes so long, in turns."
+        costs = [select.Cost(*[select.Estimate(t)] * 3) for t in us]
+        times = itertools.cycle(costs)
+        few = dict(WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1)
+        with (
+            mock.patch.multiple(select, **few),
+            mock.patch.object(select.Samples, "cost", lambda _: next(times)),
+        ):
+            yield
+
+    def test_forced_copies_are_reported(self):
+        self.check(self.ADD, force="copy", calls=3)
+        (function,) = report()
+        self.assertEqual((function.choice, function.copied_bytes), ("copy", 64))
+
+    @parametrize("force", ("node_update", "copy", None))
+    def test_graphs_go_with_the_functions(self, force):
+        with self.selects_at_once(99.0, 9.0):
+            fn = self.check(self.ADD, force=force, calls=40)
+        (function,) = report()
+        self.assertIn(function.choice, ("node_update", "copy"))
+        manager = weakref.ref(trees.get_manager(0))
+        del fn
+        gc.collect()
+        self.assertIsNone(trees.get_manager(0, create_if_none_exists=False))
+        self.assertIsNone(manager())
+
+    @parametrize("force", ("node_update", None))
+    @parametrize("is_alone", (True, False))
+    def test_graph_of_a_node_that_refuses_is_dropped(self, force, is_alone):
+        other = None if is_alone else self.check(self.ADD)
+        reset_report()
+        update, refuses = ModelledBinding.update, itertools.count()
+
+        def refuse(binding, pointers):
+            if next(refuses) > 8:
+                raise DriverError("a node of the graph could not be set")
+            update(binding, pointers)
+
+        with (
+            mock.patch.object(ModelledBinding, "update", refuse),
+            self.selects_at_once(99.0, 9.0),
+        ):
+            fn = self.check(self.ADD, force=force, calls=60)
+        self.assertEqual(report()[0].choice, "no_graph")
+        recorded = sum(map(len, trees.get_manager(0).roots.values()))
+        self.assertEqual(recorded, int(not is_alone))
+        del fn, other
+
+    @parametrize("hidden,choice", ((None, "node_update"), (1, "copy")))
+    def test_no_memory_for_another_recording(self, hidden, choice):
+        "Of a weight that moved. Those that there are go, as there is no graph any more."
+        other = self.check(self.ADD)
+        (manager, w, moved) = (trees.get_manager(0), self.randn(), self.randn())
+        before = sum(map(len, manager.roots.values()))
+        reset_report()
+        with mock.patch.object(ModelledBinding, "hidden", hidden):
+            fn = self.deploy(self.ADD, [w, self.randn()], force=None, static=[0])
+
+            def call(w: torch.Tensor) -> None:
+                y = self.randn()
+                (out,) = fn(w, y)
+                self.assertEqual(on_host(out), on_host(w).sin() + on_host(y))
+
+            with self.selects_at_once(99.0, 9.0):
+                for _ in range(20):
+                    call(w)
+            self.assertEqual(report()[0].choice, choice)
+            with self.selects_at_once(99.0):
+                with mock.patch.object(record, "room", lambda *_: 0):
+                    call(moved)
+                for _ in range(20):
+                    call(w)
+        self.assertEqual(report()[0].choice, "no_graph")
+        self.assertEqual(sum(map(len, manager.roots.values())), before)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("by trees")):
+            call(w)
+        del other
+
+    def test_backward_that_lost_behind_a_graph_is_dropped(self):
+        "Its call always begins with activations that are alive."
+        self.weight = self.randn()
+        self.forward = self.deploy_forward(self.randn(), self.weight, "node_update")
+        with self.selects_at_once(9.0, 99.0, 99.0, 9.0):
+            for _ in range(40):
+                for actual, expected in self.step(self.randn(), force=None):
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual(report()[-1].choice, "no_graph")
+        (forward,) = trees.get_manager(0).get_roots()
+        self.assertFalse(any(forward.children.values()))
+
     def test_node_that_refuses_in_a_backward(self):
         "Whose activation was let go by then."
         self.weight = self.randn()

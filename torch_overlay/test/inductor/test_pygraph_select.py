@@ -677,7 +677,8 @@ class SelectionTest(SelectTestCase):
 
     def test_prelude_that_wins_and_is_not_bound_later(self):
         "What lost goes, though it is selected again."
-        selection = self.selection(graph=(40, 30), forget=lambda: False)
+        is_dropped = False
+        selection = self.selection(graph=(40, 30), forget=lambda: is_dropped)
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
             self.function.id = f"id of {self.function.binding}"
@@ -696,6 +697,58 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
         self.assertEqual(self.forgotten, ["id of node_update"] * 2)
         self.assertEqual(self.deployed, [selection])
+        # Its outputs were alive.
+        is_dropped = True
+        self.call(selection, ENOUGH)
+        self.assertEqual(self.forgotten[2], "id of node_update")
+        self.assertEqual(selection.losers, [])
+
+    def test_not_captured_later(self):
+        "What was captured before goes."
+        selection = self.selection()
+        self.call(selection, ENOUGH)
+        self.assertEqual(self.function.report.choice, NODE_UPDATE)
+        self.function.is_capturable = False
+        self.function.unbind("out of memory")
+        self.call(self.deployed[-1], ENOUGH)
+        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.deployed[-1], self.uncaptured)
+        self.assertEqual(self.forgotten, ["id"])
+
+    @parametrize(
+        "owner,name",
+        (
+            subtest((select.Samples, "cost"), name="while_it_waits_for_the_device"),
+            subtest((select, "publish"), name="while_it_decides"),
+            subtest((torch.cuda, "empty_cache"), name="while_it_frees_memory"),
+            subtest((None, "around"), name="while_it_waits_for_others"),
+        ),
+    )
+    def test_interrupt(self, owner, name):
+        "The next call goes on."
+        raised = 0
+
+        def interrupt(*args: Any) -> Any:
+            nonlocal raised
+            if not raised:
+                raised = 1
+                raise KeyboardInterrupt
+            return original(*args) if owner else OrderedSet()
+
+        # As fast as none.
+        selection = self.selection(graph=(99, 10), around=interrupt)
+        with contextlib.ExitStack() as stack:
+            if owner:
+                original = getattr(owner, name)
+                selection.around = lambda id: OrderedSet()
+                stack.enter_context(mock.patch.object(owner, name, interrupt))
+            for _ in range(2 * ENOUGH):
+                with contextlib.suppress(KeyboardInterrupt):
+                    self.call(selection)
+        self.assertEqual(raised, 1)
+        self.assertNotEqual(self.function.report.choice, "undecided")
+        self.assertNotEqual(self.deployed, [])
+        self.assertFalse(self.function.is_even)
 
     def test_prelude_that_is_not_recorded(self):
         "Though the calls that would have been its replays were fast."

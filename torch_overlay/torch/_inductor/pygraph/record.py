@@ -1149,15 +1149,14 @@ def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
 
     Returns False, and does nothing, while an output of a recording is alive.
     """
-    if manager.current_node is not None:
-        if not manager.current_node.all_outputs_are_dead():
+    found = recordings(manager, function_id)
+    last = manager.current_node
+    if last is not None:
+        if last.all_outputs_are_dead():
+            manager.current_node = None
+        elif any(node in found for node in last._path_from_root):
             return False
-        manager.current_node = None
-    if any(
-        is_live(ref)
-        for node in recordings(manager, function_id)
-        for ref in node.outputs_weakrefs
-    ):
+    if any(is_live(ref) for node in found for ref in node.outputs_weakrefs):
         return False
     drop(manager, function_id)
     if not any(manager.roots.values()):

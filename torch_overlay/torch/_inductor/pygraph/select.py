@@ -39,6 +39,7 @@ import math
 import statistics
 import threading
 import time
+import weakref
 from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
 
 import torch
@@ -301,6 +302,9 @@ class Function:
         report = self.report
         if report.choice == UNDECIDED:
             report.stock_copied_bytes = nbytes
+        elif report.choice == COPY and self.reselect is None:
+            # It was forced.
+            report.stock_copied_bytes = report.copied_bytes = nbytes
         elif (
             self.reselect is not None
             and nbytes > report.copied_bytes
@@ -315,7 +319,7 @@ class Function:
     def unbind(self, reason: str) -> None:
         was_bound, self.binds_inputs = self.binds_inputs, False
         self.report.reason = reason
-        if was_bound and self.reselect is not None:
+        if (was_bound or not self.is_capturable) and self.reselect is not None:
             self.reselect()
         elif self.report.choice in (COPY, *BINDINGS):
             # It was not selected.
@@ -662,7 +666,7 @@ class Selection:
         self.replay: ModelType | None = None
         self.is_deployed = False
         # What lost, until it is dropped.
-        self.loser: FunctionID | None = None
+        self.losers: list[FunctionID | None] = []
         # When the last call began, by _clock. What is done from then on, until a candidate is
         # called, is no part of the program: it ends with the decision.
         self.entered = 0.0
@@ -679,7 +683,12 @@ class Selection:
             return self.uncaptured(inputs)
         begin_call(self.function)
         with self.lock:
-            step = next(self.steps, None)
+            try:
+                step = next(self.steps, None)
+            except BaseException:
+                # It is for the program, which may go on, as after an interrupt.
+                self.steps = self._resumed()
+                raise
         outputs = (step or self._chosen())(inputs)
         if self.function.is_backward and self.replay is None:
             _gradients[self.function] = [
@@ -712,6 +721,13 @@ class Selection:
             yield self._deploy_remembered
         yield from self._stay()
 
+    def _resumed(self) -> Iterator[ModelType]:
+        self.function.is_even = False
+        if self.is_forced:
+            return self._steps()
+        is_decided = self.function.report.choice != UNDECIDED
+        return self._finish() if is_decided else self._select()
+
     def _record_forced(self, inputs: list[InputType]) -> OutputType:
         self.replay, outputs = self.record(inputs)
         if self.replay is not None:
@@ -735,17 +751,27 @@ class Selection:
         return outputs
 
     def _select(self) -> Iterator[ModelType]:
-        if self.loser is not None:
-            # It was decided before that, for what lasted no longer.
-            self.forget(self.loser)
-            self.loser = None
+        # Of a decision before this one.
+        self._drop_losers()
         yield from self._compare()
-        if self.loser is not None:
-            yield from self._drop_loser()
+        yield from self._finish()
+
+    def _finish(self) -> Iterator[ModelType]:
+        """Once it is decided."""
+        # Before a call, which takes its own memory. What the last one returned may only die
+        # when the program gets others, if at all.
+        for _ in range(RETIRE_CALLS):
+            self._drop_losers()
+            if not self.losers:
+                break
+            yield self._chosen()
         yield from self._stay()
 
+    def _drop_losers(self) -> None:
+        self.losers = [id for id in self.losers if not self.forget(id)]
+
     def _compare(self) -> Iterator[ModelType]:
-        """Until it is decided, and ``loser`` is what that leaves unused, if anything."""
+        """Until it is decided, and ``losers`` have what that leaves unused."""
         uncaptured = yield from self._time(NO_GRAPH)
         host, device = uncaptured.host.us, uncaptured.device.us
         if device > DEVICE_BOUND * host:
@@ -755,7 +781,7 @@ class Selection:
             self._keep()
             if self.replay is not None:
                 # It was recorded before it is decided anew.
-                self.loser = self.function.id
+                self.losers.append(self.function.id)
             return
         yield self._record
         while self.replay is None:
@@ -764,6 +790,8 @@ class Selection:
         if not self.function.is_capturable:
             # Not kept: that may be for what else the process does, or has no memory for.
             self._decide(NO_GRAPH, NOT_CAPTURABLE)
+            # Others were captured before it.
+            self.losers.append(self.function.id)
             return
         graph = yield from self._time()
         stays, reason = judge(graph, uncaptured)
@@ -776,9 +804,9 @@ class Selection:
             stays = yield from self._joins()
             reason += "; its memory is that of other graphs" if stays else ""
         if not stays:
-            self.loser = self.function.id
+            self.losers.append(self.function.id)
         elif self._sets_many_nodes():
-            self.loser = yield from self._try_prelude(graph)
+            yield from self._try_prelude(graph)
         self._decide(self._graph_choice() if stays else NO_GRAPH, reason)
         self._keep()
 
@@ -824,12 +852,10 @@ class Selection:
             and entry.mode == "inference"
         )
 
-    def _try_prelude(
-        self, by_host: Cost
-    ) -> Generator[ModelType, None, FunctionID | None]:
+    def _try_prelude(self, by_host: Cost) -> Iterator[ModelType]:
         """
         Records the graph once more, to set its nodes itself, and leaves the better of the two.
-        Returns the id of the other.
+        The other one has lost.
         """
         function, report = self.function, self.function.report
         replay, id, recordings = self.replay, function.id, function.recordings
@@ -851,23 +877,16 @@ class Selection:
                 and function.is_capturable
                 and is_better_graph(cost, by_host)
             ):
-                return id
-        loser, function.id = function.id, id
+                self.losers.append(id)
+                return
+        if function.id != id:
+            # Else another thread had the lock, and nothing was recorded.
+            self.losers.append(function.id)
+            function.id = id
         self.replay = replay
         function.bind_as(NODE_UPDATE)
         function.is_capturable = True
         report.updated_nodes = updated_nodes
-        # The same where another thread had the lock, and nothing was recorded.
-        return loser if loser != id else None
-
-    def _drop_loser(self) -> Iterator[ModelType]:
-        # Before a call, which takes its own memory. What the last one returned may only die
-        # when the program gets others, if at all.
-        for _ in range(RETIRE_CALLS):
-            if self.forget(self.loser):
-                break
-            yield self._chosen()
-        self.loser = None
 
     def _record(self, inputs: list[InputType]) -> OutputType:
         if self.replay is not None:
@@ -885,7 +904,10 @@ class Selection:
     def _decide(self, choice: str, reason: str) -> None:
         decide(self.function, choice, reason)
         if choice != NO_GRAPH:
-            self.function.reselect = self._reselect
+            # Trees have the function, and are not to keep the graph that they replay for it,
+            # which keeps this one: graphs go with the code that calls them.
+            reselect = weakref.WeakMethod(self._reselect)
+            self.function.reselect = lambda: (call := reselect()) and call()
 
     def _keep(self) -> None:
         if self.entry is not None:
@@ -916,6 +938,14 @@ class Selection:
         self.function.reselect = None
         self.is_deployed = False
         self.steps = self._select()
+        self.deploy(self)
+
+    def retire(self) -> None:
+        """Called once it is decided that a graph is not to be replayed any more."""
+        self.function.reselect = None
+        self.is_deployed = False
+        self.losers.append(self.function.id)
+        self.steps = self._finish()
         self.deploy(self)
 
     def shorten(self, replay: ModelType) -> None:
@@ -1102,7 +1132,7 @@ def deploy(
                     function.bind_by_host(str(e))
                 else:
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
-                    replace(uncaptured)
+                    selection.retire()
             finally:
                 lock.release()
             return uncaptured(inputs)
