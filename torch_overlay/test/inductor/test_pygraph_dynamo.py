@@ -197,6 +197,29 @@ def before_loop(x: torch.Tensor) -> Any:
     return found, y
 
 
+class Sizes:
+    def __init__(self, sizes: list[tuple[int, int]]) -> None:
+        self.sizes = sizes
+
+
+def proposals(x: torch.Tensor) -> Any:
+    "As torchvision's RegionProposalNetwork.filter_proposals."
+    x, images = torch.stack([x, -x]), Sizes([(2, 2), (3, 3)])
+    num_images, device = x.shape[0], x.device
+    levels = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate([2, 1])], 0)
+    levels = levels.reshape(1, -1).expand_as(x)
+    top, offset = [], 0
+    for part in x.split([2, 1], 1):
+        top.append(part.topk(min(part.shape[1], 2), dim=1)[1] + offset)
+        offset += part.shape[1]
+    rows = torch.arange(num_images, device=device)[:, None]
+    scores, levels = (t[rows, torch.cat(top, 1)] for t in (x, levels))
+    found = []
+    for score, level, size in zip(torch.sigmoid(scores), levels, images.sizes):
+        found.append((opaque(score).clamp(max=size[0]), level))
+    return found
+
+
 def in_while_loop(x: torch.Tensor) -> Any:
     y, count = x.abs() + 1, 0
     while y.sum() < 100:
@@ -254,6 +277,7 @@ PROGRAMS = [
     inside_call,
     in_loop,
     before_loop,
+    proposals,
     in_while_loop,
     before_comprehension,
     loop_in_call,
@@ -319,8 +343,196 @@ def draws_as_numpy(x: torch.Tensor, n: int) -> Any:
     return y, drawn
 
 
+def raises_in_while_loop(x: torch.Tensor, n: int) -> Any:
+    count = 0
+    while count < 3:
+        count += 1
+        x = x * 2
+        if count == 2:
+            opaque(x)
+        try:
+            x = x[torch.tensor([n])]
+        except IndexError:
+            x = x + 100
+    return x
+
+
+def raises_in_suppress(x: torch.Tensor, n: int) -> Any:
+    with contextlib.suppress(IndexError):
+        x = x[torch.tensor([n])]
+    y = x + 1
+    for row in y:
+        opaque(row)
+    return y
+
+
+def tries(x: torch.Tensor, n: int) -> Any:
+    try:
+        yield x[torch.tensor([n])]
+    except IndexError:
+        yield x.sin()
+
+
+def raises_in_generator(x: torch.Tensor, n: int) -> Any:
+    y = next(iter(list(tries(x, n)))) + 1
+    for row in y:
+        opaque(row)
+    return y
+
+
+# Not for pytest, which makes something else of an assertion.
+exec(
+    """
+def asserts(x, n):
+    assert (x > 10).all(), "small"
+    y = x + n
+    for row in y:
+        opaque(row)
+    return y
+""",
+    asserting := {"opaque": opaque},
+)
+
+
+def raises_after_effect(x: torch.Tensor, n: int) -> Any:
+    found: list[int] = []
+
+    def fails() -> None:
+        found.append(n)
+        y = x[torch.tensor([n])] + 1
+        for row in y:
+            opaque(row)
+
+    # What the caller sees.
+    with contextlib.suppress(IndexError):
+        fails()
+    return found
+
+
+def deletes_argument(x: torch.Tensor, n: int) -> Any:
+    y = x.sin() + n
+    del n
+    for row in y:
+        opaque(row)
+    try:
+        return n  # noqa: F821
+    except UnboundLocalError:
+        return y
+
+
+def starred(x: torch.Tensor, n: int) -> Any:
+    first, *rest = [n, n + 1, 3]
+    y = x.sin() + first
+    for row in y:
+        opaque(row)
+    rest.append(4)
+    return y, rest
+
+
+def half_reversed(x: torch.Tensor, n: int) -> Any:
+    numbers = reversed([1, 2, n])
+    next(numbers)
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, list(numbers)
+
+
+def iterated_list_grows(x: torch.Tensor, n: int) -> Any:
+    numbers = [1, n]
+    rest = iter(numbers)
+    next(rest)
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    numbers.append(3)
+    return y, list(rest)
+
+
+def dtype_of_numpy(x: torch.Tensor, n: int) -> Any:
+    numbers = np.array([1, n], dtype=np.int16)
+    half, total = numbers / 2, numbers.sum()
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, half.dtype.name, type(total).__name__
+
+
+def moves_to_end(x: torch.Tensor, n: int) -> Any:
+    order = collections.OrderedDict.fromkeys("ab")
+
+    def move() -> None:
+        order.move_to_end("a")
+        y = x.sin() + n
+        for row in y:
+            opaque(row)
+
+    move()
+    return list(order)
+
+
+def repeats_list(x: torch.Tensor, n: int) -> Any:
+    numbers = [1]
+
+    def repeat(numbers: list[int]) -> None:
+        numbers *= n
+        y = x.sin() + 1
+        for row in y:
+            opaque(row)
+
+    repeat(numbers)
+    return numbers
+
+
+class Logged:
+    def __init__(self) -> None:
+        self.log: list[int] = []
+
+    @property
+    def value(self) -> int:
+        return len(self.log)
+
+    @value.setter
+    def value(self, value: int) -> None:
+        self.log.append(value)
+
+
+def sets_property(x: torch.Tensor, n: int) -> Any:
+    logged = Logged()
+    logged.value = 1
+    logged.value = n
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, logged.log
+
+
+def annotates(x: torch.Tensor, n: int) -> Any:
+    def number(a: int) -> str:
+        return str(a)
+
+    y = x.sin() + n
+    for row in y:
+        opaque(row)
+    return y, sorted(number.__annotations__)
+
+
 # What comes before the loop can not be compiled, or not without a change.
 UNCHANGED = [
+    raises_in_while_loop,
+    raises_in_suppress,
+    raises_in_generator,
+    asserting["asserts"],
+    raises_after_effect,
+    deletes_argument,
+    starred,
+    half_reversed,
+    iterated_list_grows,
+    dtype_of_numpy,
+    moves_to_end,
+    repeats_list,
+    sets_property,
+    annotates,
     raises_before_loop,
     local_by_name,
     not_rebuilt,
@@ -361,20 +573,39 @@ class BytecodeTest(PyGraphTestCase):
 
     @parametrize("program", [subtest(p, name=p.__name__) for p in UNCHANGED])
     def test_what_comes_before_a_loop_is_as_eager(self, program: Callable[..., Any]) -> None:
+        def outcome(fn: Callable[..., Any], x: torch.Tensor, n: int) -> Any:
+            try:
+                return fn(x, n)
+            except Exception as e:
+                return type(e).__name__
+
         compiled = self.compile(program)
         for n in (0, 1, 3, 2):
             x = torch.randn(3)
-            self.assertEqual(compiled(x, n), program(x, n))
+            expected = outcome(program, x, n)
+            self.assertEqual(outcome(compiled, x, n), expected)
 
-    def test_what_comes_before_a_loop_is_captured(self) -> None:
+    def test_sign_of_zero_before_a_loop(self) -> None:
+        def f(x: torch.Tensor, n: float) -> Any:
+            y = x.abs() * n
+            for row in y:
+                opaque(row)
+            return y.signbit().tolist()
+
+        compiled, x = self.compile(f), torch.ones(3)
+        for n in (0.0, -0.0):
+            self.assertEqual(compiled(x, n), f(x, n))
+
+    @parametrize("program", [subtest(p, name=p.__name__) for p in (before_loop, proposals)])
+    def test_what_comes_before_a_loop_is_captured(self, program: Callable[..., Any]) -> None:
         graphs = {}
         for pygraph in (True, False):
             torch._dynamo.reset()
             counters.clear()
-            compiled = self.compile(before_loop, pygraph=pygraph)
+            compiled = self.compile(program, pygraph=pygraph)
             for _ in range(3):
                 x = torch.randn(3)
-                self.assertEqual(compiled(x), before_loop(x))
+                self.assertEqual(compiled(x), program(x))
             graphs[pygraph] = self.num_graphs()
         self.assertEqual(graphs, {True: 1, False: 0})
 
