@@ -186,13 +186,14 @@ def of_values(
         if not side_effects.is_modified(value):
             continue
         if not isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew)):
-            yield f"{value} is changed, and was there before"
+            yield f"a {value.python_type_name()} is changed that was there before"
         values.append(value)
         attributes = side_effects.store_attr_mutations.get(value, {})
         values += attributes.values()
         if type(value) is variables.UserDefinedObjectVariable:
             if not is_plain(value.value_type, attributes):
-                yield f"{value} may do more than to keep what it is given"
+                name = value.python_type_name()
+                yield f"a {name} may do more than to keep what it is given"
     found: list[VariableTracker] = []
     variables.VariableTracker.visit(found.append, values)
     for value in found:
@@ -201,7 +202,7 @@ def of_values(
             continue
         if value.source is None:
             if type(value) not in REBUILT:
-                yield f"{value} is not made again as it was"
+                yield f"a {value.python_type_name()} is not made again as it was"
         elif isinstance(value, variables.ConstantVariable):
             if isinstance(value.value, float) and value.value == 0:
                 yield f"{value.source.name} is zero, and no guard asks for its sign"
