@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import subprocess
 import sys
 import threading
 import unittest
@@ -1291,6 +1292,34 @@ class AutogradTest(TestCase):
         self.assertNotIn("symints", vars(type(node)))
         self.assertNotIn("apply", vars(type(node)))
 
+    def test_write_to_a_scalar_that_nobody_reads(self):
+        "It has the value of an input that is specialized."
+
+        def count(x, k, n):
+            y = x.sin()[:k].cos()
+            n.add_(1)
+            return y * 2
+
+        compiled = torch.compile(count, options={"pygraph": True})
+        n = torch.tensor(0.0, dtype=torch.float64)
+        for i in range(4):
+            x = torch.ones(8, requires_grad=True)
+            compiled(x, torch.tensor(2 + i), n).sum().backward()
+            self.assertEqual(n.item(), i + 1)
+
+    def test_first_import_in_a_mode(self):
+        "Where a tensor that Python makes is another one."
+        program = """
+import torch
+from torch._inductor import config
+
+config.pygraph = True
+x = torch.ones(3, requires_grad=True)
+torch.compile(lambda x: x.sin(), backend="aot_eager")(x).sum().backward()
+assert torch.equal(x.grad, x.cos())
+"""
+        subprocess.run([sys.executable, "-c", program], check=True)
+
     @parametrize("is_native", [False, True])
     def test_inductor(self, is_native):
         if is_native and native.compiled is None:
@@ -1348,6 +1377,7 @@ class PythonTest(AutogradTest):
 
     test_inductor_is_native_False = test_inductor_is_native_True = None
     test_first_call_is_analysed_False = test_first_call_is_analysed_True = None
+    test_first_import_in_a_mode = test_write_to_a_scalar_that_nobody_reads = None
 
     def setUp(self) -> None:
         super().setUp()

@@ -1225,6 +1225,25 @@ class SliceTest(PyGraphTestCase):
         else:
             self.assertEqual(on, off)
 
+    def test_what_follows_does_not_compile(self) -> None:
+        "It runs eagerly, as without pygraph."
+
+        def refuse(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+            if any(node.target == "copy_" for node in gm.graph.nodes):
+                raise RuntimeError("not supported")
+            return gm.forward
+
+        def fn(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            y = x.sin()[:n].sum()
+            x.copy_(x + y)
+            return x + y
+
+        compiled = self.compile(fn)
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", refuse):
+            for n in (1, 2, 3):
+                x, bound = torch.rand(4), torch.tensor(n)
+                self.assertEqual(compiled(x.clone(), bound), fn(x.clone(), bound))
+
     def test_fullgraph(self) -> None:
         fn = lambda x, n: x.sin()[: n.clamp(0, 4)].sum()  # noqa: E731
         compiled = torch.compile(fn, options=PYGRAPH, fullgraph=True)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import RestartAnalysis, Unsupported
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -25,9 +27,14 @@ from torch._dynamo.variables import (
 
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+# In the context of the code, once a slice of it broke the graph where a tensor is indexed.
+IS_READ_LATER = "pygraph_slices"
 
 
 class NotReadError(Unsupported, NotImplementedError):
@@ -51,7 +58,11 @@ class SliceOfTensors(SliceVariable):
         Raises:
             Unsupported: Tensor.item() breaks the graph.
         """
-        return SliceVariable(self.items, InstructionTranslator.current_tx())
+        tx = InstructionTranslator.current_tx()
+        if tx.output.root_tx is not None:
+            code = original(tx.output.root_tx.f_code)
+            code_context.get_context(code)[IS_READ_LATER] = True
+        return SliceVariable(self.items, tx)
 
     def as_python_constant(self) -> slice:
         try:
@@ -62,6 +73,26 @@ class SliceOfTensors(SliceVariable):
 
     def as_proxy(self) -> slice:
         return self.read().as_proxy()
+
+
+def original(code: types.CodeType) -> types.CodeType:
+    """Of which ``code`` is a part that follows a graph break, if it is one."""
+    part = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if part is None else part.code
+
+
+def is_left_out(code: types.CodeType, failure: Exception) -> bool:
+    """
+    Whether a frame that could not be compiled is skipped, since upstream runs eagerly what
+    follows a slice, and does not fail.
+    """
+    whole = original(code)
+    return (
+        whole is not code
+        and code_context.has_context(whole)
+        and code_context.get_context(whole).get(IS_READ_LATER, False)
+        and not isinstance(failure, (RestartAnalysis, Unsupported))
+    )
 
 
 def make_slice(
