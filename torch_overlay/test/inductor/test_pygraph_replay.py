@@ -322,7 +322,21 @@ class ReplayTest(TestCase):
     def test_cached_tensor_that_was_changed(self):
         "In place, which trees make good."
         t, memory = self.node.saved, self.node.saved.data
+
+        class Other(torch.Tensor):
+            pass
+
         for change, undo in (
+            (
+                lambda: setattr(t, "data", memory.view(torch.int32)),
+                lambda: setattr(t, "data", memory),
+            ),
+            (
+                lambda: setattr(t, "data", torch._neg_view(memory)),
+                lambda: setattr(t, "data", memory),
+            ),
+            (lambda: t.rename_("a"), lambda: t.rename_(None)),
+            (lambda: setattr(t, "__class__", Other), lambda: setattr(t, "__class__", torch.Tensor)),
             (lambda: t.unsqueeze_(0), lambda: t.squeeze_(0)),
             (lambda: t.as_strided_((8,), (0,)), lambda: t.as_strided_((8,), (1,))),
             (lambda: setattr(t, "data", torch.zeros(8)), lambda: setattr(t, "data", memory)),
@@ -445,6 +459,72 @@ class CompiledReplayTest(ReplayTest):
         general, owner = self.general, self.owner
         stream_order_of(self.manager).raw_stream = self.raw_stream
         return compiled_replay(self.node, self.manager, mode, general, owner)
+
+    def test_replaced_in_the_chain_while_it_runs(self):
+        "As CompiledReplays.add does."
+        other = type(self)("test_steady")
+        other.setUp()
+        self.addCleanup(other.doCleanups)
+        self.replay.general, other.replay = other.replay, None
+
+        def launch() -> None:
+            other.node.launches += 1
+            self.replay.general = self.general
+            gc.collect()
+
+        other.node.launch = launch
+        x, other.node.output = torch.randn(8), torch.empty(8)
+        outputs = self.replay([other.weight, x, 5])
+        self.assertEqual(other.node.launches, 1)
+        self.assertIs(outputs[0], other.node.output)
+        self.assertIs(outputs[4], other.weight)
+
+    def test_another_path_is_seen_while_it_is_asked_what_is_alive(self):
+        replay, weight, manager = self.replay, self.weight, self.manager
+        self.node.launch, self.node.output = lambda: None, torch.empty(8)
+        asks: list[Callable[[], object]] = []
+
+        class Dead:
+            extra_ref_check = None
+
+            def __call__(self) -> None:
+                if asks:
+                    asks.pop()()
+
+        def run_after(outputs: int) -> list[Any]:
+            last = types.SimpleNamespace(
+                all_outputs_are_dead=lambda: True,
+                live_indices_after_graph=[(0, i) for i in range(outputs)],
+                cached_tensor_outputs=[None] * outputs,
+                outputs_weakrefs=[Dead() for _ in range(outputs)],
+            )
+            last._path_from_root = [last]
+            manager._current_node, manager.path_state = last, ExecutionState.EXECUTION
+            return replay([weight, torch.randn(8), 5])
+
+        asks.append(lambda: run_after(3))
+        self.assertEqual(len(run_after(1000)), 5)
+
+    def test_cached_tensors_are_dropped_by_a_finalizer(self):
+        "Of what the program left on one, after the launch."
+        node = self.node
+        other = torch.zeros(8)
+        node.outputs_metadata[3] = CUDAGraphNode._tensor_metadata(
+            other, ignore_storage_offset=False
+        )
+        node.unaliased_in_all_paths[3] = True
+        node.cached_tensor_outputs = [None, None, node.saved, other, None]
+        replay = self.steady(CompilationMode.INFERENCE)
+        node.launch, node.output = lambda: None, torch.empty(8)
+
+        class Tag:
+            def __del__(self) -> None:
+                node.cached_tensor_outputs.clear()
+
+        node.saved.tag = Tag()
+        outputs = replay([self.weight, torch.randn(8), 5])
+        self.assertIs(outputs[2], node.saved)
+        self.assertIs(outputs[3], other)
 
     def compiled_nodes(self) -> None:
         """

@@ -189,7 +189,7 @@ def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
 def caches_are_whole(node: CUDAGraphNode) -> bool:
     """
     Whether the tensors that a node caches are as they were recorded. Who had one last may have
-    changed its shape, in place, or its memory: renew does not undo that.
+    changed its shape, in place, its memory or its type: renew does not undo that.
     """
     return all(
         t is None
@@ -198,6 +198,9 @@ def caches_are_whole(node: CUDAGraphNode) -> bool:
             and t.storage_offset() == metadata["storage_offset"]  # type: ignore[index]
             and t.size() == metadata["size"]  # type: ignore[index]
             and t.stride() == metadata["stride"]  # type: ignore[index]
+            and t.dtype == metadata["dtype"]  # type: ignore[index]
+            and type(t) is torch.Tensor
+            and not (t.is_neg() or t.is_conj() or t.has_names())
         )
         for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
     )
@@ -348,7 +351,8 @@ def compiled_replay(
         offset = metadata["storage_offset"] * metadata["dtype"].itemsize
         # A tensor without elements says that it lies nowhere.
         address = 0 if 0 in metadata["size"] else metadata["data_ptr"] + offset
-        return None, None, (address, metadata["size"], metadata["stride"])
+        recorded = metadata["size"], metadata["stride"], metadata["dtype"]
+        return None, None, (address, *recorded)
 
     # What torch.cuda.CUDAGraph's methods forward to.
     graph_type = torch._C._CUDAGraph

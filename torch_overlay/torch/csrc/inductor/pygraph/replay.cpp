@@ -23,6 +23,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <new>
 #include <optional>
 #include <unordered_map>
@@ -400,6 +401,14 @@ struct Nodes {
 
 PyTypeObject AllocatorType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
+at::ScalarType dtype_of(PyObject* dtype) {
+  if (!THPDtype_Check(dtype)) {
+    PyErr_SetString(PyExc_TypeError, "no dtype");
+    throw Error();
+  }
+  return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+}
+
 // Allocator(size, stride, dtype, device_index): a call gives a new tensor.
 struct Allocator {
   Allocator(PyObject* args, PyObject* /*kwargs*/) {
@@ -408,17 +417,13 @@ struct Allocator {
     if (!PyArg_ParseTuple(args, "OOOi", &sizes, &strides, &dtype, &index)) {
       throw Error();
     }
-    if (!THPDtype_Check(dtype)) {
-      PyErr_SetString(PyExc_TypeError, "the third argument is no dtype");
-      throw Error();
-    }
     for (uint64_t n : as_words(sizes)) {
       size.push_back(static_cast<int64_t>(n));
     }
     for (uint64_t n : as_words(strides)) {
       stride.push_back(static_cast<int64_t>(n));
     }
-    scalar_type = reinterpret_cast<THPDtype*>(dtype)->scalar_type;
+    scalar_type = dtype_of(dtype);
     device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
   }
 
@@ -955,6 +960,7 @@ struct Replay {
     uint64_t address = 0;
     std::vector<int64_t> sizes;
     std::vector<int64_t> strides;
+    at::ScalarType dtype = at::kFloat;
   };
 
   // An output of a graph of the path: its place in what its node keeps.
@@ -1090,7 +1096,8 @@ struct Replay {
              Ref(),
              as_word(field(cached, 0)),
              {sizes.begin(), sizes.end()},
-             {strides.begin(), strides.end()}});
+             {strides.begin(), strides.end()},
+             dtype_of(field(cached, 3))});
       }
     });
   }
@@ -1157,7 +1164,9 @@ struct Replay {
         return nullptr;
       }
     }
-    return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+    // Others may replace it while it runs, and have been its only owner.
+    Ref general = Ref::share(self.general.get());
+    return PyObject_Vectorcall(general.get(), args, nargs, kwnames);
   }
 
   // Whether it was recorded for these static inputs, by which recordings of one
@@ -1256,9 +1265,11 @@ struct Replay {
         }
       }
       PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
-      if (output.kind == Output::CACHED) {
-        // What it lets go of may be the program's, and runs what it runs.
-        renew(value);
+    }
+    // What they let go of may be the program's, and runs what it runs.
+    for (size_t i = 0; i < outputs.size(); ++i) {
+      if (outputs[i].kind == Output::CACHED) {
+        renew(PyList_GET_ITEM(result.get(), i));
       }
     }
     if (PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr) != 0) {
@@ -1309,10 +1320,13 @@ struct Replay {
       if (last != last_seen.get()) {
         Ref outputs_of_last =
             checked(PyObject_CallOneArg(live_outputs.get(), last));
-        live_of_last = path_outputs(outputs_of_last.get());
+        live_of_last = std::make_shared<std::vector<PathOutput>>(
+            path_outputs(outputs_of_last.get()));
         last_seen = Ref::share(last);
       }
-      check_dead(live_of_last);
+      // What is asked may run what calls this again, after another graph.
+      auto live = live_of_last;
+      check_dead(*live);
     }
     if (attribute(node.get(), names.is_steady).get() != Py_True ||
         attribute(function.get(), names.is_outdated).get() != Py_False) {
@@ -1322,6 +1336,10 @@ struct Replay {
 
   // As caches_are_whole in replay.py.
   void check_whole(PyObject* cached) const {
+    constexpr c10::DispatchKeySet MARKS(
+        {c10::DispatchKey::Conjugate,
+         c10::DispatchKey::Negative,
+         c10::DispatchKey::Named});
     for (const Output& output : outputs) {
       if (output.kind != Output::CACHED) {
         continue;
@@ -1331,7 +1349,10 @@ struct Replay {
         throw Error();
       }
       const at::TensorBase& tensor = unpack(value);
-      if (reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
+      if (!Py_IS_TYPE(value, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
+          tensor.scalar_type() != output.dtype ||
+          tensor.key_set().has_any(MARKS) ||
+          reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
               output.address ||
           tensor.sizes() != c10::IntArrayRef(output.sizes) ||
           tensor.strides() != c10::IntArrayRef(output.strides)) {
@@ -1448,7 +1469,7 @@ struct Replay {
       f(*ref);
     }
     f(last_seen);
-    for (auto* of_path : {&dead_before, &dead_after, &live_of_last}) {
+    for (auto* of_path : {&dead_before, &dead_after, live_of_last.get()}) {
       for (PathOutput& output : *of_path) {
         f(output.weakrefs);
         f(output.cached);
@@ -1489,7 +1510,8 @@ struct Replay {
   Ref live_outputs;
   // The graph that was last when this was last called, and what it left alive.
   Ref last_seen;
-  std::vector<PathOutput> live_of_last;
+  std::shared_ptr<std::vector<PathOutput>> live_of_last =
+      std::make_shared<std::vector<PathOutput>>();
   std::vector<PathOutput> dead_before;
   std::vector<PathOutput> dead_after;
   std::vector<Py_ssize_t> dropped;
@@ -2086,22 +2108,18 @@ PyModuleDef module_definition = {
 
 // Whether a tensor lies in its Python object as it does here.
 bool layout_matches() {
-  Ref torch = Ref(PyImport_ImportModule("torch"));
-  // On the CPU, whatever the default device is.
-  Ref tensor = Ref(
-      torch ? PyObject_CallMethod(torch.get(), "FloatTensor", "i", 3)
-            : nullptr);
-  Ref address = Ref(
-      tensor ? PyObject_CallMethod(tensor.get(), "data_ptr", nullptr)
-             : nullptr);
-  if (!address) {
+  // Not by Python: it may be imported in a mode, which makes other tensors.
+  at::TensorBase made = at::detail::empty_cpu({3}, at::kFloat);
+  const auto address = reinterpret_cast<uint64_t>(made.mutable_data_ptr());
+  Ref tensor(THPVariable_Wrap(std::move(made)));
+  if (!tensor) {
     return false;
   }
   if (!PyObject_TypeCheck(
           tensor.get(), reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
       Py_TYPE(tensor.get())->tp_basicsize <
           static_cast<Py_ssize_t>(sizeof(THPVariable)) ||
-      address_of(tensor.get()) != as_word(address.get())) {
+      address_of(tensor.get()) != address) {
     PyErr_SetString(PyExc_ImportError, "compiled for another torch");
     return false;
   }
