@@ -60,7 +60,7 @@ from torch.testing._internal.fake_cuda import fake_cuda
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 class Saves(torch.autograd.Function):
