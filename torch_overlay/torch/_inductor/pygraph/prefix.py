@@ -23,7 +23,6 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.code_context import code_context
-from torch._dynamo.exc import RestartAnalysis, Unsupported
 from torch._dynamo.utils import (
     numpy_attr_wrapper,
     numpy_method_wrapper,
@@ -55,7 +54,8 @@ IS_COMPILED = "pygraph_prefix"
 # They find locals by name, change what they are called on without a trace, or return a tuple
 # for an iterator.
 OPAQUE_NAMES = frozenset(
-    "locals vars dir eval exec _getframe currentframe move_to_end reversed".split()
+    ("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe")
+    + ("move_to_end", "reversed")
 )
 
 # Values that were not there before the frame, and are made again as they were.
@@ -93,15 +93,13 @@ def may_be_compiled(tx: InstructionTranslatorBase) -> bool:
     return reason is None
 
 
-def is_left_out(code: types.CodeType, failure: Exception) -> bool:
+def is_left_out(code: types.CodeType) -> bool:
     """
     Whether a frame that could not be compiled is skipped. Upstream skips it before it tries
     to compile what comes before the loop, and so does not fail.
     """
-    return (
-        code_context.has_context(code)
-        and code_context.get_context(code).get(IS_COMPILED, False)
-        and not isinstance(failure, (RestartAnalysis, Unsupported))
+    return code_context.has_context(code) and code_context.get_context(code).get(
+        IS_COMPILED, False
     )
 
 

@@ -1147,7 +1147,8 @@ def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     them in the tree. The memory pool goes with the last recording, once the caching
     allocator's cache is emptied.
 
-    Returns False, and does nothing, while an output of a recording is alive.
+    Returns False, and drops none, while one has an output that is alive, or lies on a path
+    that has.
     """
     found = recordings(manager, function_id)
     last = manager.current_node

@@ -686,7 +686,7 @@ class Selection:
             try:
                 step = next(self.steps, None)
             except BaseException:
-                # It is for the program, which may go on, as after an interrupt.
+                # The program may catch it and go on, as after an interrupt.
                 self.steps = self._resumed()
                 raise
         outputs = (step or self._chosen())(inputs)
@@ -722,6 +722,7 @@ class Selection:
         yield from self._stay()
 
     def _resumed(self) -> Iterator[ModelType]:
+        """The steps that are left after one of them raised."""
         self.function.is_even = False
         if self.is_forced:
             return self._steps()
@@ -757,7 +758,7 @@ class Selection:
         yield from self._finish()
 
     def _finish(self) -> Iterator[ModelType]:
-        """Once it is decided."""
+        """From the decision on: drops what lost, and deploys what stays."""
         # Before a call, which takes its own memory. What the last one returned may only die
         # when the program gets others, if at all.
         for _ in range(RETIRE_CALLS):
@@ -904,10 +905,15 @@ class Selection:
     def _decide(self, choice: str, reason: str) -> None:
         decide(self.function, choice, reason)
         if choice != NO_GRAPH:
-            # Trees have the function, and are not to keep the graph that they replay for it,
-            # which keeps this one: graphs go with the code that calls them.
-            reselect = weakref.WeakMethod(self._reselect)
-            self.function.reselect = lambda: (call := reselect()) and call()
+            # Weakly: trees keep the function, this keeps the replay, and the replay keeps
+            # trees, so that graphs would outlive the code that calls them.
+            method = weakref.WeakMethod(self._reselect)
+
+            def reselect() -> None:
+                if (bound := method()) is not None:
+                    bound()
+
+            self.function.reselect = reselect
 
     def _keep(self) -> None:
         if self.entry is not None:

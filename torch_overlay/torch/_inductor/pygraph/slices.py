@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
 from torch._dynamo.code_context import code_context
-from torch._dynamo.exc import RestartAnalysis, Unsupported
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
@@ -76,12 +76,12 @@ class SliceOfTensors(SliceVariable):
 
 
 def original(code: types.CodeType) -> types.CodeType:
-    """Of which ``code`` is a part that follows a graph break, if it is one."""
+    """The function's code where ``code`` is what follows a graph break in it, else itself."""
     part = ContinueExecutionCache.generated_code_metadata.get(code)
     return code if part is None else part.code
 
 
-def is_left_out(code: types.CodeType, failure: Exception) -> bool:
+def is_left_out(code: types.CodeType) -> bool:
     """
     Whether a frame that could not be compiled is skipped, since upstream runs eagerly what
     follows a slice, and does not fail.
@@ -91,7 +91,6 @@ def is_left_out(code: types.CodeType, failure: Exception) -> bool:
         whole is not code
         and code_context.has_context(whole)
         and code_context.get_context(whole).get(IS_READ_LATER, False)
-        and not isinstance(failure, (RestartAnalysis, Unsupported))
     )
 
 

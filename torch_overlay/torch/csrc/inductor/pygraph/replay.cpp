@@ -403,7 +403,7 @@ PyTypeObject AllocatorType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 at::ScalarType dtype_of(PyObject* dtype) {
   if (!THPDtype_Check(dtype)) {
-    PyErr_SetString(PyExc_TypeError, "no dtype");
+    PyErr_SetString(PyExc_TypeError, "expected a dtype");
     throw Error();
   }
   return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
@@ -1336,6 +1336,7 @@ struct Replay {
 
   // As caches_are_whole in replay.py.
   void check_whole(PyObject* cached) const {
+    auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
     constexpr c10::DispatchKeySet MARKS(
         {c10::DispatchKey::Conjugate,
          c10::DispatchKey::Negative,
@@ -1349,7 +1350,7 @@ struct Replay {
         throw Error();
       }
       const at::TensorBase& tensor = unpack(value);
-      if (!Py_IS_TYPE(value, reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
+      if (!Py_IS_TYPE(value, type) ||
           tensor.scalar_type() != output.dtype ||
           tensor.key_set().has_any(MARKS) ||
           reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
