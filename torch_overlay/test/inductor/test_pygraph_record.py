@@ -2029,6 +2029,139 @@ class RecordTest(TestCase):
             (out,) = fn(x, weight)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(weight))
 
+    def conjugating(self, body: str) -> Any:
+        "A function whose operator_mul is aten.mul: what it launches depends on its inputs."
+
+        def mul_of_conjugate(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+            torch.mul(x.conj(), y, out=out)
+
+        def operator_mul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = self.device.empty_strided((8,), (1,), torch.complex64)
+            kernel = mul_of_conjugate if x.is_conj() else mul
+            self.device.launch(kernel, out, x, y)
+            return out
+
+        fn = RecordTest.generated(self, body)
+        fn.__globals__["operator_mul"] = operator_mul
+        return fn
+
+    def check_complex(
+        self, body: str, force: str, mode: str, conjugated_from: int
+    ) -> None:
+        def value(t: torch.Tensor) -> torch.Tensor:
+            on_cpu = on_host(t).clone()
+            return on_cpu.conj().resolve_conj() if t.is_conj() else on_cpu
+
+        fn = None
+        for i in range(8):
+            x, y = (
+                self.device.tensor(torch.randn(8, dtype=torch.complex64))
+                for _ in range(2)
+            )
+            if i >= conjugated_from:
+                x = torch.ops.aten._conj(x)
+            fn = fn or self.deploy(
+                body,
+                [x, y],
+                force=force,
+                mode=mode,
+                names=["tangents_1", "tangents_2"],
+            )
+            expected = value(x) * value(y)
+            (out,) = fn(x, y)
+            if "_conj" in body:
+                expected = expected.conj()
+            self.assertEqual(value(out), expected)
+            del out
+
+    def test_conjugate_is_returned(self):
+        body = "x, y = args; args.clear(); a = operator_mul(x, y); return (torch.ops.aten._conj(a),)"
+        for force in ("node_update", "copy"):
+            for mode in ("inference", "backward"):
+                with (
+                    self.subTest(force=force, mode=mode),
+                    mock.patch.object(self, "generated", self.conjugating),
+                ):
+                    reset_report()
+                    self.check_complex(body, force, mode, conjugated_from=8)
+                    (entry,) = report()
+                    self.assertEqual(
+                        entry.reason, "it returns a conjugate that is not computed"
+                    )
+
+    def test_tangent_becomes_a_conjugate(self):
+        "No guard asks for it."
+        body = "x, y = args; args.clear(); a = operator_mul(x, y); return (a,)"
+        for force in ("node_update", "copy"):
+            with (
+                self.subTest(force=force),
+                mock.patch.object(self, "generated", self.conjugating),
+            ):
+                self.check_complex(body, force, "backward", conjugated_from=5)
+
+    def test_weight_that_is_saved(self):
+        "Is the call's: others may have its memory by now, and autograd asks for its version."
+        body = "x, w = args; args.clear(); a = new(); launch(mul, a, x, w); return (a, w)"
+        for force in ("node_update", "copy"):
+            with self.subTest(force=force):
+                weights = [
+                    torch.nn.Parameter(self.randn(), requires_grad=False)
+                    for _ in range(2)
+                ]
+                fn = None
+                for i in range(6):
+                    if i == 4:
+                        first, second = weights
+                        first.data, second.data = second.data, first.data
+                    for weight in weights:
+                        x = self.randn()
+                        fn = fn or self.deploy(
+                            body, [x, weight], force=force, mode="forward", static=[1]
+                        )
+                        out, saved = fn(x, weight)
+                        self.assertEqual(on_host(out), on_host(x) * on_host(weight))
+                        self.assertIs(saved, weight)
+                        del out
+                ref = weakref.ref(weights.pop())
+                del weight, saved, first, second
+                self.assertIsNone(ref())
+
+    def test_output_without_elements(self):
+        body = "x, y = args; args.clear(); a = new(); launch(add, a, x, y); e = empty_strided_cuda((0, 4), (4, 1), torch.float32); return (a, e)"
+        for force in ("node_update", "copy"):
+            with self.subTest(force=force):
+                fn = None
+                kept = []
+                for _ in range(6):
+                    inputs = [self.randn(), self.randn()]
+                    fn = fn or self.deploy(body, inputs, force=force, returned=[0, 1])
+                    _, e = fn(*inputs)
+                    self.assertEqual(
+                        (e.size(), e.stride(), e.dtype), ((0, 4), (4, 1), torch.float32)
+                    )
+                    self.assertFalse(e.requires_grad)
+                    # What the program does to one is not seen of another.
+                    kept.append(e.unsqueeze_(0).requires_grad_())
+
+    def test_result_that_is_saved(self):
+        "One tensor, so that a write to it is seen by the backward."
+        for result in ("empty()", "new()"):
+            for force in ("node_update", "copy"):
+                with self.subTest(result=result, force=force):
+                    fn = None
+                    for _ in range(5):
+                        x, y = self.randn(), self.randn()
+                        fn = fn or self.deploy(
+                            f"x, y = args; args.clear(); a = {result}; launch(mul, a, x, y); return (a, a, x)",
+                            [x, y],
+                            force=force,
+                            mode="forward",
+                        )
+                        out, saved, _ = fn(x, y)
+                        self.assertEqual(on_host(out), on_host(x) * on_host(y))
+                        self.assertIs(out, saved)
+                        del out, saved
+
     def test_misaligned_input(self):
         memory = self.randn(64)
         fn = None

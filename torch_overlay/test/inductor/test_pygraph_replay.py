@@ -106,6 +106,8 @@ class Node(record.BoundGraphNode):
         self.expected_dead_indices_before_graph = []
         self.expected_dead_indices_after_graph = []
         self.returned_from_pool = []
+        self.returned_inputs = {4: 0}
+        self.empty_outputs = {}
         self.values = CapturedValues(is_bound=True)
         self.bound_input_idxs = [1]
         self.alignment = 16
@@ -197,7 +199,7 @@ class ReplayTest(TestCase):
             return False
         self.assertEqual(inputs, [])
         self.assertEqual(outputs, [x + self.weight, 5, x, None, self.weight])
-        self.assertIs(outputs[4], self.weight)
+        self.assertIs(outputs[4], self.weight if weight is None else weight)
         self.assertIs(outputs[0], self.node.output)
         self.assertIs(outputs[2], self.node.saved)
         self.assertIs(self.manager.current_node, self.node)
@@ -278,6 +280,30 @@ class ReplayTest(TestCase):
         self.node.unaliased_in_all_paths[2] = False
         self.node.cache()
         self.assertFalse(self.call())
+
+    def test_static_input_that_is_another_object(self):
+        "It is returned itself, not what had its memory when it was recorded."
+        for _ in range(2):
+            self.assertTrue(self.call(weight=self.weight.detach()))
+
+    def test_output_without_elements(self):
+        self.node.outputs_metadata[3] = {"size": (0,)}
+        self.node.static_output_tensors[3] = torch.empty(0)
+        self.node.empty_outputs = {3: lambda: torch.empty(0, 3)}
+        replay = self.steady(CompilationMode.INFERENCE)
+        made = []
+        for _ in range(2):
+            self.node.output, x = torch.empty(8), torch.randn(8)
+            self.node.inputs = [*self.seen, x]
+            self.seen += [x, self.node.output]
+            made.append(replay([self.weight, x, 5])[3])
+            self.assertEqual(made[-1].shape, (0, 3))
+        self.assertIsNot(made[0], made[1])
+
+    def test_conjugate(self):
+        for x in (torch.randn(8, dtype=torch.complex64), torch.randn(16)[::2]):
+            lazy = x.conj() if x.is_complex() else torch._neg_view(x)
+            self.assertFalse(self.call(lazy))
 
     def test_static_input_moved(self):
         self.assertFalse(self.call(weight=self.weight.clone()))
@@ -414,7 +440,7 @@ class ReplayTest(TestCase):
         aliases = self.node.output_storage_alias
         for changes in (
             {"non_static_input_idx": [2]},
-            {"returned_from_pool": [[2]]},
+            {"returned_from_pool": [[(2, 2)]]},
             {"rerecord_if_static_inputs_change": False},
             {"static_output_tensors": [None] * 5},
             {"output_storage_alias": [AliasesBoundMemory(1, 4, False), *aliases[1:]]},
@@ -673,6 +699,7 @@ class CompiledReplayTest(ReplayTest):
         node.preserved_aliased_inputs = [False] * 3
         node.expected_dead_indices_after_graph = [(0, 0)]
         node.weight, node.static_output_tensors = None, [None] * 5
+        node.returned_inputs = {}
         node.outputs_metadata[4] = None
         node.restore_managed = lambda inputs: inputs.__setitem__(0, "restored")
         node.launch = lambda: setattr(node, "launches", node.launches + 1)
@@ -1121,7 +1148,7 @@ class DirectTest(TestCase):
         node.bound_input_idxs = [0, 2]
         node.output_storage_alias = [AliasesBoundMemory(k, 0, True) for k in (2, 3)]
         node.outputs_metadata, node.unaliased_in_all_paths = [{}, {}], [False] * 2
-        node.static_output_tensors = [None, None]
+        node.static_output_tensors, node.returned_inputs = [None, None], {}
         results = []
 
         def allocate() -> torch.Tensor:

@@ -80,6 +80,7 @@ from torch._inductor.pygraph.replay import (
     caches_are_whole,
     has_own_memory,
     InputHeld,
+    is_lazy,
     is_steady,
     renew,
 )
@@ -94,7 +95,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Sequence
     from typing import NoReturn
 
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_trees import (
+        CUDAGraphTreeManager,
+        StorageWeakRefWrapper,
+    )
     from torch._inductor.cudagraph_utils import (
         FunctionID,
         ModelType,
@@ -426,8 +430,13 @@ class CopyGraphNode(CUDAGraphNode):
     Copies its inputs into the pool, as trees do, and what it returns out of it.
     """
 
-    # Outputs in the pool that are copied out of it. Those in one list share a storage.
-    returned_from_pool: list[list[int]]
+    # Outputs in the pool that are copied out of it, each with the first that is the same
+    # tensor. Those in one list share a storage.
+    returned_from_pool: list[list[tuple[int, int]]]
+    # The static input that an output is, by output.
+    returned_inputs: dict[int, int]
+    # Makes those without memory, by output.
+    empty_outputs: dict[int, Callable[[], torch.Tensor]]
     # (input, metadata) of those that earlier graphs of the path left in the pool
     managed_metadata: list[tuple[int, dict[str, Any]]]
     # The other inputs, while it is recorded.
@@ -500,6 +509,11 @@ class CopyGraphNode(CUDAGraphNode):
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         if self.thread_of_values not in (None, threading.get_ident()):
             raise InputHeld
+        if any(
+            isinstance(t := inputs[i], torch.Tensor) and is_lazy(t)
+            for i in (*self.non_static_input_idx, *self.bound_input_idxs)
+        ):
+            raise InputHeld
         try:
             return super().check_invariants(inputs)
         except RuntimeError:
@@ -534,6 +548,9 @@ class CopyGraphNode(CUDAGraphNode):
             if host is not None and not host.equals(HostGenerators()):
                 host.restore()
                 self._give_up("it draws random numbers on the host")
+            if any(isinstance(t, torch.Tensor) and is_lazy(t) for t in outputs):
+                # What later calls return is made of addresses, sizes and strides.
+                self._give_up("it returns a conjugate that is not computed")
             if self.values.delivers and not self.binds_values:
                 self.thread_of_values = threading.get_ident()
             return outputs
@@ -561,6 +578,34 @@ class CopyGraphNode(CUDAGraphNode):
         self.wrapped_function.pygraph.is_capturable = False
         self.restore_managed(self.call_inputs)
         self._abandon(reason, self.call_inputs)
+
+    def _add_first_outputs(
+        self,
+        outputs: OutputType,
+        static_input_persistent_storage_ptrs: dict[int, StorageWeakRefWrapper],
+    ) -> None:
+        """
+        Trees return the recorded object where an output lies in a static input, or nowhere.
+        What each call returns has to be its own: of a parameter that is saved, autograd
+        watches the version counter, and to a tensor without elements it gives a history.
+        """
+        super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
+        self.returned_inputs, self.empty_outputs = {}, {}
+        for i, t in enumerate(self.static_output_tensors):
+            if t is None:
+                continue
+            same = [
+                j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t
+            ]
+            if same:
+                self.returned_inputs[i] = same[0]
+            elif t.numel() == 0:
+                like = Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+                self.empty_outputs[i] = like.allocator(self.device)
+            else:
+                continue
+            # In its place, so that the recording does not keep it alive.
+            self.static_output_tensors[i] = torch.empty(0, device="cpu")
 
     def run_graph(self) -> None:
         if not self.binds_values:
@@ -617,14 +662,21 @@ class CopyGraphNode(CUDAGraphNode):
                 sharing.setdefault(metadata["data_ptr"], []).append(i)
         owned = self.wrapped_function.pygraph.owned_output_idxs
         self.returned_from_pool = [
-            idxs for idxs in sharing.values() if not owned.isdisjoint(idxs)
+            [(i, next(j for j in idxs if outputs[j] is outputs[i])) for i in idxs]
+            for idxs in sharing.values()
+            if not owned.isdisjoint(idxs)
         ]
         counters["pygraph"]["copied_outputs"] += len(self.returned_from_pool)
         return self._copied_from_pool(outputs)
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
         self._note_copied_bytes()
-        return self._copied_from_pool(super().run(new_inputs))
+        own = {i: new_inputs[j] for i, j in self.returned_inputs.items()}
+        own |= {i: make() for i, make in self.empty_outputs.items()}
+        outputs = super().run(new_inputs)
+        for i, t in own.items():
+            outputs[i] = t
+        return self._copied_from_pool(outputs)
 
     def _note_copied_bytes(self) -> None:
         if self.copied_bytes:
@@ -635,11 +687,17 @@ class CopyGraphNode(CUDAGraphNode):
             return outputs
         outputs = list(outputs)
         for idxs in self.returned_from_pool:
-            storage = outputs[idxs[0]].untyped_storage().clone()  # type: ignore[union-attr]
-            for i in idxs:
-                outputs[i] = self._reconstruct_from_tensor_metadata(
-                    self.outputs_metadata[i],  # type: ignore[arg-type]
-                    storage,
+            i, _ = idxs[0]
+            storage = outputs[i].untyped_storage().clone()  # type: ignore[union-attr]
+            for i, first in idxs:
+                # One version counter, if one is written that is saved for a backward as well.
+                outputs[i] = (
+                    outputs[first]
+                    if first < i
+                    else self._reconstruct_from_tensor_metadata(
+                        self.outputs_metadata[i],  # type: ignore[arg-type]
+                        storage,
+                    )
                 )
         return outputs
 

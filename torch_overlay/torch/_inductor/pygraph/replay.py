@@ -11,7 +11,8 @@ is left is what can change from call to call, and any change goes to trees:
   another shape or other memory
 - the function is to be recorded anew, since its gradients were held
 - a static input moved
-- a bound input is less aligned than the recording
+- a bound input is less aligned than the recording, or a conjugate that is not computed, as
+  a tangent may be in one call and not in the next: no guard asks for that
 
 Not asked again: whether a mutated input is bound and whether the function was warmed up,
 which a recording implies; liveness and managed inputs, which a root does not have.
@@ -62,8 +63,8 @@ class InputHeld(Exception):
     """
     An input in the pool, which the graph overwrites as it did when it was recorded, is
     still held: ``retain_graph=True`` in this step and not in that one. Or the graph reads
-    CPU values that another thread packs. The call has to run uncaptured; its inputs are as
-    they were.
+    CPU values that another thread packs, or an input is not what lies at its address. The
+    call has to run uncaptured; its inputs are as they were.
     """
 
 
@@ -181,6 +182,11 @@ def renew(t: torch.Tensor) -> None:
         t.__dict__.clear()
 
 
+def is_lazy(t: torch.Tensor) -> bool:
+    "Whether it is not what lies at its address, but the conjugate or the negative of that."
+    return t.is_conj() or t.is_neg()
+
+
 def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
     "Whether the program did not give other memory to a tensor that a node caches."
     return t.untyped_storage().data_ptr() == metadata["data_ptr"]
@@ -200,20 +206,25 @@ def caches_are_whole(node: CUDAGraphNode) -> bool:
             and t.stride() == metadata["stride"]  # type: ignore[index]
             and t.dtype == metadata["dtype"]  # type: ignore[index]
             and type(t) is torch.Tensor
-            and not (t.is_neg() or t.is_conj() or t.has_names())
+            and not (is_lazy(t) or t.has_names())
         )
         for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
     )
 
 
 def constant_outputs(node: BoundGraphNode) -> list[tuple[int, Any]]:
-    "(place, value) of the outputs that are the same in each call: integers, static inputs."
+    "(place, value) of the outputs that are the same in each call: numbers, views of weights."
     return [
         (i, metadata if isinstance(metadata, int) else static)
         for i, (metadata, static) in enumerate(
             zip(node.outputs_metadata, node.static_output_tensors)
         )
-        if isinstance(metadata, int) or static is not None
+        if isinstance(metadata, int)
+        or (
+            static is not None
+            and i not in node.returned_inputs
+            and i not in node.empty_outputs
+        )
     ]
 
 
@@ -252,6 +263,8 @@ def steady_replay(
         if isinstance(alias, AliasesBoundMemory)
     ]
     constants = constant_outputs(node)
+    returned_inputs = [*node.returned_inputs.items()]
+    empty_outputs = [*node.empty_outputs.items()]
     pending = PENDING_BACKWARDS[mode]
     values = node.values
     delivers_values = values.num_words > 0
@@ -278,6 +291,8 @@ def steady_replay(
         pointers = [t.data_ptr() for t in tensors]
         if functools.reduce(operator.or_, pointers, 0) % alignment:
             return general(inputs)
+        if any(map(is_lazy, tensors)):
+            return general(inputs)
         for allocate in allocators:
             tensors.append(t := allocate())
             pointers.append(t.data_ptr())
@@ -299,6 +314,10 @@ def steady_replay(
             outputs[i] = tensors[k]
         for i, constant in constants:
             outputs[i] = constant
+        for i, k in returned_inputs:
+            outputs[i] = inputs[k]  # type: ignore[call-overload]
+        for i, allocate in empty_outputs:
+            outputs[i] = allocate()
         inputs.clear()
         return outputs
 
@@ -340,19 +359,23 @@ def compiled_replay(
     static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
     constants = dict(constant_outputs(node))
 
-    def described(i: int, alias: Any, metadata: Any) -> tuple[Any, Any, Any]:
-        "Of an output: (bound, None, None), (None, (constant,), None) or (None, None, cached)."
+    def described(i: int, alias: Any, metadata: Any) -> tuple[str, Any]:
+        "An output's kind, one of replay.cpp's, and which one it is."
         if i in constants:
-            return None, (constants[i],), None
+            return "constant", constants[i]
+        if i in node.returned_inputs:
+            return "input", node.returned_inputs[i]
+        if i in node.empty_outputs:
+            return "empty", node.empty_outputs[i]
         if isinstance(alias, AliasesBoundMemory):
-            return alias.index, None, None
+            return "bound", alias.index
         if metadata is None:
-            return None, (None,), None
+            return "constant", None
         offset = metadata["storage_offset"] * metadata["dtype"].itemsize
         # A tensor without elements says that it lies nowhere.
         address = 0 if 0 in metadata["size"] else metadata["data_ptr"] + offset
         recorded = metadata["size"], metadata["stride"], metadata["dtype"]
-        return None, None, (address, *recorded)
+        return "cached", (address, *recorded)
 
     # What torch.cuda.CUDAGraph's methods forward to.
     graph_type = torch._C._CUDAGraph

@@ -950,12 +950,13 @@ PyTypeObject ReplayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // See replay.py, which makes it, for the arguments and for what is checked.
 struct Replay {
-  // What an output is: a tensor that is bound, one that the node caches, or
-  // a constant.
+  // What an output is: a tensor that is bound, one that the node caches, a
+  // constant, a static input, or a new tensor without elements.
   struct Output {
-    enum Kind { BOUND, CACHED, CONSTANT } kind;
+    enum Kind { BOUND, CACHED, CONSTANT, INPUT, EMPTY } kind;
     size_t index;
-    Ref constant;
+    // The constant, or what makes the tensor.
+    Ref value;
     // Of one that is cached: what it was recorded with.
     uint64_t address = 0;
     std::vector<int64_t> sizes;
@@ -1074,32 +1075,45 @@ struct Replay {
     for_each(allocator_list, [&](PyObject* allocate) {
       allocators.push_back(Ref::share(allocate));
     });
-    for_each(output_list, [&](PyObject* output) {
-      PyObject* k = field(output, 0);
-      PyObject* constant = field(output, 1);
-      if (k != Py_None) {
-        outputs.push_back({Output::BOUND, as_word(k), Ref()});
-        if (outputs.back().index >= bound.size() + allocators.size()) {
-          PyErr_SetString(PyExc_IndexError, "an output that is not bound");
-          throw Error();
-        }
-      } else if (constant != Py_None) {
-        outputs.push_back(
-            {Output::CONSTANT, 0, Ref::share(field(constant, 0))});
-      } else {
-        PyObject* cached = field(output, 2);
-        auto sizes = as_words(field(cached, 1));
-        auto strides = as_words(field(cached, 2));
-        outputs.push_back(
-            {Output::CACHED,
-             outputs.size(),
-             Ref(),
-             as_word(field(cached, 0)),
-             {sizes.begin(), sizes.end()},
-             {strides.begin(), strides.end()},
-             dtype_of(field(cached, 3))});
+    for_each(output_list, [&](PyObject* output) { add_output(output); });
+  }
+
+  void add_output(PyObject* output) {
+    PyObject* kind = field(output, 0);
+    PyObject* value = field(output, 1);
+    auto is = [&](const char* name) {
+      return PyUnicode_Check(kind) &&
+          PyUnicode_CompareWithASCIIString(kind, name) == 0;
+    };
+    if (is("bound") || is("input")) {
+      outputs.push_back(
+          {is("bound") ? Output::BOUND : Output::INPUT, as_word(value), Ref()});
+      const Output& added = outputs.back();
+      if (added.index >=
+          (added.kind == Output::BOUND ? bound.size() + allocators.size()
+                                       : num_inputs)) {
+        PyErr_SetString(PyExc_IndexError, "an output that is not known");
+        throw Error();
       }
-    });
+    } else if (is("constant")) {
+      outputs.push_back({Output::CONSTANT, 0, Ref::share(value)});
+    } else if (is("empty")) {
+      outputs.push_back({Output::EMPTY, 0, Ref::share(value)});
+    } else if (is("cached")) {
+      auto sizes = as_words(field(value, 1));
+      auto strides = as_words(field(value, 2));
+      outputs.push_back(
+          {Output::CACHED,
+           outputs.size(),
+           Ref(),
+           as_word(field(value, 0)),
+           {sizes.begin(), sizes.end()},
+           {strides.begin(), strides.end()},
+           dtype_of(field(value, 3))});
+    } else {
+      PyErr_SetString(PyExc_ValueError, "expected a kind of output");
+      throw Error();
+    }
   }
 
   static std::vector<PathOutput> path_outputs(PyObject* descriptions) {
@@ -1199,7 +1213,7 @@ struct Replay {
       tensors.push_back(Ref::share(PyList_GET_ITEM(inputs, i)));
       pointers.push_back(address_of(tensors.back().get()));
       combined |= pointers.back();
-      if (is_in_pool(pointers.back())) {
+      if (is_in_pool(pointers.back()) || is_lazy(tensors.back().get())) {
         throw Unusual();
       }
     }
@@ -1255,14 +1269,21 @@ struct Replay {
     Ref result = checked(PyList_New(outputs.size()));
     for (size_t i = 0; i < outputs.size(); ++i) {
       const Output& output = outputs[i];
-      PyObject* value = output.constant.get();
+      if (output.kind == Output::EMPTY) {
+        Ref made = checked(PyObject_CallNoArgs(output.value.get()));
+        PyList_SET_ITEM(result.get(), i, made.release());
+        continue;
+      }
+      PyObject* value = output.value.get();
       if (output.kind == Output::BOUND) {
         value = tensors[output.index].get();
       } else if (output.kind == Output::CACHED) {
         value = PyList_GetItem(cached.get(), output.index);
-        if (value == nullptr) {
-          throw Error();
-        }
+      } else if (output.kind == Output::INPUT) {
+        value = PyList_GetItem(inputs, output.index);
+      }
+      if (value == nullptr) {
+        throw Error();
       }
       PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
     }
@@ -1337,10 +1358,6 @@ struct Replay {
   // As caches_are_whole in replay.py.
   void check_whole(PyObject* cached) const {
     auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-    constexpr c10::DispatchKeySet MARKS(
-        {c10::DispatchKey::Conjugate,
-         c10::DispatchKey::Negative,
-         c10::DispatchKey::Named});
     for (const Output& output : outputs) {
       if (output.kind != Output::CACHED) {
         continue;
@@ -1352,7 +1369,7 @@ struct Replay {
       const at::TensorBase& tensor = unpack(value);
       if (!Py_IS_TYPE(value, type) ||
           tensor.scalar_type() != output.dtype ||
-          tensor.key_set().has_any(MARKS) ||
+          is_lazy(value) || tensor.key_set().has(c10::DispatchKey::Named) ||
           reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
               output.address ||
           tensor.sizes() != c10::IntArrayRef(output.sizes) ||
@@ -1388,6 +1405,13 @@ struct Replay {
         throw Unusual();
       }
     }
+  }
+
+  // As is_lazy in replay.py.
+  static bool is_lazy(PyObject* tensor) {
+    constexpr c10::DispatchKeySet LAZY(
+        {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    return unpack(tensor).key_set().has_any(LAZY);
   }
 
   bool is_in_pool(uint64_t address) const {
@@ -1480,8 +1504,8 @@ struct Replay {
       f(allocate);
     }
     for (Output& output : outputs) {
-      if (output.constant) {
-        f(output.constant);
+      if (output.value) {
+        f(output.value);
       }
     }
   }
