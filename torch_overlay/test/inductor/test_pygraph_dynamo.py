@@ -11,6 +11,7 @@ import contextlib
 import dis
 import math
 import random
+import sys
 import types
 import unittest
 import weakref
@@ -517,8 +518,217 @@ def annotates(x: torch.Tensor, n: int) -> Any:
     return y, sorted(number.__annotations__)
 
 
-# What comes before the loop can not be compiled, or not without a change.
+def formats(x: torch.Tensor, n: int) -> Any:
+    text = f"{n:>5}", f"{n / 10}"
+    y = x.sin() * n
+    for row in y:
+        opaque(row)
+    return y, text
+
+
+def rounds(x: torch.Tensor, n: int) -> Any:
+    tens = round(n + 16, -1)
+    y = x.sin() * n
+    for row in y:
+        opaque(row)
+    return y, tens
+
+
+def adds_in_order(x: torch.Tensor, n: int) -> Any:
+    nothing = (n / 10 + 1e16) - 1e16
+    y = x.sin() * n
+    for row in y:
+        opaque(row)
+    return y, nothing
+
+
+# Changed between calls.
+ORDERED = collections.OrderedDict(a=1, b=2)
+TENSOR = torch.ones(3)
+
+
+def merges(x: torch.Tensor, n: int) -> Any:
+    merged = {**ORDERED}
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, list(merged)
+
+
+def as_text(x: torch.Tensor, n: int) -> Any:
+    text = str(ORDERED)
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, text
+
+
+def asks_for_base(x: torch.Tensor, n: int) -> Any:
+    has_base = TENSOR._base is not None
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, has_base
+
+
+class OneOfEach(type):
+    made: dict[type, Any] = {}
+
+    def __call__(cls) -> Any:
+        if cls not in OneOfEach.made:
+            OneOfEach.made[cls] = super().__call__()
+        return OneOfEach.made[cls]
+
+
+class Settings(metaclass=OneOfEach):
+    def __init__(self) -> None:
+        self.scale = 1
+
+
+def makes_once(x: torch.Tensor, n: int) -> Any:
+    settings = Settings()
+    y = x.sin() * settings.scale + n
+    for row in y:
+        opaque(row)
+    return y, settings is Settings()
+
+
+NAN_KEY = {float("nan"): 1}
+
+
+def guards_fail(x: torch.Tensor, n: int) -> Any:
+    length = len(NAN_KEY) + n
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, length
+
+
+def attempt(fn: Callable[[], Any]) -> Any:
+    try:
+        return fn()
+    except IndexError:
+        return None
+
+
+def raises_in_call(x: torch.Tensor, n: int) -> Any:
+    index = torch.tensor([n])
+    y = attempt(lambda: x[index] * 2)
+    z = x.sin() + 1
+    for row in z:
+        opaque(row)
+    return y, z
+
+
+def starred_tail(numbers: list[int]) -> list[int]:
+    _, *rest = numbers
+    return rest
+
+
+def starred_in_call(x: torch.Tensor, n: int) -> Any:
+    rest = starred_tail([1, n, 3])
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    rest += [4]
+    return y, rest
+
+
+def repeat(numbers: list[int], n: int) -> None:
+    numbers *= n
+
+
+def repeats_list_in_call(x: torch.Tensor, n: int) -> Any:
+    numbers = [1]
+    repeat(numbers, n)
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, numbers
+
+
+def without_last(numbers: list[int]) -> Any:
+    rest = reversed(numbers)
+    next(rest)
+    return rest
+
+
+def half_reversed_in_call(x: torch.Tensor, n: int) -> Any:
+    rest = without_last([1, 2, n])
+    y = x.sin() + 1
+    for row in y:
+        opaque(row)
+    return y, list(rest)
+
+
+def overwritten_in_loop(x: torch.Tensor, n: int) -> Any:
+    numbers = [1, n]
+    rest = iter(numbers)
+    next(rest)
+    y = x.sin() + 1
+    found = None
+    for row in y:
+        if rest is not None:
+            numbers.append(3)
+            found, rest = list(rest), None
+        opaque(row)
+    return y, found
+
+
+SCALE = torch.tensor(2.0)
+
+
+def item_in_try(x: torch.Tensor, n: int) -> Any:
+    try:
+        y = x[torch.tensor([n])] * SCALE.item()
+    except IndexError:
+        y = x * SCALE.item()
+    return y
+
+
+def item_in_loop(x: torch.Tensor, n: int) -> Any:
+    for _ in range(2):
+        x = x * SCALE.item()
+    _, *rest = [n, n + 1, 3]
+    rest.append(4)
+    return x, rest
+
+
+def slice_before_try(x: torch.Tensor, n: int) -> Any:
+    y = x.sin()[: torch.tensor(2)]
+    try:
+        z = x[torch.tensor([n])]
+    except IndexError:
+        z = x
+    return y, z
+
+
+def slice_before_starred(x: torch.Tensor, n: int) -> Any:
+    y = x.sin()[: torch.tensor(2)]
+    _, *rest = [n, n + 1, 3]
+    rest.append(4)
+    return y * 2, rest
+
+
+# What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    formats,
+    rounds,
+    adds_in_order,
+    merges,
+    as_text,
+    asks_for_base,
+    makes_once,
+    guards_fail,
+    raises_in_call,
+    starred_in_call,
+    repeats_list_in_call,
+    half_reversed_in_call,
+    overwritten_in_loop,
+    item_in_try,
+    item_in_loop,
+    slice_before_try,
+    slice_before_starred,
     raises_in_while_loop,
     raises_in_suppress,
     raises_in_generator,
@@ -572,7 +782,7 @@ class BytecodeTest(PyGraphTestCase):
         self.assertFalse(names & {"BUILD_LIST", "LIST_EXTEND", "CALL_FUNCTION_EX"})
 
     @parametrize("program", [subtest(p, name=p.__name__) for p in UNCHANGED])
-    def test_what_comes_before_a_loop_is_as_eager(self, program: Callable[..., Any]) -> None:
+    def test_what_upstream_runs_eagerly_is_as_eager(self, program: Callable[..., Any]) -> None:
         def outcome(fn: Callable[..., Any], x: torch.Tensor, n: int) -> Any:
             try:
                 return fn(x, n)
@@ -582,8 +792,12 @@ class BytecodeTest(PyGraphTestCase):
         compiled = self.compile(program)
         for n in (0, 1, 3, 2):
             x = torch.randn(3)
-            expected = outcome(program, x, n)
-            self.assertEqual(outcome(compiled, x, n), expected)
+            keys = sorted(ORDERED, reverse=n % 2 == 1)
+            tensor = torch.ones(4)[1:] if n == 3 else torch.ones(3)
+            changed = {"ORDERED": collections.OrderedDict.fromkeys(keys), "TENSOR": tensor}
+            with mock.patch.multiple(sys.modules[__name__], **changed):
+                expected = outcome(program, x, n)
+                self.assertEqual(outcome(compiled, x, n), expected)
 
     def test_sign_of_zero_before_a_loop(self) -> None:
         def f(x: torch.Tensor, n: float) -> Any:
@@ -592,9 +806,18 @@ class BytecodeTest(PyGraphTestCase):
                 opaque(row)
             return y.signbit().tolist()
 
-        compiled, x = self.compile(f), torch.ones(3)
-        for n in (0.0, -0.0):
-            self.assertEqual(compiled(x, n), f(x, n))
+        def rebound(x: torch.Tensor, n: float) -> Any:
+            y = x.abs() * n
+            n = 1
+            for row in y:
+                opaque(row)
+            return y.signbit().tolist()
+
+        x = torch.ones(3)
+        for fn in (f, rebound):
+            compiled = self.compile(fn)
+            for n in (0.0, -0.0):
+                self.assertEqual(compiled(x, n), fn(x, n))
 
     @parametrize("program", [subtest(p, name=p.__name__) for p in (before_loop, proposals)])
     def test_what_comes_before_a_loop_is_captured(self, program: Callable[..., Any]) -> None:

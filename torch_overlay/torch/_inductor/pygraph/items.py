@@ -25,6 +25,7 @@ import torch
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import CallMethodItemSource
 from torch._dynamo.symbolic_convert import TensorifyState
+from torch._inductor.pygraph.prefix import obstacles
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 
@@ -64,11 +65,13 @@ METHODS = OrderedSet(["add", "div", "mul", "sub"])
 IN_PLACE_METHODS = OrderedSet(["add_", "div_", "mul_", "sub_"])
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class Item:
     variable: SymNodeVariable
     # Of the same value; a tensor of float64 has one already.
     symbols: OrderedSet[sympy.Symbol]
+    # Whether upstream breaks the graph there, and does not skip the frame.
+    is_break: bool
 
     @property
     def symbol(self) -> sympy.Symbol:
@@ -89,7 +92,14 @@ def wrap_item(
         or may_be_written(output.graph)
     ):
         return None
+    root = output.root_tx
+    is_break = (
+        root is not None
+        and root.should_compile_partial_graph()
+        and not root.maybe_has_backedge()
+    )
     if (known := output.items.get(tensor.source.name)) is not None:
+        known.is_break &= is_break
         return known.variable
     source = CallMethodItemSource(tensor.source)
     variable = VariableBuilder(tx, source).wrap_symfloat(HINT)
@@ -99,7 +109,7 @@ def wrap_item(
     tracked = output.tracked_fakes
     symbols = OrderedSet(symbol_of(t.fake) for t in tracked if t.source == source)
     tracked[:] = [t for t in tracked if symbol_of(t.fake) not in symbols]
-    item = Item(variable, symbols)
+    item = Item(variable, symbols, is_break)
     output.items[tensor.source.name] = item
     # Of another frame's symbol of the same name.
     TensorifyState.force_specializations.discard(item.symbol.name)
@@ -167,6 +177,9 @@ def check_uses(tx: InstructionTranslatorBase) -> None:
     """Called when Dynamo's graph is complete."""
     items = tx.output.items.items()
     break_at(tx, (n for n, i in items if not is_operand(i.variable.proxy.node)))
+    skipped = [n for n, i in items if not i.is_break]
+    if skipped and tx.output.root_tx is not None and any(obstacles(tx.output.root_tx)):
+        break_at(tx, skipped)
     check_guards(tx)
 
 

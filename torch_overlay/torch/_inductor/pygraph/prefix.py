@@ -1,13 +1,16 @@
 """
-Whether what comes before a loop that breaks the graph is compiled.
+Whether what upstream runs eagerly is compiled: what comes before a loop that breaks the graph,
+what follows a slice that does (slices.py), and what breaks the graph in a loop or a try
+statement, if it does not with pygraph (items.py).
 
-Upstream skips the whole frame: it runs as in eager mode. Compiled up to its last checkpoint,
-it goes through what any graph break goes through: side effects come after the graph, which
-raises outside of the frame's try statements, and values are made again from what Dynamo knows
-of them. So it is compiled where nothing tells the difference, by what is known to be made
-again as it was, and skipped as upstream does elsewhere. What still differs: locals that
-bytecode does not read are gone for who looks at the frame from outside, and lru_cache counts
-no calls.
+Upstream skips such a frame. Compiled, it goes through what any graph does: side effects come
+after the graph, which raises outside of the frame's try statements, values are made again
+from what Dynamo knows of them, and what Dynamo gets wrong elsewhere, it gets wrong here. So it
+is compiled where nothing tells the difference: where all that was traced is of a few plain
+kinds, and its values are known to be made again as they were. It is skipped as upstream does
+elsewhere. What still differs: locals that bytecode does not read are gone for who looks at the
+frame from outside, lru_cache counts no calls, and who asks for an error where a frame is
+compiled again gets one.
 
 Frames that upstream compiles are as before.
 """
@@ -23,6 +26,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import SkipFrame
 from torch._dynamo.utils import (
     numpy_attr_wrapper,
     numpy_method_wrapper,
@@ -31,7 +35,7 @@ from torch._dynamo.utils import (
 )
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.lists import SizeVariable
-from torch._dynamo.variables.misc import CellVariable
+from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -49,13 +53,49 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # In the context of the code, once it was found to break in a loop.
-IS_COMPILED = "pygraph_prefix"
+IS_LEFT_OUT = "pygraph_prefix"
 
-# They find locals by name, change what they are called on without a trace, or return a tuple
-# for an iterator.
+# They find locals by name, tell of a tensor what no guard asks, or change a dictionary without
+# a trace.
 OPAQUE_NAMES = frozenset(
     ("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe")
-    + ("move_to_end", "reversed")
+    + ("_base", "grad_fn", "move_to_end")
+)
+
+# Not among them: those that handle exceptions, unpack to a list, merge dictionaries or
+# import.
+PLAIN_OPNAMES = frozenset(
+    """
+    BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY
+    BINARY_MODULO BINARY_MULTIPLY BINARY_OP BINARY_OR BINARY_POWER BINARY_RSHIFT
+    BINARY_SLICE BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR
+    BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SET BUILD_SLICE BUILD_STRING BUILD_TUPLE
+    CACHE CALL CALL_FUNCTION CALL_FUNCTION_EX CALL_FUNCTION_KW CALL_KW CALL_METHOD
+    COMPARE_OP CONTAINS_OP COPY COPY_FREE_VARS DELETE_FAST DICT_MERGE DUP_TOP DUP_TOP_TWO
+    END_FOR EXTENDED_ARG FORMAT_SIMPLE FORMAT_VALUE FOR_ITER GEN_START GET_ITER INPLACE_ADD
+    INPLACE_AND INPLACE_FLOOR_DIVIDE INPLACE_MODULO INPLACE_OR INPLACE_SUBTRACT
+    INPLACE_TRUE_DIVIDE IS_OP JUMP_ABSOLUTE JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT
+    JUMP_FORWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND LIST_EXTEND
+    LIST_TO_TUPLE LOAD_ATTR LOAD_CLOSURE LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_AND_CLEAR
+    LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_METHOD LOAD_SUPER_ATTR MAKE_CELL
+    MAKE_FUNCTION NOP POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE
+    POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE
+    POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE
+    POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL
+    PUSH_NULL RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE ROT_FOUR ROT_N ROT_THREE
+    ROT_TWO SET_ADD SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST
+    STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_SLICE STORE_SUBSCR SWAP TO_BOOL
+    UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_SEQUENCE YIELD_VALUE
+    """.split()
+)
+
+# Of FORMAT_VALUE's flags.
+FORMAT_WITH_SPEC = 4
+
+# Of Python's own functions and types.
+PLAIN_BUILTINS = frozenset(
+    (abs, bool, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, issubclass)
+    + (iter, len, list, max, min, range, set, slice, str.format, super, tuple, type, zip)
 )
 
 # Values that were not there before the frame, and are made again as they were.
@@ -67,11 +107,11 @@ REBUILT = frozenset(
         variables.ConstDictVariable,
         variables.ListVariable,
         variables.NNModuleVariable,
+        NullVariable,
         variables.PythonModuleVariable,
         variables.RangeVariable,
         variables.SetVariable,
         SizeVariable,
-        variables.SliceVariable,
         variables.SymNodeVariable,
         variables.TensorVariable,
         variables.TorchInGraphFunctionVariable,
@@ -82,15 +122,13 @@ REBUILT = frozenset(
 )
 
 
-def may_be_compiled(tx: InstructionTranslatorBase) -> bool:
-    """Called where a loop breaks the graph. Remembers the answer for is_left_out."""
+def leave_out(tx: InstructionTranslatorBase) -> bool:
+    """Called where a loop breaks the graph. Whether what comes before it may be compiled."""
     root = tx.output.root_tx
     if root is None:
         return False
-    if (reason := next(obstacles(root), None)) is not None:
-        log.info("%s: not compiled before its loop: %s", root.f_code.co_name, reason)
-    code_context.get_context(root.f_code)[IS_COMPILED] = reason is None
-    return reason is None
+    code_context.get_context(root.f_code)[IS_LEFT_OUT] = True
+    return True
 
 
 def is_left_out(code: types.CodeType) -> bool:
@@ -99,61 +137,92 @@ def is_left_out(code: types.CodeType) -> bool:
     to compile what comes before the loop, and so does not fail.
     """
     return code_context.has_context(code) and code_context.get_context(code).get(
-        IS_COMPILED, False
+        IS_LEFT_OUT, False
     )
 
 
+def check(tx: InstructionTranslatorBase) -> None:
+    """
+    Called where the graph is compiled up to a checkpoint, which was traced again.
+
+    Raises:
+        SkipFrame: upstream skips the frame, and compiled it may differ.
+    """
+    if is_left_out(tx.f_code):
+        skip_if_different(tx)
+
+
+def skip_if_different(root: InstructionTranslatorBase) -> None:
+    if (reason := next(obstacles(root), None)) is not None:
+        log.info("%s: not compiled: %s", root.f_code.co_name, reason)
+        raise SkipFrame(f"compiled, it may differ: {reason}")
+
+
 def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
-    """Why a frame is skipped, if it is."""
-    yield from of_code(root.f_code, traced(root))
-    context = root.output.tracing_context
-    for code in context.previously_inlined_functions:
+    """Why a frame is skipped, if it is, of what was traced by now."""
+    output = root.output
+    yield from of_code(root)
+    for opname, arg, top in output.traced:
+        if opname not in PLAIN_OPNAMES:
+            yield f"{opname} is traced"
+        if opname == "BINARY_OP" and dis._nb_ops[arg][0] == "NB_INPLACE_MULTIPLY":  # type: ignore[attr-defined]
+            # A list's is lost.
+            yield "something is multiplied in place"
+        if opname.startswith("FORMAT") and (
+            top is not variables.ConstantVariable or (arg or 0) & FORMAT_WITH_SPEC
+        ):
+            # The text of a number that varies may be the number.
+            yield "a number is formatted"
+    for fn in output.called:
+        if isinstance(fn, variables.BuiltinVariable) and fn.fn not in PLAIN_BUILTINS:
+            yield f"{fn.fn} is called"
+        if isinstance(fn, variables.UserDefinedClassVariable) and (
+            type(fn.value) is not type or hasattr(fn.value, "__del__")
+        ):
+            yield f"a {fn.value.__name__} may be made in another way, or noticed when it dies"
+    for code in output.tracing_context.previously_inlined_functions:
+        yield from of_names(code)
         # Upstream does not compile its frame either, where it is not inlined.
-        if code.co_flags & inspect.CO_GENERATOR and handles_exceptions(code):
-            yield f"the generator {code.co_name} may handle an exception"
-    yield from of_graph(root.output.graph)
-    yield from of_values(root.output.side_effects, [*root.symbolic_locals.values()])
+        if handles_exceptions(code):
+            yield f"{code.co_name} may handle an exception"
+    yield from of_graph(output.graph)
+    values = [*root.symbolic_locals.values(), *root.stack]
+    yield from of_values(output.side_effects, values)
+    for value in output.variable_tracker_cache.values():
+        yield from of_zero(value)
 
 
-def traced(root: InstructionTranslatorBase) -> Sequence[Instruction]:
-    """Those up to the last checkpoint, and the rest of a loop that it lies in."""
-    checkpoint = root.current_speculation
-    end = 0 if checkpoint is None else checkpoint.instruction_pointer
-    index = {id(inst): i for i, inst in enumerate(root.instructions)}
-    for i, inst in enumerate(root.instructions):
-        if inst.target is not None and index[id(inst.target)] <= min(i, end):
-            end = max(end, i)
-    return root.instructions[:end]
-
-
-def of_code(
-    code: types.CodeType, instructions: Sequence[Instruction]
-) -> Iterator[str]:
-    for name in OPAQUE_NAMES.intersection(code.co_names):
-        yield f"it calls {name}"
+def of_code(root: InstructionTranslatorBase) -> Iterator[str]:
+    code = root.f_code
+    yield from of_names(code)
     arguments = inspect.getargs(code)
     names = OrderedSet([*arguments.args, arguments.varargs, arguments.varkw])
-    for inst in instructions:
+    for inst in traced(root):
         handler = inst.exn_tab_entry
         # SETUP_* up to Python 3.10.
         if inst.opname in ("SETUP_FINALLY", "SETUP_WITH") or (
             handler is not None and handler.target.opname == "PUSH_EXC_INFO"
         ):
             yield "an exception may be handled"
-        if inst.opname == "UNPACK_EX":
-            # Dynamo makes a tuple of it.
-            yield "a starred target is a list"
-        if inst.opname == "DELETE_DEREF" or (
-            inst.opname == "DELETE_FAST" and inst.argval in names
-        ):
+        if inst.opname == "DELETE_FAST" and inst.argval in names:
             # It would be there again.
             yield f"{inst.argval} is deleted"
-        if inst.opname == "INPLACE_MULTIPLY" or (
-            inst.opname == "BINARY_OP"
-            and dis._nb_ops[inst.arg][0] == "NB_INPLACE_MULTIPLY"  # type: ignore[attr-defined]
-        ):
-            # A list's is lost.
-            yield "something is multiplied in place"
+
+
+def of_names(code: types.CodeType) -> Iterator[str]:
+    for name in OPAQUE_NAMES.intersection(code.co_names):
+        yield f"it reads {name}"
+
+
+def traced(root: InstructionTranslatorBase) -> Sequence[Instruction]:
+    """Those before the current one, and the rest of a loop that it lies in."""
+    pointer = root.instruction_pointer
+    end = len(root.instructions) if pointer is None else pointer - 1
+    index = {id(inst): i for i, inst in enumerate(root.instructions)}
+    for i, inst in enumerate(root.instructions):
+        if inst.target is not None and index[id(inst.target)] <= min(i, end):
+            end = max(end, i)
+    return root.instructions[:end]
 
 
 def handles_exceptions(code: types.CodeType) -> bool:
@@ -173,6 +242,20 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
             yield f"{node.name} is NumPy's"
         if node.target is torch._assert_async:
             yield "a tensor is asserted, and raises another exception"
+        if writes_an_input(node):
+            # If the graph raises then, it is not written.
+            yield f"{node.name} writes an input"
+
+
+def writes_an_input(node: torch.fx.Node) -> bool:
+    name = getattr(node.target, "__name__", str(node.target))
+    written = node.kwargs.get("out", node.args[0] if node.args else None)
+    is_write = (
+        "out" in node.kwargs
+        or (name.endswith("_") and not name.endswith("__"))
+        or name in ("setitem", "iadd", "iand", "imul", "ior", "isub", "itruediv")
+    )
+    return is_write and getattr(written, "op", None) == "placeholder"
 
 
 def of_values(
@@ -199,11 +282,31 @@ def of_values(
             # It was there before, and nobody looked at it.
             continue
         if value.source is None:
-            if type(value) not in REBUILT:
-                yield f"a {value.python_type_name()} is not made again as it was"
-        elif isinstance(value, variables.ConstantVariable):
-            if isinstance(value.value, float) and value.value == 0:
-                yield f"{value.source.name} is zero, and no guard asks for its sign"
+            yield from of_new(value)
+
+
+def of_new(value: VariableTracker) -> Iterator[str]:
+    name = value.python_type_name()
+    # A slice of tensors, too.
+    if type(value) not in REBUILT and not isinstance(value, variables.SliceVariable):
+        yield f"a {name} ({type(value).__name__}) is not made again as it was"
+    if isinstance(value, variables.SymNodeVariable) and not isinstance(
+        value.sym_num, (int, torch.SymInt, torch.SymBool)
+    ):
+        yield "sums of numbers are computed in another order"
+
+
+def of_zero(value: VariableTracker) -> Iterator[str]:
+    if isinstance(value, variables.LazyVariableTracker):
+        if not value.is_realized():
+            return
+        value = value.realize()
+    if (
+        isinstance(value, variables.ConstantVariable)
+        and isinstance(value.value, float)
+        and value.value == 0
+    ):
+        yield "a number is zero, and no guard asks for its sign"
 
 
 def is_plain(cls: type, attributes: dict[str, Any]) -> bool:

@@ -24,6 +24,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     VariableTracker,
 )
+from torch._inductor.pygraph import prefix
 
 
 if TYPE_CHECKING:
@@ -92,6 +93,17 @@ def is_left_out(code: types.CodeType) -> bool:
         and code_context.has_context(whole)
         and code_context.get_context(whole).get(IS_READ_LATER, False)
     )
+
+
+def check_rest(tx: InstructionTranslatorBase) -> None:
+    """
+    Called where a graph is complete.
+
+    Raises:
+        SkipFrame: upstream runs what follows a slice eagerly, and compiled it may differ.
+    """
+    if is_left_out(tx.f_code):
+        prefix.skip_if_different(tx)
 
 
 def make_slice(
