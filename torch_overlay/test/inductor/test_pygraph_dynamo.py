@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dis
 import math
+import operator
 import random
 import sys
 import types
@@ -25,7 +26,7 @@ import torch._dynamo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import native
+from torch._inductor.pygraph import native, prefix
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -634,31 +635,36 @@ def starred_in_call(x: torch.Tensor, n: int) -> Any:
     return y, rest
 
 
+def in_call(made: Callable[[int], Any]) -> Callable[..., Any]:
+    "A program that calls it, and lists the rest of what it made behind a loop."
+
+    def program(x: torch.Tensor, n: int) -> Any:
+        numbers = made(n)
+        y = x.sin() + 1
+        for row in y:
+            opaque(row)
+        return y, list(numbers)
+
+    program.__name__ = made.__name__
+    return program
+
+
 def repeat(numbers: list[int], n: int) -> None:
     numbers *= n
 
 
-def repeats_list_in_call(x: torch.Tensor, n: int) -> Any:
+@in_call
+def repeats_list_in_call(n: int) -> Any:
     numbers = [1]
     repeat(numbers, n)
-    y = x.sin() + 1
-    for row in y:
-        opaque(row)
-    return y, numbers
+    return numbers
 
 
-def without_last(numbers: list[int]) -> Any:
-    rest = reversed(numbers)
-    next(rest)
-    return rest
-
-
-def half_reversed_in_call(x: torch.Tensor, n: int) -> Any:
-    rest = without_last([1, 2, n])
-    y = x.sin() + 1
-    for row in y:
-        opaque(row)
-    return y, list(rest)
+@in_call
+def half_reversed_in_call(n: int) -> Any:
+    numbers = reversed([1, 2, n])
+    next(numbers)
+    return numbers
 
 
 def overwritten_in_loop(x: torch.Tensor, n: int) -> Any:
@@ -798,6 +804,25 @@ class BytecodeTest(PyGraphTestCase):
             with mock.patch.multiple(sys.modules[__name__], **changed):
                 expected = outcome(program, x, n)
                 self.assertEqual(outcome(compiled, x, n), expected)
+
+    def test_input_that_is_written_before_a_loop(self) -> None:
+        "A graph that raises has not written it."
+        for target, of_input, is_write in (
+            (operator.ifloordiv, True, True),
+            (operator.setitem, True, True),
+            (torch.relu_, True, True),
+            (operator.ifloordiv, False, False),
+            (operator.floordiv, True, False),
+            (operator.add, True, False),
+        ):
+            graph = torch.fx.Graph()
+            x = graph.placeholder("x")
+            graph.call_function(target, (x if of_input else graph.call_function(torch.sin, (x,)), 2))
+            self.assertEqual(any("writes an input" in o for o in prefix.of_graph(graph)), is_write)
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        graph.call_function(torch.sin, (graph.call_method("cos", (x,)),), {"out": x})
+        self.assertEqual(len([*prefix.of_graph(graph)]), 1)
 
     def test_sign_of_zero_before_a_loop(self) -> None:
         def f(x: torch.Tensor, n: float) -> Any:

@@ -20,10 +20,12 @@ from __future__ import annotations
 import dis
 import inspect
 import logging
+import operator
 import sys
 from typing import Any, TYPE_CHECKING
 
 import torch
+import torch.fx
 from torch._dynamo import variables
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import SkipFrame
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Iterator, Sequence
 
-    import torch.fx
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -52,7 +53,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# In the context of the code, once it was found to break in a loop.
+# In the context of the code, once it was found to break in a loop: upstream skips it.
 IS_LEFT_OUT = "pygraph_prefix"
 
 # They find locals by name, tell of a tensor what no guard asks, or change a dictionary without
@@ -89,13 +90,19 @@ PLAIN_OPNAMES = frozenset(
     """.split()
 )
 
-# Of FORMAT_VALUE's flags.
+# A flag of FORMAT_VALUE: what is on top of the stack is the format.
 FORMAT_WITH_SPEC = 4
 
-# Of Python's own functions and types.
+# Python's own functions and types that may be called.
 PLAIN_BUILTINS = frozenset(
     (abs, bool, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, issubclass)
     + (iter, len, list, max, min, range, set, slice, str.format, super, tuple, type, zip)
+)
+
+IN_PLACE = frozenset(
+    (operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul)
+    + (operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift)
+    + (operator.isub, operator.itruediv, operator.ixor, operator.setitem)
 )
 
 # Values that were not there before the frame, and are made again as they were.
@@ -123,7 +130,10 @@ REBUILT = frozenset(
 
 
 def leave_out(tx: InstructionTranslatorBase) -> bool:
-    """Called where a loop breaks the graph. Whether what comes before it may be compiled."""
+    """
+    Called where a loop breaks the graph, and upstream skips the frame. Returns whether there
+    may be something to compile before the loop, which check is asked about.
+    """
     root = tx.output.root_tx
     if root is None:
         return False
@@ -133,8 +143,8 @@ def leave_out(tx: InstructionTranslatorBase) -> bool:
 
 def is_left_out(code: types.CodeType) -> bool:
     """
-    Whether a frame that could not be compiled is skipped. Upstream skips it before it tries
-    to compile what comes before the loop, and so does not fail.
+    Whether upstream skips the frame: it does not try to compile what comes before the loop,
+    and so does not fail.
     """
     return code_context.has_context(code) and code_context.get_context(code).get(
         IS_LEFT_OUT, False
@@ -153,6 +163,10 @@ def check(tx: InstructionTranslatorBase) -> None:
 
 
 def skip_if_different(root: InstructionTranslatorBase) -> None:
+    """
+    Raises:
+        SkipFrame: there is an obstacle, which is logged.
+    """
     if (reason := next(obstacles(root), None)) is not None:
         log.info("%s: not compiled: %s", root.f_code.co_name, reason)
         raise SkipFrame(f"compiled, it may differ: {reason}")
@@ -248,14 +262,15 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
+    """Not seen: a write to a view of one, or of several by a foreach operator."""
     name = getattr(node.target, "__name__", str(node.target))
     written = node.kwargs.get("out", node.args[0] if node.args else None)
     is_write = (
         "out" in node.kwargs
         or (name.endswith("_") and not name.endswith("__"))
-        or name in ("setitem", "iadd", "iand", "imul", "ior", "isub", "itruediv")
+        or node.target in IN_PLACE
     )
-    return is_write and getattr(written, "op", None) == "placeholder"
+    return is_write and isinstance(written, torch.fx.Node) and written.op == "placeholder"
 
 
 def of_values(

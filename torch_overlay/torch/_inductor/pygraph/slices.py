@@ -84,8 +84,7 @@ def original(code: types.CodeType) -> types.CodeType:
 
 def is_left_out(code: types.CodeType) -> bool:
     """
-    Whether a frame that could not be compiled is skipped, since upstream runs eagerly what
-    follows a slice, and does not fail.
+    Whether upstream runs it eagerly, since it follows a slice that breaks the graph.
     """
     whole = original(code)
     return (

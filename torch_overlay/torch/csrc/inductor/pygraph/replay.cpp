@@ -180,8 +180,12 @@ void check_not_captured(const Ref& is_capturing) {
   }
 }
 
+uint64_t address_of(const at::TensorBase& tensor) {
+  return reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
+}
+
 uint64_t address_of(PyObject* tensor) {
-  return reinterpret_cast<uint64_t>(unpack(tensor).mutable_data_ptr());
+  return address_of(unpack(tensor));
 }
 
 // C++ objects in Python objects: T has the constructor that Python calls,
@@ -1211,9 +1215,10 @@ struct Replay {
     for (size_t i : bound) {
       // Others may drop theirs while the launch lets them run.
       tensors.push_back(Ref::share(PyList_GET_ITEM(inputs, i)));
-      pointers.push_back(address_of(tensors.back().get()));
+      const at::TensorBase& tensor = unpack(tensors.back().get());
+      pointers.push_back(address_of(tensor));
       combined |= pointers.back();
-      if (is_in_pool(pointers.back()) || is_lazy(tensors.back().get())) {
+      if (is_in_pool(pointers.back()) || is_lazy(tensor)) {
         throw Unusual();
       }
     }
@@ -1369,7 +1374,7 @@ struct Replay {
       const at::TensorBase& tensor = unpack(value);
       if (!Py_IS_TYPE(value, type) ||
           tensor.scalar_type() != output.dtype ||
-          is_lazy(value) || tensor.key_set().has(c10::DispatchKey::Named) ||
+          is_lazy(tensor) || tensor.key_set().has(c10::DispatchKey::Named) ||
           reinterpret_cast<uint64_t>(tensor.const_data_ptr()) !=
               output.address ||
           tensor.sizes() != c10::IntArrayRef(output.sizes) ||
@@ -1408,10 +1413,10 @@ struct Replay {
   }
 
   // As is_lazy in replay.py.
-  static bool is_lazy(PyObject* tensor) {
+  static bool is_lazy(const at::TensorBase& tensor) {
     constexpr c10::DispatchKeySet LAZY(
         {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
-    return unpack(tensor).key_set().has_any(LAZY);
+    return tensor.key_set().has_any(LAZY);
   }
 
   bool is_in_pool(uint64_t address) const {
