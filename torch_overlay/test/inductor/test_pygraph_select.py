@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import random
 import statistics
 import threading
@@ -234,7 +235,8 @@ class DecisionTest(TestCase):
         self.assertEqual(cost(2, 4, 3).call, Estimate(4))
 
     def test_estimate(self):
-        self.assertEqual(Estimate.of([7.0]), Estimate(7.0, 0.0))
+        # One by itself tells nothing of how they vary.
+        self.assertEqual(Estimate.of([7.0]), Estimate(7.0, math.inf))
         self.assertEqual(Estimate.of([5.0] * 12), Estimate(5.0, 0.0))
         few = Estimate.of([1.0, 2.0, 3.0, 4.0] * 2)
         many = Estimate.of([1.0, 2.0, 3.0, 4.0] * 50)
@@ -1153,8 +1155,16 @@ class BestTest(SelectTestCase):
         if program["waits"]:
             simulation.synchronize()
 
-    def choose(self, program: dict[str, Any], cold: float = 0) -> str:
-        "``cold``: the first call takes so many times more of the host; a dozen calls halve that."
+    def choose(
+        self,
+        program: dict[str, Any],
+        cold: float = 0,
+        pause: Callable[[int], tuple[float, float]] = lambda calls: (0, 0),
+    ) -> str:
+        """
+        ``cold``: the first call takes so many times more of the host; a dozen calls halve that.
+        ``pause``: what else the host and the device do now and then, after so many calls.
+        """
         simulation = self.simulation
 
         calls = itertools.count()
@@ -1180,9 +1190,10 @@ class BestTest(SelectTestCase):
             0,
             False,
         )
-        for _ in range(3 + 4 * MAX_TIMED):
+        for i in range(3 + 4 * MAX_TIMED):
             selection([])
             self.rest(simulation, program)
+            simulation.work(*pause(i))
             if function.report.choice != "undecided":
                 break
         return "uncaptured" if function.report.choice == NO_GRAPH else "graph"
@@ -1218,6 +1229,27 @@ class BestTest(SelectTestCase):
     def test_cold_process(self, cold):
         program = {"uncaptured": (60, 84), "graph": (20, 91), "rest": (4, 0), "waits": False}
         self.assertBest(program, cold)
+
+    @parametrize("where", ("host", "device"))
+    @parametrize("waits", (False, True))
+    def test_pauses_between_long_calls(self, where, waits):
+        "More of some calls than of others are followed by one, or by a longer one."
+        program = {
+            "uncaptured": (4_000, 3_570),
+            "graph": (100, 3_470),
+            "rest": (8_000, 8_500),
+            "waits": waits,
+        }
+        lengths, best = random.Random(0), 0
+        for first in [0, 1, 2] * 10:
+
+            def pause(calls: int, first: int = first) -> tuple[float, float]:
+                us = lengths.uniform(20_000, 120_000) if calls % 3 == first else 0
+                return (us, 0) if where == "host" else (us / 5, us)
+
+            best += self.choose(program, pause=pause) == "graph"
+        # All, but where the calls themselves vary, too.
+        self.assertGreater(best, 29 if self.simulation_type is Simulation else 26)
 
     @settings(deadline=None, max_examples=150)
     @given(

@@ -99,8 +99,8 @@ log = logging.getLogger(__name__)
 # Calls of each candidate that come first and do not count: the allocator and the clocks
 # settle. Calls that are timed: as many, again and again until they are no faster than those
 # before, and the median's error is a small enough part of it; fewer do where they take this
-# long. Of these, how many there are to an event. And the calls after them that show the
-# device's work.
+# long. Of these, how many there are to an event, if not a long time passes between two. And
+# the calls after them that show the device's work.
 WARMUP_SAMPLES = 2
 SAMPLES = 12
 MAX_SAMPLES = 96
@@ -109,8 +109,9 @@ MAX_SAMPLES = 96
 # part of the one before, what came before does not count.
 WARMER = 0.95
 PRECISION = 0.01
-MIN_SAMPLES = 4
+MIN_SAMPLES = 6
 CALLS_PER_EVENT = 4
+EVENT_AFTER_US = 1_000.0
 ENOUGH_US = 50_000.0
 DEVICE_SAMPLES = 3
 
@@ -355,7 +356,7 @@ class Estimate(NamedTuple):
     def of(cls, samples: Sequence[float]) -> Estimate:
         median = statistics.median(samples)
         if len(samples) < 2:
-            return cls(median)
+            return cls(median, math.inf)
         # From quartiles, which outliers do not move; of normal samples.
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, 0.93 * (high - low) / math.sqrt(len(samples)))
@@ -457,10 +458,14 @@ class Samples:
             return fn(inputs), _clock()
         if self.host_is_timed:
             return self._time_device(fn, inputs, entered)
-        start = self._start(entered, len(self.host) % CALLS_PER_EVENT == 0)
+        last = self.starts[-1] if self.starts else None
+        is_marked = len(self.host) % CALLS_PER_EVENT == 0 or (
+            last is not None and entered - last.us > EVENT_AFTER_US
+        )
+        start = self._start(entered, is_marked)
         outputs = fn(inputs)
         end = _clock()
-        if self.starts and (last := self.starts[-1]) is not None:
+        if last is not None:
             self.total_us += start.us - last.us
         self.starts.append(start)
         self.host.append(end - start.us)
