@@ -90,6 +90,10 @@ PLAIN_OPNAMES = frozenset(
     """.split()
 )
 
+# From Python 3.12 on CALL_INTRINSIC_1 does with these arguments what instructions did:
+# UNARY_POSITIVE and LIST_TO_TUPLE.
+PLAIN_INTRINSICS = (5, 6)
+
 # A flag of FORMAT_VALUE: what is on top of the stack is the format.
 FORMAT_WITH_SPEC = 4
 
@@ -177,7 +181,8 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
     output = root.output
     yield from of_code(root)
     for opname, arg, top in output.traced:
-        if opname not in PLAIN_OPNAMES:
+        is_plain_intrinsic = opname == "CALL_INTRINSIC_1" and arg in PLAIN_INTRINSICS
+        if opname not in PLAIN_OPNAMES and not is_plain_intrinsic:
             yield f"{opname} is traced"
         if opname == "BINARY_OP" and dis._nb_ops[arg][0] == "NB_INPLACE_MULTIPLY":  # type: ignore[attr-defined]
             # A list's is lost.
