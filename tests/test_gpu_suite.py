@@ -678,14 +678,23 @@ def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
     amounts = {"memory_reserved": 3 * 2**20, "max_memory_reserved": 2**23, "max_memory_allocated": 2**22}
     for name, value in {"synchronize": None, **amounts}.items():
         monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    segments = [((0, 0), 2**21, 2**20), ((0, 1), 2**22, 0), ((0, 2), 2**21, 2**21)]
+    snapshot = [dict(zip(("segment_pool_id", "total_size", "allocated_size"), segment)) for segment in segments]
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda include_traces: snapshot)
     variants = {"pygraph": _variant("pygraph", _backend(count))}
     launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
     monkeypatch.setattr(worker.CaseRun, "_launches", lambda self, loop: launched)
     case = _workload()
-    assert worker.CaseRun(case, "cpu", small=True, variants=variants).solo("pygraph")["launches"] == launched
+
+    def alone(case):
+        run = worker.CaseRun(case, "cpu", small=True, variants=variants)
+        return {**run.compile_alone("pygraph"), **run.settle_alone("pygraph")}
+
+    assert alone(case)["launches"] == launched
     calls.clear()
-    found = worker.CaseRun(_tiny(), "cpu", small=True, variants=variants).solo("pygraph")
+    found = alone(_tiny())
     assert found.pop("compile_s") > 0 and found.pop("warm_up_s") >= 0
+    assert found.pop("pools_mib") == {"graphs": (6, 2), "others": (2, 1)}
     assert found == {"reserved_mib": 3, "peak_reserved_mib": 8, "peak_allocated_mib": 4, "choice": None}
     assert len(calls) == worker.SETTLE_CALLS["pygraph"] + worker.CALLS_AFTER_DECISION
 
@@ -748,7 +757,9 @@ class FakeWorker:
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
-        nothing = {"error": "nothing to say"} if command.startswith("solo") else None
+        if command.startswith("compile_alone"):
+            return {"compile_s": ALONE["compile_s"]}
+        nothing = {"error": "nothing to say"} if command.startswith("settle_alone") else None
         answer = self.answers.get(key, nothing)
         answer = answer.pop(0) if isinstance(answer, list) else copy.deepcopy(answer)
         self.variant = answer.pop("at", "")
@@ -768,15 +779,18 @@ def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda ro
 
 
 ALONE = {"compile_s": 2.0, "warm_up_s": 0.5, "peak_allocated_mib": 7.0}
+POOLS = {"graphs": [6, 2], "others": [2, 1]}
+SETTLED = {"warm_up_s": ALONE["warm_up_s"], "peak_allocated_mib": ALONE["peak_allocated_mib"], "pools_mib": POOLS}
 MEMORY = {
-    "a solo stock_cg": {**ALONE, "reserved_mib": 20.2, "peak_reserved_mib": 30.0, "choice": None},
-    "a solo pygraph": {**ALONE, "reserved_mib": 10.4, "peak_reserved_mib": 31.0, "choice": "no_graph"},
+    "a settle_alone stock_cg": {**SETTLED, "reserved_mib": 20.2, "peak_reserved_mib": 30.0, "choice": None},
+    "a settle_alone pygraph": {**SETTLED, "reserved_mib": 10.4, "peak_reserved_mib": 31.0, "choice": "no_graph"},
 }
 
 
 def test_a_suite_merges_memory_into_the_rows():
     (row,), skipped = _run_suite(["a"], {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY})
     assert (row["reserved_mib"], row["stock_reserved_mib"], row["peak_reserved_mib"]) == (10, 20, 31)
+    assert row["pools_mib"] == {"stock_cg": POOLS, "pygraph": POOLS}
     assert row["note"] == "ran alone with no_graph"
     assert row["missed"] == [] and skipped == [] and "alone" not in row
 
@@ -803,8 +817,8 @@ def test_workloads_run_alone_from_cold_caches():
     launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
     row = {**ROW, "name": "a", "suite": "paper", "launches": {"stock_whole": launched}}
     answers = {"a prepare": {}, "a measure": row, **copy.deepcopy(MEMORY)}
-    answers["a solo stock_cg"]["launches"] = launched
-    answers["a solo pygraph"]["launches"] = {"error": "RuntimeError: no"}
+    answers["a settle_alone stock_cg"]["launches"] = launched
+    answers["a settle_alone pygraph"]["launches"] = {"error": "RuntimeError: no"}
     (row,), _ = _run_suite(["a"], answers, suite_name="paper")
     assert row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
     assert row["launches"] == {"stock_whole": launched, "stock_cg": launched} and row["stock_reserved_mib"] == 20
@@ -813,9 +827,30 @@ def test_workloads_run_alone_from_cold_caches():
     beside = {**launched, "kernels_in_graphs": 0.0}
     for choice, expected in ("node_update", launched), ("1 node_update + 1 undecided", beside):
         answers["a measure"] = {**row, "launches": {"pygraph": beside}}
-        answers["a solo pygraph"] |= {"launches": launched, "choice": choice}
+        answers["a settle_alone pygraph"] |= {"launches": launched, "choice": choice}
         (found,), _ = _run_suite(["a"], answers, suite_name="paper")
         assert found["launches"]["pygraph"] == expected
+
+
+def test_variants_that_run_alone_settle_one_after_the_other(monkeypatch):
+    at_once, most = 0, 0
+    answers = {f"{name} prepare": {} for name in "ab"}
+    answers |= {f"{name} measure": {**ROW, "name": name} for name in "ab"}
+
+    class Slow(FakeWorker):
+        def ask(self, command, deadline):
+            nonlocal at_once, most
+            if not command.startswith("settle_alone"):
+                return super().ask(command, deadline)
+            at_once += 1
+            most = max(most, at_once)
+            time.sleep(0.05)
+            at_once -= 1
+            return {"error": "nothing to say"}
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeWorker", Slow)
+    rows, _ = _run_suite("ab", answers)
+    assert len(rows) == 2 and most == 1
 
 
 def test_variants_of_one_workload_are_compiled_side_by_side(monkeypatch):
@@ -963,7 +998,7 @@ def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
         "a prepare": {},
         "a measure": {"error": "process ended with status -11", "at": "stock_cg"},
         "a measure without stock_cg": {**row, "stock_cg_us": None},
-        "a solo pygraph": MEMORY["a solo pygraph"],
+        "a settle_alone pygraph": MEMORY["a settle_alone pygraph"],
     }
     (found,), _ = _run_suite(["a"], answers)
     assert found["failed"] == {"stock_cg": "process ended with status -11"}
@@ -971,7 +1006,7 @@ def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
 
     answers["a measure"]["at"] = "pygraph"
     answers["a measure without pygraph"] = {**row, "pygraph_us": None}
-    answers["a solo stock_cg"] = MEMORY["a solo stock_cg"]
+    answers["a settle_alone stock_cg"] = MEMORY["a settle_alone stock_cg"]
     (found,), _ = _run_suite(["a"], answers)
     assert not found["equal"] and "not measured" in found["missed"]
 
@@ -1090,6 +1125,12 @@ def test_the_budget_leaves_cases_out():
         ({}, {"reserved_mib": 12}, None),
         ({}, {"reserved_mib": 13}, "reserves 13 MiB, more than 12 MiB"),
         ({"min_saved_mib": 3.0}, {}, "reserves 10 MiB, more than 9 MiB"),
+        (
+            {},
+            {"reserved_mib": 13, "pools_mib": {"pygraph": {"graphs": [6, 2], "others": [7, 1]}}},
+            "reserves 13 MiB, more than 12 MiB "
+            "(pygraph 6 MiB in graphs' pools, 2 of it in use, and 7 besides, 1 in use)",
+        ),
     ],
 )
 def test_what_a_case_must_show(case, row, expected):

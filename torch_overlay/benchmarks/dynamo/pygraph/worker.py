@@ -93,6 +93,17 @@ def adds_with_atomics() -> bool:
     return any("tl.atomic_add(" in source.read_text() for source in sources if source.exists())
 
 
+def memory_of_pools() -> dict[str, tuple[int, int]]:
+    """What the pools of CUDA graphs reserve, and what the allocator does besides; of either, what is in use."""
+    found = {}
+    snapshot = torch.cuda.memory_snapshot(include_traces=False)
+    for name, is_of_graphs in (("graphs", True), ("others", False)):
+        segments = [segment for segment in snapshot if (segment["segment_pool_id"] != (0, 0)) == is_of_graphs]
+        reserved, in_use = (sum(segment[size] for segment in segments) for size in ("total_size", "allocated_size"))
+        found[name] = (round(reserved / MIB), round(in_use / MIB))
+    return found
+
+
 class DeviceLost(RuntimeError):
     """Nothing runs on the device any more in this process."""
 
@@ -134,6 +145,8 @@ class CaseRun:
         self.programs: dict[str, Program] = {}
         # What PyGraph says of their functions, which goes on after they are compiled.
         self.reported: dict[str, list[Any]] = {}
+        # The one that runs alone.
+        self.loop_alone: Callable[[int], None] | None = None
         # Whether all comparisons with eager were by results in double precision.
         self.known_exactly = True
         self.failed: dict[str, str] = {}
@@ -311,21 +324,25 @@ class CaseRun:
             "note": "; ".join(self.notes),
         }
 
-    def solo(self, name: str) -> dict[str, Any]:
-        """
-        What one variant costs a program that has no other: the seconds of its first call
-        and from there to its steady state, what the allocator then holds, and what a call
-        launches.
-        """
+    def compile_alone(self, name: str) -> dict[str, Any]:
+        """What the first call costs a program that has no other variant: seconds."""
         ring = [self._inputs() for _ in range(self.case.ring)]
         reset_report()
         self._synchronize()
         start = time.perf_counter()
-        loop = self._program(name).loop(ring)
-        loop(1)
+        self.loop_alone = self._program(name).loop(ring)
+        self.loop_alone(1)
         self._synchronize()
-        compiled = time.perf_counter()
-        calls, settled, undecided_before = 1, compiled, 0
+        return {"compile_s": round(time.perf_counter() - start, 3)}
+
+    def settle_alone(self, name: str) -> dict[str, Any]:
+        """
+        What the calls from there to its steady state cost it: seconds, what the allocator
+        then holds, and what a call launches.
+        """
+        loop = self.loop_alone
+        start = settled = time.perf_counter()
+        calls, undecided_before = 1, 0
         while calls < MIN_WARM_UP_CALLS or self._settling(name, calls):
             loop(1)
             calls += 1
@@ -339,11 +356,11 @@ class CaseRun:
         self._synchronize()
         gc.collect()
         return {
-            "compile_s": round(compiled - start, 3),
-            "warm_up_s": round(settled - compiled, 3),
+            "warm_up_s": round(settled - start, 3),
             "reserved_mib": torch.cuda.memory_reserved() / MIB,
             "peak_reserved_mib": torch.cuda.max_memory_reserved() / MIB,
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
+            "pools_mib": memory_of_pools(),
             "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
             **({"launches": self._launches(loop)} if self.suite.profile else {}),
         }
