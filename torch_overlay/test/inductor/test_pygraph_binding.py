@@ -13,6 +13,7 @@ import itertools
 import math
 import mmap
 import struct
+import threading
 import types
 import unittest
 from typing import Any, TYPE_CHECKING
@@ -1491,6 +1492,34 @@ class PlaceholderTest(TestCase):
             self.assertEqual({model.mapped[p] for p in model.mapped}, {0})
             self.assertEqual(arena.place([(64, 16)])[0].start, start)
 
+    def test_two_threads_at_once(self):
+        "The one with the smaller range may be the last to have it."
+        first, second = threading.Event(), threading.Event()
+        placed = []
+        with modelled() as model:
+            arena = PlaceholderArena(0, 0xFF)
+            set_access = model.cuMemSetAccess
+
+            def wait(start: int, nbytes: int, *args: Any) -> Any:
+                if not first.is_set():
+                    first.set()
+                    second.wait(0.2)
+                return set_access(start, nbytes, *args)
+
+            def place_more() -> None:
+                first.wait()
+                placed.extend(arena.place([(64 << 20, 16)]))
+                second.set()
+
+            with mock.patch.object(model, "cuMemSetAccess", wait):
+                thread = threading.Thread(target=place_more)
+                thread.start()
+                placed.extend(arena.place([(64, 16)]))
+                thread.join()
+            for p in placed:
+                for page in range(p.start, p.end, PAGE_BYTES):
+                    self.assertIn(page, model.mapped)
+
     @parametrize("device_index", (0, 3))
     def test_page_is_of_the_device(self, device_index):
         with modelled() as model:
@@ -1915,6 +1944,16 @@ class ProofTest(TestCase):
         ):
             self.assertEqual(proof._dense(t).data_ptr(), t.data_ptr())
             self.assertEqual(proof._dense(t).shape, (t.numel(),))
+
+    @parametrize("dtype", (torch.int8, torch.float32, torch.float64, torch.int64))
+    def test_elements_at_one_distance(self, dtype):
+        base = torch.arange(24).to(dtype).view(6, 4)
+        for t in base[:, 0], base[:, :1], base.view(-1)[::2], base[0, :1].expand(9):
+            self.assertTrue(same(t, t.clone()))
+            other = t.contiguous()
+            other[-1] += 1
+            self.assertFalse(same(t, other))
+            self.assertFalse(proof.is_unwritten(t))
 
     def test_expanded(self):
         t = torch.randn(64, 1).expand(64, 80)

@@ -1496,6 +1496,39 @@ class RecordTest(TestCase):
             (entry,) = report()
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
 
+    @parametrize("force", ("node_update", "copy", None))
+    def test_values_of_what_an_operator_calls(self, force):
+        "It packs them while it is captured, and for other callers at any time."
+
+        def scale(out: torch.Tensor, x: torch.Tensor, s: torch.Tensor) -> None:
+            torch.mul(x, s.sum(), out=out)
+
+        values = deliver.Deliver(0, (torch.int64, (2,)))
+
+        def op(x: torch.Tensor, factor: int) -> torch.Tensor:
+            values.pack([torch.tensor([factor, 0])])
+            return inner(x)[0]
+
+        with self.delivering():
+            inner = self.deploy(
+                "x, = args; args.clear(); (s,) = values.launch(); a = new(); launch(scale, a, x, s); return (a,)",
+                [self.randn()],
+                force="no_graph",
+            )
+            inner.model.__globals__.update(values=values, scale=scale)
+            fn = self.deploy(
+                "x, = args; args.clear(); a = op(x, 3); b = op(x, 5); c = new(); launch(add, c, a, b); return (c,)",
+                [self.randn()],
+                force=force,
+            )
+            fn.model.__globals__.update(op=op)
+            for i in range(120):
+                x = self.randn()
+                (out,) = fn(x)
+                self.assertEqual(on_host(out), on_host(x) * 8)
+                self.assertEqual(on_host(op(x, i)), on_host(x) * i)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
     def test_copied_values_of_another_stream(self):
         "What a replay of the last one may still read is written behind it."
         calls = []

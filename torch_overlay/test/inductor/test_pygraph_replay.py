@@ -108,7 +108,7 @@ class Node(record.BoundGraphNode):
         self.returned_from_pool = []
         self.returned_inputs = {4: 0}
         self.empty_outputs = {}
-        self.values = CapturedValues(is_bound=True)
+        self.values = CapturedValues([], is_bound=True)
         self.bound_input_idxs = [1]
         self.alignment = 16
         self.saved = torch.zeros(8)

@@ -1096,6 +1096,49 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(outputs, [[torch.tensor(2.0)]])
         self.assertEqual(self.deployed, [self.uncaptured])
 
+    def test_called_by_what_a_step_frees(self):
+        "A finalizer calls the function."
+        outputs: list[Any] = []
+
+        def forget() -> bool:
+            outputs.append(selection([torch.tensor(1.0)]))
+            return True
+
+        selection = self.selection(graph=(110, 10), forget=forget)
+        self.call(selection, 1 + TIMED + 1 + 3 * TIMED + 2)
+        self.assertEqual(outputs, [[torch.tensor(2.0)]])
+        self.assertEqual(self.deployed, [self.uncaptured])
+
+    @parametrize("how", ("selected", "forced", "remembered"))
+    def test_two_threads_record(self, how):
+        "One runs uncaptured meanwhile, and ends after the other."
+        containers = trees.thread_containers()
+        recording, is_recorded = threading.Event(), threading.Event()
+        program = threading.get_ident()
+
+        def record(inputs: list[Any]) -> tuple[Callable | None, list[Any]]:
+            if threading.get_ident() == program:
+                thread.start()
+                recording.wait()
+                return self.replay, self.candidate("record", 10_000, 10_000)(inputs)
+            recording.set()
+            is_recorded.wait()
+            return None, self.uncaptured(inputs)
+
+        thread = threading.Thread(target=lambda: selection([torch.tensor(1.0)]))
+        selection = self.selection(record=record, is_forced=how == "forced")
+        if how == "remembered":
+            selection.remembered = select.store.Decision(
+                NODE_UPDATE, "measured", {NODE_UPDATE: 10.0}
+            )
+        with mock.patch.object(select, "thread_containers", lambda: containers):
+            self.call(selection, 1 + (TIMED if how == "selected" else 0))
+            self.assertEqual(self.call(selection), ["record"])
+            is_recorded.set()
+            thread.join()
+            self.assertNotIn("record", self.call(selection, ENOUGH))
+        self.assertEqual(self.deployed, [self.replay])
+
     def test_inside_of_a_capture(self):
         "The program captures a graph of its own."
         selection = self.selection()

@@ -249,7 +249,8 @@ class KeyTest(TestCase):
     def test_environment(self):
         path = self.entry().path
         self.assertEqual(
-            set(self.entry().environment), {"torch", "triton", "driver", "CPU"}
+            set(self.entry().environment),
+            {"torch", "triton", "driver", "CPU", "debugging"},
         )
         for name, fact in (
             ("torch_key", lambda: b"other"),
@@ -260,6 +261,18 @@ class KeyTest(TestCase):
                 other = self.entry()
             self.assertEqual(other.path, path)
             self.assertNotEqual(other.environment, self.entry().environment, name)
+
+    def test_debugging(self):
+        "What is slower then may not be otherwise."
+        for debugging in (
+            mock.patch.dict("os.environ", CUDA_LAUNCH_BLOCKING="1"),
+            config.patch("triton.force_cudagraph_sync", True),
+            config.patch("triton.fast_path_cudagraph_asserts", True),
+        ):
+            with debugging:
+                other = self.entry()
+            self.assertEqual(other.path, self.entry().path)
+            self.assertNotEqual(other.environment, self.entry().environment)
 
     def test_driver(self):
         with mock.patch("torch._C._cuda_getDriverVersion", lambda: 13000, create=True):

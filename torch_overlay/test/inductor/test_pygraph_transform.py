@@ -1425,7 +1425,7 @@ class DeliverTest(TestCase):
         delivers = [self.deliver(*first), self.deliver(*second)]
         for d, values in zip(delivers, (first, second)):
             d.pack(values)
-        captured = deliver.CapturedValues(is_bound=True)
+        captured = deliver.CapturedValues(delivers, is_bound=True)
         self.driver.captured = graph = []
         with captured:
             outputs = [d.launch() for d in delivers]
@@ -1470,7 +1470,7 @@ class DeliverTest(TestCase):
         d = self.deliver(cpu())
         for n in range(3):
             d.pack([torch.tensor(float(n))])
-        captured = deliver.CapturedValues(is_bound=False)
+        captured = deliver.CapturedValues([d], is_bound=False)
         self.driver.captured = []
         self.driver.stream = 7
         # What the graph reads is what it begins with a copy of.
@@ -1494,7 +1494,7 @@ class DeliverTest(TestCase):
     def test_words_of_each_thread(self):
         values = self.make()
         first, second = self.deliver(*values), self.deliver(cpu(dtype=torch.int64))
-        captured = deliver.CapturedValues(is_bound=True)
+        captured = deliver.CapturedValues([first, second], is_bound=True)
         self.assertIsNone(captured.words_for_replay())
         captured.tokens(first)
         captured.tokens(second)
@@ -1526,7 +1526,7 @@ class DeliverTest(TestCase):
             self.skipTest("requires _replay")
         values = self.make()
         d = self.deliver(*values)
-        captured = deliver.CapturedValues(is_bound=True)
+        captured = deliver.CapturedValues([d], is_bound=True)
         captured.tokens(d)
         words = captured.words_for_replay()
         for _ in range(2):
@@ -1547,7 +1547,7 @@ class DeliverTest(TestCase):
 
     def test_other_captures_end(self):
         d = self.deliver(cpu())
-        with self.assertRaises(KeyError), deliver.CapturedValues(is_bound=True):
+        with self.assertRaises(KeyError), deliver.CapturedValues([d], is_bound=True):
             raise KeyError
         self.assertEqual(self.give(d, torch.tensor(2.0)), [2.0])
 
@@ -1558,7 +1558,7 @@ class DeliverTest(TestCase):
             self.assertGiven(self.give(d, *values), values)
             self.driver.captured = []
             with self.assertRaisesRegex(RuntimeError, "cuda-bindings"):
-                with deliver.CapturedValues(is_bound=True):
+                with deliver.CapturedValues([d], is_bound=True):
                     d.launch()
 
     def test_no_way_to_a_kernel(self):

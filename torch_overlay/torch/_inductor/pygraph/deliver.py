@@ -47,6 +47,8 @@ from torch._inductor.pygraph.placeholder import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
+    from torch._inductor.cudagraph_utils import ModelType
+
 
 log = logging.getLogger(__name__)
 
@@ -133,12 +135,18 @@ class CapturedValues:
     words that nothing else holds, which are found in the captured nodes as addresses of
     placeholders are. A binding then sets them to ``words()`` in each call.
 
+    Of another function, which an operator calls, the values are packed while the operator
+    runs: once, under capture. They are constants of the graph, as what else it computes on
+    the host.
+
     Args:
+        own: those of the function that is captured
         is_bound: False if the graph is going to be replayed as it is. Then it reads memory
             of this thread that ``write`` writes ahead of it.
     """
 
-    def __init__(self, *, is_bound: bool) -> None:
+    def __init__(self, own: list[Deliver], *, is_bound: bool) -> None:
+        self.own = own
         self.is_bound = is_bound
         self.delivers: list[Deliver] = []
         self.num_words = 0
@@ -336,11 +344,13 @@ class Deliver:
         packed = self.packed()
         stream = self._stream()
         capture: CapturedValues | None = getattr(_local, "capture", None)
+        if capture is not None and self not in capture.own:
+            capture = None
         if capture is None or capture.is_bound:
             if not torch.cuda.is_current_stream_capturing():
                 return self._target(packed, stream).write(stream)
-            # The memory is the graph's: one of ours, or of the program's own, to which
-            # values are constant.
+            # The memory is the graph's: one of ours, or one to which values are constant,
+            # the program's own for instance.
             if capture is not None:
                 packed = _Packed(self.sizes)
                 packed.words[:] = memoryview(array.array("Q", capture.tokens(self)))
@@ -353,6 +363,13 @@ class Deliver:
         capture.delivers.append(self)
         # In the graph's pool, where trees look for what one graph leaves to another.
         return [t.clone() for t in packed.target.outputs]
+
+
+def delivers_of(model: ModelType) -> list[Deliver]:
+    """Those that a generated function launches."""
+    # What is not captured by partitions has none to launch.
+    known = getattr(model, "__globals__", {})
+    return [value for value in known.values() if isinstance(value, Deliver)]
 
 
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:

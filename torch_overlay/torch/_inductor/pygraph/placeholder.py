@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -73,6 +74,8 @@ class PlaceholderArena:
         self.page: int | None = None
         self.start = 0
         self.nbytes = 0
+        # Each thread has trees of its own, which may record at the same time.
+        self.lock = threading.Lock()
 
     def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
         """
@@ -88,9 +91,10 @@ class PlaceholderArena:
             2 * GUARD_BYTES + round_up(nbytes + alignment, PAGE_BYTES)
             for nbytes, alignment in requests
         ]
-        self._reserve(sum(spans))
+        with self.lock:
+            self._reserve(sum(spans))
+            start = self.start
         placeholders = []
-        start = self.start
         for span, (_, alignment) in zip(spans, requests):
             placeholders.append(
                 Placeholder(start, start + span, start + GUARD_BYTES + alignment)

@@ -76,7 +76,8 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
         t = torch.view_as_real(t)
     if torch.ops.aten.is_non_overlapping_and_dense(t):
         return t.as_strided((t.numel(),), (1,))
-    return t.reshape(-1)
+    # Of elements at one distance reshape makes a view.
+    return t.reshape(-1).contiguous()
 
 
 def fingerprint(t: torch.Tensor) -> Fingerprint:

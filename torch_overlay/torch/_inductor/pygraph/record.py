@@ -58,7 +58,7 @@ from torch._inductor.pygraph.collectives import (
     LeftOut,
     under,
 )
-from torch._inductor.pygraph.deliver import CapturedValues
+from torch._inductor.pygraph.deliver import CapturedValues, delivers_of
 from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.memory import OwnPool, room, segments_of
 from torch._inductor.pygraph.placeholder import (
@@ -535,7 +535,8 @@ class CopyGraphNode(CUDAGraphNode):
         )
         self._note_copied_bytes()
         stream = torch.cuda.current_stream(self.device)
-        self.values = CapturedValues(is_bound=self.binds_values)
+        own = delivers_of(self.wrapped_function.model)
+        self.values = CapturedValues(own, is_bound=self.binds_values)
         # A rehearsal has seen already whether it draws.
         is_rehearsed = self.wrapped_function.pygraph.needed_bytes > 0
         host = None if is_rehearsed else HostGenerators()

@@ -687,14 +687,7 @@ class Selection:
         ):
             return self.uncaptured(inputs)
         begin_call(self.function)
-        with self.lock:
-            try:
-                step = next(self.steps, None)
-            except BaseException:
-                # The program may catch it and go on, as after an interrupt.
-                self.steps = self._resumed()
-                raise
-        outputs = (step or self._chosen())(inputs)
+        outputs = (self._next_step() or self._chosen())(inputs)
         if self.function.is_backward and self.replay is None:
             _gradients[self.function] = [
                 StorageWeakRef(t.untyped_storage())
@@ -702,6 +695,19 @@ class Selection:
                 if isinstance(t := outputs[i], torch.Tensor)
             ]
         return outputs
+
+    def _next_step(self) -> ModelType | None:
+        if not self.lock.acquire(blocking=False):
+            # Another thread's call is at it, or the one that a finalizer called this from.
+            return self.uncaptured
+        try:
+            return next(self.steps, None)
+        except BaseException:
+            # The program may catch it and go on, as after an interrupt.
+            self.steps = self._resumed()
+            raise
+        finally:
+            self.lock.release()
 
     def _chosen(self) -> ModelType:
         if self.replay is None or self.function.report.choice == NO_GRAPH:
@@ -715,7 +721,7 @@ class Selection:
         # another thread end, and it is called again.
         if self.is_forced:
             while not self.is_deployed:
-                yield self._record_forced
+                yield functools.partial(self._record, then=self._deploy_forced)
             return
         if self.remembered is None:
             yield from self._select()
@@ -723,7 +729,7 @@ class Selection:
         if self.remembered.choice == NO_GRAPH:
             self._decide(NO_GRAPH, self.remembered.reason)
         while self.function.report.choice == UNDECIDED:
-            yield self._deploy_remembered
+            yield functools.partial(self._record, then=self._decide_as_remembered)
         yield from self._stay()
 
     def _resumed(self) -> Iterator[ModelType]:
@@ -734,27 +740,23 @@ class Selection:
         is_decided = self.function.report.choice != UNDECIDED
         return self._finish() if is_decided else self._select()
 
-    def _record_forced(self, inputs: list[InputType]) -> OutputType:
-        self.replay, outputs = self.record(inputs)
-        if self.replay is not None:
+    def _deploy_forced(self) -> None:
+        if not self.is_deployed:
             self.is_deployed = True
-            self.deploy(self.replay)
+            self.deploy(self._chosen())
             publish(self.function.report)
-        return outputs
 
-    def _deploy_remembered(self, inputs: list[InputType]) -> OutputType:
+    def _decide_as_remembered(self) -> None:
         if self.remembered is None:
             raise AssertionError("nothing is remembered")
-        outputs = self._record(inputs)
-        if self.replay is None:
-            return outputs
+        if self.function.report.choice != UNDECIDED:
+            return
         if not self.function.is_capturable:
             self._decide(NO_GRAPH, NOT_CAPTURABLE)
         elif self._graph_choice() == self.remembered.choice:
             self._decide(self.remembered.choice, self.remembered.reason)
         else:
             self._reselect()
-        return outputs
 
     def _select(self) -> Iterator[ModelType]:
         # Of a decision before this one.
@@ -894,14 +896,25 @@ class Selection:
         function.is_capturable = True
         report.updated_nodes = updated_nodes
 
-    def _record(self, inputs: list[InputType]) -> OutputType:
+    def _record(
+        self, inputs: list[InputType], then: Callable[[], None] | None = None
+    ) -> OutputType:
+        """``then`` is called once it is recorded."""
         if self.replay is not None:
             # It could not be bound, and this call records it with copies.
-            return self.replay(inputs)
-        # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
-        torch._C._cuda_clearCublasWorkspaces()
-        self.replay, outputs = self.record(inputs)
-        Samples.own_us += _clock() - self.entered
+            outputs = self.replay(inputs)
+        else:
+            # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
+            torch._C._cuda_clearCublasWorkspaces()
+            replay, outputs = self.record(inputs)
+            if replay is not None:
+                # Else another thread was recording, which may be done by now.
+                self.replay = replay
+            Samples.own_us += _clock() - self.entered
+        if then is not None and self.replay is not None:
+            # Of two threads one does.
+            with self.lock:
+                then()
         return outputs
 
     def _graph_choice(self) -> str:

@@ -28,6 +28,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import platform
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -166,6 +167,12 @@ def entry_for(
         "triton": triton_key() if HAS_TRITON else None,
         "driver": _driver(),
         "CPU": _cpu(),
+        # With them replays take longer.
+        "debugging": [
+            os.environ.get("CUDA_LAUNCH_BLOCKING", "0"),
+            config.triton.force_cudagraph_sync,
+            config.triton.fast_path_cudagraph_asserts,
+        ],
     }
     return Entry(directory / "pygraph", function, environment)
 
