@@ -261,8 +261,7 @@ class Simulation:
     def __init__(self) -> None:
         self.host = 0.0
         self.device = 0.0
-        self.cleared = 0
-        self.emptied = 0
+        self.freed: list[str] = []
 
     def work(self, host: float, device: float) -> None:
         start = self.host
@@ -300,10 +299,10 @@ class Simulation:
         self.work(0, cycles / select.CYCLES_PER_US)
 
     def clear(self) -> None:
-        self.cleared += 1
+        self.freed.append("workspaces")
 
     def empty(self) -> None:
-        self.emptied += 1
+        self.freed.append("cache")
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[Simulation]:
@@ -566,20 +565,22 @@ class SelectionTest(SelectTestCase):
         selection = self.selection()
         # The first call compiles, and the last decides.
         self.assertEqual(self.call(selection, 1 + TIMED), ["uncaptured"] * (1 + TIMED))
-        self.assertEqual(self.simulation.cleared, 0)
+        freed = self.simulation.freed
+        self.assertEqual(freed, [])
         self.assertEqual(self.call(selection), ["record"])
-        self.assertEqual(self.simulation.cleared, 1)
+        self.assertEqual(freed, ["workspaces"])
         self.assertEqual(self.call(selection, TIMED), ["replay"] * TIMED)
-        self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
+        self.assertEqual((self.deployed, freed), ([], ["workspaces"]))
         self.assertEqual(self.function.report.choice, "undecided")
         # What the call that recorded returned may be alive for some more.
         calls = select.RETIRE_CALLS
         self.assertEqual(self.call(selection, calls), ["replay"] * calls)
-        self.assertEqual((self.deployed, self.simulation.emptied), ([], 0))
+        self.assertEqual((self.deployed, freed), ([], ["workspaces"]))
         self.assertEqual(self.function.report.choice, NODE_UPDATE)
         self.assertEqual(self.call(selection, 3), ["replay"] * 3)
         self.assertEqual(self.deployed, [self.replay])
-        self.assertEqual(self.simulation.emptied, 1)
+        # A workspace would keep the segment that it lies in.
+        self.assertEqual(freed, ["workspaces", "workspaces", "cache"])
         timings = self.function.report.timings_us
         timings.update({k: round(us) for k, us in timings.items()})
         self.assertExpectedInline(

@@ -948,7 +948,8 @@ class Selection:
         self.is_deployed = True
         self.deploy(self._chosen())
         # What tuning had, what was dropped, and uncaptured calls if it is a graph, is not
-        # needed again.
+        # needed again. A workspace of cuBLAS's keeps the whole segment that it lies in.
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def _reselect(self) -> None:
