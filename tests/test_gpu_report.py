@@ -86,7 +86,7 @@ def test_page_of_a_suite(rows):
     tables = [block.splitlines() for block in page.split("\n\n") if block.startswith("|")]
     assert all(len({line.replace("\\|", "").count("|") for line in table}) == 1 for table in tables)
     titles = [line for line in page.splitlines() if line.startswith("#")]
-    assert titles[0] == "# Suite paper" and "## Each step" in titles and titles[-1] == "## Notes"
+    assert titles[0] == "# Suite paper" and "## Each step" in titles and titles[-2:] == ["## Notes", "## Runs"]
     assert "![Speed](speed.png)" in page
     # In the paper's order.
     assert page.index("| eos (EOS)") < page.index("| dalle2") < page.index("| dlrm") < page.index("| xlnet_infer")
@@ -189,13 +189,32 @@ def test_a_line_for_each_suite(rows):
     assert report.overview({}) == ""
 
 
-def test_readme_names_what_fails_and_why(rows):
+def test_readme_names_what_fails_and_the_page_why(rows):
     failing = next(row for row in rows if row.get("missed"))
     failing["explanation"] = "an explanation"
     text = report.readme({"cases": rows}, "docs/measurements")
-    assert f"`{failing['name']}` ({'; '.join(failing['missed'])}; an explanation)" in text
-    assert "an explanation" in report.document("paper", _of(rows, "paper"), {})
+    assert f"`{failing['name']}` ({'; '.join(failing['missed'])})" in text
+    assert "an explanation" not in text and "an explanation" in report.document("paper", _of(rows, "paper"), {})
     assert "does not show" not in report.readme({"cases": [{**row, "missed": []} for row in rows]}, "docs")
+
+
+def test_rows_say_when_and_where_they_were_measured(rows):
+    cases = _of(rows, "paper")
+    for case, date, sources in zip(cases, ("2026-11-03T10:00", "2026-11-01T10:00", "2026-11-03T10:00"), "aba"):
+        case |= {"date": date, "device": "H200", "sources": 12 * sources + "0"}
+    assert "| 2026-11-01 to 2026-11-03, H200 |" in report.overview({"cases": cases[:3]})
+    assert "| 2026-11-01, H200 |" in report.overview({"cases": cases[1:2]})
+    first, second, third = (f"`{case['name']}`" for case in cases[:3])
+    # In the order of the paper.
+    runs = f"- 2026-11-03, H200, {12 * 'a'}: {third}, {first}\n- 2026-11-01, H200, {12 * 'b'}: {second}\n"
+    assert report.document("pi", cases[:3], {}).endswith(f"## Runs\n\n{runs}")
+
+
+def test_memory_of_pools_is_on_the_page():
+    pools = {"stock_cg": {"graphs": [20, 1], "others": [9, 6]}, "pygraph": {"graphs": [12, 0], "others": [15, 8]}}
+    row = {"suite": "paper", "name": "a", "alone": {"pygraph": {}}, "pools_mib": pools, "equal": True}
+    page = report.document("paper", [row, {**row, "name": "b", "pools_mib": {}}], {})
+    assert "| a | - | - | - | - | 12 of 20 | 7 of 3 | - |" in page and "| b | - | - | - | - | - | - | - |" in page
 
 
 def test_columns_of_the_suites():

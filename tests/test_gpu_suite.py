@@ -1125,12 +1125,6 @@ def test_the_budget_leaves_cases_out():
         ({}, {"reserved_mib": 12}, None),
         ({}, {"reserved_mib": 13}, "reserves 13 MiB, more than 12 MiB"),
         ({"min_saved_mib": 3.0}, {}, "reserves 10 MiB, more than 9 MiB"),
-        (
-            {},
-            {"reserved_mib": 13, "pools_mib": {"pygraph": {"graphs": [6, 2], "others": [7, 1]}}},
-            "reserves 13 MiB, more than 12 MiB "
-            "(pygraph 6 MiB in graphs' pools, 2 of it in use, and 7 besides, 1 in use)",
-        ),
     ],
 )
 def test_what_a_case_must_show(case, row, expected):

@@ -216,6 +216,14 @@ def _start_up_ratio(row: Row) -> float | None:
     return ours / theirs if ours and theirs else None
 
 
+def _shown_memory(mib: Callable[[dict[str, list[int]]], int]) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        found = {variant: mib(pools) for variant, pools in row.get("pools_mib", {}).items()}
+        return _of(found.get("pygraph"), found.get("stock_cg"))
+
+    return cell
+
+
 def _of(ours: float | None, theirs: float | None, text: Callable[[float | None], str] = _amount) -> str:
     return "-" if ours is None and theirs is None else f"{text(ours)} of {text(theirs)}"
 
@@ -305,6 +313,8 @@ COST_COLUMNS: Columns = {
     "PyGraph start-up s": lambda row: _number(start_up(row, "pygraph"), ".1f"),
     "ratio": lambda row: _number(_start_up_ratio(row)),
     "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("stock_reserved_mib")),
+    "of it in pools": _shown_memory(lambda pools: pools["graphs"][0]),
+    "unused besides": _shown_memory(lambda pools: pools["others"][0] - pools["others"][1]),
     "peak MiB": lambda row: _of(row.get("peak_reserved_mib"), row.get("peak_stock_reserved_mib")),
 }
 
@@ -313,7 +323,6 @@ ABOUT_COLUMNS: Columns = {
     "mode": lambda row: row.get("mode", "-"),
     "what runs": lambda row: row.get("about", "-"),
     "what is in the way of CUDA graphs": lambda row: row.get("obstacle") or "-",
-    "run": lambda row: _run(row),
 }
 
 
@@ -354,8 +363,8 @@ SECTIONS = (
     ),
     (
         "What it costs",
-        "Each alone in a process: seconds from the first call, with cold caches, to the steady state; memory of "
-        "PyGraph's of stock's.",
+        "Each alone in a process: seconds from the first call, with cold caches, to the steady state; memory, "
+        "PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
         COST_COLUMNS,
         "alone",
     ),
@@ -515,6 +524,21 @@ def _run(entry: Row) -> str:
     return f"{entry.get('date', '-')[:10]}, {entry.get('device') or '-'}, {entry.get('sources', '-')[:12]}"
 
 
+def _when(rows: list[Row]) -> str:
+    """The days and devices of several entries."""
+    dates = sorted({entry.get("date", "-")[:10] for entry in rows})
+    devices = sorted({entry.get("device") or "-" for entry in rows})
+    return f"{' to '.join(dict.fromkeys([dates[0], dates[-1]]))}, {', '.join(devices)}"
+
+
+def _runs(rows: list[Row]) -> list[str]:
+    """Which rows are of which run, the newest first."""
+    runs: dict[str, list[str]] = {}
+    for row in rows:
+        runs.setdefault(_run(row), []).append(f"`{row['name']}`")
+    return [f"{run}: {', '.join(runs[run])}" for run in sorted(runs, reverse=True)]
+
+
 def by_suite(record: Row) -> dict[str, list[Row]]:
     found: dict[str, list[Row]] = {}
     for row in record.get("cases", ()):
@@ -547,7 +571,7 @@ def overview(record: Row, pages: str = "") -> str:
         "over stock CUDA graphs": lambda line: _spread(line["rows"], "Speed-up over stock CUDA graphs"),
         "over the better of stock and none": lambda line: _spread(line["rows"], "Speed-up over the better of the two"),
         "also": lambda line: also(line["rows"]),
-        "run": lambda line: "; ".join(dict.fromkeys(_run(row) for row in line["rows"])),
+        "measured": lambda line: _when(line["rows"]),
     }
     lines = [{"suite": suite, "rows": rows} for suite, rows in by_suite(record).items()]
     parts = [_table(lines, columns, True)] if lines else []
@@ -583,17 +607,13 @@ def readme(record: Row, pages: str) -> str:
     if plotted:
         parts.insert(0, f"![Speed-up of suite {plotted}]({pages}/{plotted}-speedup.png)")
     failing = [
-        f"- {suite}: " + ", ".join(f"`{row['name']}` ({_why(row)})" for row in rows if row.get("missed"))
+        f"- {suite}: " + ", ".join(f"`{row['name']}` ({'; '.join(row['missed'])})" for row in rows if row.get("missed"))
         for suite, rows in suites.items()
         if any(row.get("missed") for row in rows)
     ]
     if failing:
-        parts += ["What does not show all it must:", "\n".join(failing)]
+        parts += ["What does not show all it must; the notes of its page say what is known of it:", "\n".join(failing)]
     return "\n\n".join(parts)
-
-
-def _why(row: Row) -> str:
-    return "; ".join([*row["missed"], *filter(None, [row.get("explanation")])])
 
 
 # What figure 8 of the suite bindings has of each way to give a graph its inputs.
@@ -685,4 +705,6 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
+    if rows:
+        parts += ["## Runs", "\n".join(f"- {run}" for run in _runs(rows))]
     return "\n\n".join(parts) + "\n"

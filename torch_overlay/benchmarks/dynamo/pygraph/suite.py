@@ -483,18 +483,8 @@ def missed(case: Case, row: Row) -> list[str]:
         found += _missed_coverage(row, PAPER_COVERAGE[label(row)][1])
     ours, theirs = row.get("reserved_mib"), row.get("stock_reserved_mib")
     if ours is not None and theirs is not None and ours > theirs - case.min_saved_mib:
-        found.append(f"reserves {ours} MiB, more than {theirs - case.min_saved_mib:g} MiB{_where(row)}")
+        found.append(f"reserves {ours} MiB, more than {theirs - case.min_saved_mib:g} MiB")
     return found
-
-
-def _where(row: Row) -> str:
-    """The memory that each variant reserves: in pools of graphs and outside of them."""
-    texts = [
-        f"{variant} {graphs} MiB in graphs' pools, {used} of it in use, and {others} besides, {others_used} in use"
-        for variant, pools in row.get("pools_mib", {}).items()
-        for (graphs, used), (others, others_used) in [(pools["graphs"], pools["others"])]
-    ]
-    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def _missed_coverage(row: Row, least: float) -> list[str]:
