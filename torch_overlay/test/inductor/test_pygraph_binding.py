@@ -513,7 +513,7 @@ def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
         yield model
 
 
-def place(*sizes: int, alignment: int = 16) -> PlaceholderMap:
+def place(*sizes: int, alignment: int = MAX_ALIGNMENT) -> PlaceholderMap:
     with modelled():
         requests = [(nbytes, alignment) for nbytes in sizes]
         return PlaceholderMap(PlaceholderArena(0, 0xFF).place(requests))
@@ -623,11 +623,36 @@ class BindingTest(TestCase):
         "Padded convolutions start before the tensor; ends lie past it."
         places = place(PAGE_BYTES, 100, 100, alignment=alignment)
         offsets = (-GUARD_BYTES, -8, -1, 0, 100, 101, 100 + GUARD_BYTES)
+        offsets = [n for n in offsets if n & -n != alignment or alignment == MAX_ALIGNMENT]
         address = places.placeholders[1].address
         kernel = KernelNode(*[u64(address + offset) for offset in offsets])
         with self.bound(places, kernel) as (model, bound):
             bound.update([OTHER, NEAR, OTHER])
             self.assertEqual(model.held[0], [u64(NEAR + offset) for offset in offsets])
+
+    @parametrize("alignment", record.ALIGNMENTS)
+    def test_offsets_that_align_better(self, alignment):
+        """
+        A kernel with wide loads may have been chosen for such an address, and where an input
+        is at a multiple of more than its placeholder is, they are misaligned.
+        """
+        places = place(4096, alignment=alignment)
+        address = places.placeholders[0].address
+        for offset in (-3 * alignment, -alignment, alignment, 3 * alignment, 5 * alignment):
+            nodes = [
+                KernelNode(u64(OTHER), u64(address + offset)),
+                MemcpyNode(OTHER, address + offset, 64),
+                MemsetNode(address + offset),
+            ]
+            for node in nodes:
+                if node is nodes[0] and alignment < MAX_ALIGNMENT:
+                    with self.assertRaisesRegex(BindingError, "less aligned"):
+                        with self.bound(places, node):
+                            pass
+                    continue
+                with self.bound(places, node) as (model, bound):
+                    bound.update([NEAR])
+                    self.assertEqual(model.held[0], moved(node, places, [NEAR]))
 
     def test_other_values_stay(self):
         places = place(4096, 4096)
@@ -974,8 +999,10 @@ class RandomGraphTest(TestCase):
     @given(graphs, calls)
     def test_executable_graph_holds_the_inputs(self, graph, calls):
         with modelled():
-            near = PlaceholderArena(0, 0xFF).place([(n, 16) for n in SIZES[:2]])
-            far = PlaceholderArena(0, 0).place([(n, 16) for n in SIZES[2:]])
+            near, far = (
+                PlaceholderArena(0, poison).place([(n, MAX_ALIGNMENT) for n in sizes])
+                for poison, sizes in ((0xFF, SIZES[:2]), (0, SIZES[2:]))
+            )
         places = PlaceholderMap(near + far)
         self.assertIsNone(places.find(far[-1].end))
         named = {"low": places.low - 1, "high": places.high, "between": far[-1].end}
@@ -1163,6 +1190,14 @@ class PreludeTest(TestCase):
         pointers = [[NEAR + 512 * k for k in range(count)], [FAR + 64 * k for k in range(count)]]
         self.assertEqual(self.check(places, nodes, pointers), -(-count // CAPACITIES[-1]))
 
+    def test_offset_that_aligns_better(self):
+        places = place(64, alignment=16)
+        (x,) = (p.address for p in places.placeholders)
+        with modelled(KernelNode(u64(x)), KernelNode(u64(x + 16))) as model:
+            with self.assertRaisesRegex(BindingError, "less aligned"):
+                Prelude(GRAPH, places, 0)
+            self.assertEqual((model.updatable, len(model.nodes)), ([], 2))
+
     def test_nothing_is_changed_if_there_is_none(self):
         places = place(64)
         (x,) = (p.address for p in places.placeholders)
@@ -1256,7 +1291,7 @@ class PreludeTest(TestCase):
     def test_random_graphs(self, graph, moves, stubborn):
         with modelled():
             places = PlaceholderMap(
-                PlaceholderArena(0, 0xFF).place([(n, 16) for n in SIZES])
+                PlaceholderArena(0, 0xFF).place([(n, MAX_ALIGNMENT) for n in SIZES])
             )
 
         def word(spec: Any) -> int:

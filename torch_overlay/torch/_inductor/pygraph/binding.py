@@ -102,6 +102,22 @@ def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[
     return words
 
 
+def find_kernel_words(
+    buffer: ctypes.Array[Any], placeholders: PlaceholderMap
+) -> list[Word]:
+    """
+    Those of a parameter of a kernel.
+
+    Raises:
+        BindingError: the kernel may have been chosen for an alignment that another call's
+            input does not have.
+    """
+    words = find_words(buffer, placeholders)
+    if any(placeholders.is_better_aligned(w.input, w.offset) for w in words):
+        raise BindingError("a kernel reads a part of an input that may be less aligned")
+    return words
+
+
 def kernel_function(params: Any) -> Any:
     "What a kernel node launches, as a CUfunction."
     if int(params.func) == 0:
@@ -166,7 +182,7 @@ def kernel_update(
     cu = bindings()
     params = check(cu.cuGraphKernelNodeGetParams(node))
     buffers = [buffer for _, buffer in kernel_parameters(params)]
-    words = [word for b in buffers for word in find_words(b, placeholders)]
+    words = [word for b in buffers for word in find_kernel_words(b, placeholders)]
     if not words:
         return None
     keep = set_kernel_parameters(params, buffers)

@@ -60,6 +60,11 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
+def lowest_bit(n: int) -> int:
+    """The largest power of two that it is a multiple of, 0 for 0."""
+    return n & -n
+
+
 class PlaceholderArena:
     """
     The placeholders of one device and one kind of poison.
@@ -82,7 +87,8 @@ class PlaceholderArena:
         Places one placeholder for each (size, alignment), both in bytes.
 
         Each address is a multiple of its alignment and of no larger power of two: a
-        kernel chosen by alignment must not need more than replay guarantees.
+        kernel chosen by alignment must not need more than replay guarantees. See
+        PlaceholderMap.is_better_aligned for addresses behind it.
 
         Raises:
             DriverError: no address space or no page could be had.
@@ -203,3 +209,12 @@ class PlaceholderMap:
         if address >= placeholder.end:
             return None
         return index, address - placeholder.address
+
+    def is_better_aligned(self, index: int, offset: int) -> bool:
+        """
+        Whether the address so far behind a placeholder's is a multiple of a larger power of
+        two than replay guarantees. Of the sum of two odd multiples of the alignment that is
+        so; an input may lie at an even one.
+        """
+        alignment = lowest_bit(self.placeholders[index].address)
+        return alignment < MAX_ALIGNMENT and lowest_bit(offset) == alignment

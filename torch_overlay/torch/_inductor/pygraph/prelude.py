@@ -32,7 +32,7 @@ import torch
 from torch._inductor.codecache import write_atomic
 from torch._inductor.pygraph.binding import (
     BindingError,
-    find_words,
+    find_kernel_words,
     graph_nodes,
     kernel_function,
     kernel_parameters,
@@ -257,7 +257,12 @@ class ReadParameters(NamedTuple):
 def kernels_that_read(
     graph: Any, placeholders: PlaceholderMap
 ) -> Iterator[ReadParameters]:
-    "The kernel nodes whose parameters hold an input."
+    """
+    The kernel nodes whose parameters hold an input.
+
+    Raises:
+        BindingError: see find_kernel_words.
+    """
     cu = bindings()
     for node, node_type in graph_nodes(graph):
         if node_type != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
@@ -272,7 +277,7 @@ def kernels_that_read(
                 word.offset,
             )
             for i, (_, buffer) in enumerate(parameters)
-            for word in find_words(buffer, placeholders)
+            for word in find_kernel_words(buffer, placeholders)
         ]
         if words:
             yield ReadParameters(node, params, parameters, words)
@@ -327,7 +332,7 @@ class Prelude:
 
     Raises:
         PreludeUnavailable: there is none, and nothing changed.
-        BindingError: the graph was changed, and is of no use.
+        BindingError: the graph was changed, and is of no use, or its inputs can not be bound.
     """
 
     def __init__(
