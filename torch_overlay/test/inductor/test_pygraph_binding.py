@@ -1874,6 +1874,24 @@ class ProofTest(TestCase):
             self.assertFalse(same(t, other, again))
         self.assertFalse(same(t, t + noise, t * math.nan))
 
+    @parametrize("dtype", FLOATS)
+    def test_chunks_that_sum_up_to_zero(self, dtype):
+        "Gradients of a normalized input: each row does, whatever it is."
+        rows = torch.randn(3, 1024, 768, dtype=torch.float64)
+        t, other, again = (
+            torch.ops.aten.native_layer_norm_backward(
+                grad, x, [768], x.mean(1, True), x.var(1, keepdim=True).rsqrt(), None, None, [True, False, False]
+            )[0].to(dtype)
+            for grad, x in zip(rows, rows.roll(1, 0))
+        )
+        noise = (t.double() * (1 + 1e-7 * torch.randn(t.shape))).to(dtype)
+        unwritten = torch.empty_like(t)
+        proof.mark_unwritten(unwritten)
+        for wrong in (unwritten, torch.zeros_like(t), -t, other, again):
+            self.assertFalse(same(t, wrong))
+            self.assertFalse(same(t, wrong, noise))
+        self.assertTrue(same(t, noise))
+
     @parametrize("numel", (512, 32_000))
     def test_few_large_elements_are_not_typical(self, numel):
         "As in masked logits."
@@ -1890,6 +1908,7 @@ class ProofTest(TestCase):
         actual = proof.fingerprint(t)
         self.assertEqual(expected.bits, actual.bits)
         self.assertEqual(expected.total, actual.total)
+        self.assertEqual(expected.signed, actual.signed)
         self.assertEqual(expected.norm, actual.norm)
 
     def test_sign(self):
@@ -2044,6 +2063,7 @@ class ProofTest(TestCase):
         mark = proof.fingerprint(torch.randn(1 << 20))
         self.assertLessEqual(mark.bits.numel(), proof.CHUNKS + 1)
         self.assertEqual(mark.bits.shape, mark.total.shape)
+        self.assertEqual(mark.bits.shape, mark.signed.shape)
         self.assertEqual(mark.bits.shape, mark.norm.shape)
 
     def test_failure(self):

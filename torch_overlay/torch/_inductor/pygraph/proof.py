@@ -7,13 +7,14 @@ word. So before a recording is used, the function runs once uncaptured on the in
 the call, and the graph, captured at poisoned placeholders and moved to the same inputs,
 has to reproduce it: outputs, mutated inputs, and no trace on the poisoned page.
 
-Results are compared by fingerprints, of at most 48 KiB a tensor, so that the outputs of
+Results are compared by fingerprints, of at most 64 KiB a tensor, so that the outputs of
 the uncaptured run are gone before the graph is captured.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -59,12 +60,15 @@ class Fingerprint:
 
     bits: int64 [chunks], sums of the elements' bits as integers.
     total: float64 [chunks], sums of the elements; None where dtype has no TOLERANCE.
+    signed: float64 [chunks], their sums with some signs changed. Gradients of what was
+        normalized sum up to zero, whatever they are.
     norm: float64 [chunks], what TOLERANCE is a fraction of: L1 norms, and the root of the
         number of elements times the median of the chunks' mean magnitudes.
     """
 
     bits: torch.Tensor
     total: torch.Tensor | None
+    signed: torch.Tensor | None
     norm: torch.Tensor | None
     tolerance: float
 
@@ -88,13 +92,17 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
         pieces.append(flat[body:].view(-1, 1))
     if not pieces:
         empty = torch.empty(0, dtype=torch.int64, device=t.device)
-        return Fingerprint(empty, None, None, 0.0)
+        return Fingerprint(empty, None, None, None, 0.0)
     as_bits = _BITS[flat.element_size()]
     bits = _sums(pieces, lambda p: p.view(as_bits).sum(1, dtype=torch.int64))
     tolerance = TOLERANCE.get(flat.dtype)
     if tolerance is None:
-        return Fingerprint(bits, None, None, 0.0)
+        return Fingerprint(bits, None, None, None, 0.0)
     total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
+    signs = _signs(pieces[0])
+    signed = _sums(
+        pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64)
+    )
     norm = _sums(
         pieces,
         lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64),
@@ -104,7 +112,13 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
     if of_element.numel():
         # The median: a few elements that stand for minus infinity are not typical.
         norm = norm + counts.sqrt() * of_element.median()
-    return Fingerprint(bits, total, norm, tolerance)
+    return Fingerprint(bits, total, signed, norm, tolerance)
+
+
+def _signs(rows: torch.Tensor) -> torch.Tensor:
+    "For the elements of each row 1 or -1, in no order."
+    i = torch.arange(rows.shape[1], device=rows.device)
+    return (1 - (i * i * 0x9E3779B1 >> 31 & 2)).to(rows.dtype)
 
 
 def _sums(
@@ -135,14 +149,19 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
         return False
     if expected.total.shape != actual.total.shape:
         return False
-    difference = (expected.total - actual.total).abs()
     allowed = expected.tolerance * expected.norm
-    # NaN compares false, so a chunk with NaN in either is not within tolerance.
-    within = difference <= allowed
-    for other in others:
-        own = OWN_DIFFERENCES * (expected.total - other.total).abs().max()
-        within |= difference <= (MAX_DIFFERENCE * expected.norm).clamp(max=own)
-    return bool((allowed.isfinite() & within).all())
+    result = allowed.isfinite()
+    # A sum that cancels out is small beside the norm. So is any other that does, and that of
+    # nothing, whose norm is not the same.
+    for of in map(operator.attrgetter, ("total", "signed", "norm")):
+        difference = (of(expected) - of(actual)).abs()
+        # NaN compares false, so a chunk with NaN in either is not within tolerance.
+        within = difference <= allowed
+        for other in others:
+            own = OWN_DIFFERENCES * (of(expected) - of(other)).abs().max()
+            within |= difference <= (MAX_DIFFERENCE * expected.norm).clamp(max=own)
+        result &= within
+    return bool(result.all())
 
 
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
