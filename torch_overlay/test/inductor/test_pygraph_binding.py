@@ -1350,13 +1350,21 @@ class TableTest(TestCase):
         return made, model, taken, asked
 
     @staticmethod
-    def autotuner(number, **kwargs):
-        launcher = types.SimpleNamespace(config=f"config {number}")
+    def launcher(config, handle, is_static=False):
+        "As CompileResult.make_launcher has it."
+        kernel = types.SimpleNamespace(function=handle)
+        runner = types.MethodType(lambda kernel: None, kernel)
+        scope = {"runner": runner} if is_static else {"runner": print, "bin": kernel}
+        exec("def launcher(): runner()", scope)
+        scope["launcher"].config = config
+        return scope["launcher"]
+
+    @classmethod
+    def autotuner(cls, number, **kwargs):
         found = {
             "name": f"kernel_{number}",
             "number": number,
-            "launchers": [launcher],
-            "compile_results": [],
+            "launchers": [cls.launcher(f"config {number}", 0x20000 + number)],
             **kwargs,
         }
         return types.SimpleNamespace(**found)
@@ -1436,23 +1444,32 @@ class TableTest(TestCase):
         )
         self.assertEqual((taken, model.replaced), ([False], {}))
 
-    def test_two_kernels_of_one_name(self):
+    @parametrize("is_static", (False, True))
+    def test_two_kernels_of_one_name(self, is_static):
         "A user's, specialized in two ways: the one that was launched is known by its handle."
         places = place(64)
         (x,) = (p.address for p in places.placeholders)
 
-        def results(handle):
-            return [types.SimpleNamespace(kernel=types.SimpleNamespace(function=handle))]
-
         autotuners = [
-            self.autotuner(0, compile_results=results(0x777)),
-            self.autotuner(0, compile_results=results(0x20000), launchers=[types.SimpleNamespace(config="this")]),
+            self.autotuner(0, launchers=[self.launcher("that", 0x777)]),
+            self.autotuner(0, launchers=[self.launcher("this", 0x20000, is_static)]),
         ]
         *_, taken, asked = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
         self.assertEqual((taken, asked[0][1]), ([True], "this"))
-        autotuners[1].compile_results = []
-        *_, taken, _ = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
+        *_, taken, _ = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners[:1])
         self.assertEqual(taken, [False])
+
+    def test_kernel_of_an_operator(self):
+        "It has the name of one of the module's, and is another."
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        _, model, taken, _ = self.takes(
+            KernelNode(u64(x)),
+            KernelNode(u64(x)),
+            places=places,
+            autotuners=[self.autotuner(0, launchers=[self.launcher("", 0x20001)])],
+        )
+        self.assertEqual((taken, model.replaced), ([False, False], {}))
 
 
 instantiate_parametrized_tests(TableTest)

@@ -117,6 +117,14 @@ def _load(compiled: Any, device_index: int) -> int:
     return _loaded[key]
 
 
+def launched_function(launcher: Any) -> int | None:
+    """The CUfunction that a launcher of a CachingAutotuner launches."""
+    names = launcher.__globals__
+    # Triton's kernel, or a method of the one that is launched statically.
+    kernel = names["bin"] if "bin" in names else names["runner"].__self__
+    return kernel.function
+
+
 class Table:
     """
     The slots of one graph, and the kernels of the generated module that the graph is of.
@@ -175,17 +183,16 @@ class Table:
         return True
 
     def _autotuner(self, name: str, params: Any) -> CachingAutotuner | None:
-        "None for a kernel that is not one of the module's."
-        named = self.autotuners.get(name, [])
-        if len(named) > 1:
-            # A user's kernel, specialized in several ways.
-            handle = int(kernel_function(params))
-            named = [
-                a
-                for a in named
-                if any(getattr(r.kernel, "function", 0) == handle for r in a.compile_results)
-            ]
-        return named[0] if len(named) == 1 else None
+        """
+        None for a kernel that is not one of the module's. What an operator launches may have
+        the name of one, and so has a user's kernel that is specialized in several ways.
+        """
+        named = self.autotuners.get(name)
+        if named is None:
+            return None
+        handle = int(kernel_function(params))
+        found = [a for a in named if handle in map(launched_function, a.launchers)]
+        return found[0] if len(found) == 1 else None
 
     def _replace(self, autotuner: CachingAutotuner, reader: ReadParameters) -> None:
         params = reader.params
