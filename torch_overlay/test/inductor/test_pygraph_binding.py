@@ -1981,6 +1981,24 @@ class ProofTest(TestCase):
         self.assertFalse(same(rows, swapped))
         self.assertFalse(same(rows, rows.flip(0)))
 
+    @parametrize("dtype", FLOATS + (torch.bool, torch.uint8, torch.int16, torch.int32, torch.int64))
+    def test_permuted_elements(self, dtype):
+        "In a chunk: other results whose elements sum up to the same for any input."
+        rows = random_tensor((1024, 64), dtype)
+        once = torch.zeros(1024, 64).index_fill(1, torch.tensor(3), 1).to(dtype)
+        for t in (rows, once):
+            for other in (t.flip(1), t.roll(2, 1)):
+                marks = map(proof.fingerprint, (t, other))
+                self.assertFalse(proof.identical(*marks))
+            self.assertTrue(same(t, t.clone()))
+        self.assertFalse(same(rows, rows.flip(1)))
+
+    @parametrize("shape", ((2048, 512), (1024, 7), (4, 1 << 16)))
+    def test_indices_of_a_sort(self, shape):
+        x, y = torch.randn(2, *shape)
+        self.assertFalse(same(x.argsort(-1), y.argsort(-1)))
+        self.assertFalse(same(x.argsort(-1), (x * math.nan).argsort(-1)))
+
     @parametrize("shape", ((2, 3), (64, 64), (100, 33)))
     def test_layouts(self, shape):
         t = torch.randn(shape)

@@ -49,7 +49,7 @@ TOLERANCE = {
 OWN_DIFFERENCES = 8
 MAX_DIFFERENCE = 0.3
 
-# Not int64: a sum of those wraps, and an even number of flipped signs goes unseen.
+# Not int64: sums wrap, weights are odd, and an even number of flipped signs went unseen.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
@@ -58,7 +58,8 @@ class Fingerprint:
     """
     Of a tensor's chunks: CHUNKS of one size, and one for each element that is left over.
 
-    bits: int64 [chunks], sums of the elements' bits as integers.
+    bits: int64 [chunks], sums of the elements' bits as integers, each with a weight by its
+        place: the indices that a sort gives sum up to the same for any input.
     total: float64 [chunks], sums of the elements; None where dtype has no TOLERANCE.
     signed: float64 [chunks], their sums with some signs changed. Gradients of what was
         normalized sum up to zero, whatever they are.
@@ -94,12 +95,17 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
         empty = torch.empty(0, dtype=torch.int64, device=t.device)
         return Fingerprint(empty, None, None, None, 0.0)
     as_bits = _BITS[flat.element_size()]
-    bits = _sums(pieces, lambda p: p.view(as_bits).sum(1, dtype=torch.int64))
+    # Twice as many where an element is two.
+    weights = _weights(2 * pieces[0].shape[1], t.device)
+    bits = _sums(
+        pieces,
+        lambda p: (b := p.view(as_bits).long()).mul_(weights[: b.shape[1]]).sum(1),
+    )
     tolerance = TOLERANCE.get(flat.dtype)
     if tolerance is None:
         return Fingerprint(bits, None, None, None, 0.0)
     total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
-    signs = _signs(pieces[0])
+    signs = weights.sign().to(flat.dtype)
     signed = _sums(
         pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64)
     )
@@ -115,10 +121,12 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
     return Fingerprint(bits, total, signed, norm, tolerance)
 
 
-def _signs(rows: torch.Tensor) -> torch.Tensor:
-    "For the elements of each row 1 or -1, in no order."
-    i = torch.arange(rows.shape[1], device=rows.device)
-    return (1 - (i * i * 0x9E3779B1 >> 31 & 2)).to(rows.dtype)
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    "Odd numbers that look random, always the same. As splitmix64 makes them."
+    weights = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        weights = (weights ^ weights >> shift) * factor
+    return weights | 1
 
 
 def _sums(
@@ -131,12 +139,8 @@ def _sums(
 
 
 def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
-    equal = torch.equal(expected.bits, actual.bits)
-    if not equal or expected.total is None or actual.total is None:
-        return equal
-    # Sums of bits can not tell [1, -2] from [-1, 2], sums of values can. As bits, since a
-    # NaN that the program itself computes is not equal to itself.
-    return torch.equal(expected.total.view(torch.int64), actual.total.view(torch.int64))
+    # As bits, since a NaN that the program itself computes is not equal to itself.
+    return torch.equal(expected.bits, actual.bits)
 
 
 def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
