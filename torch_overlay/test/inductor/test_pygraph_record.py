@@ -246,8 +246,10 @@ class ModelledDevice:
         t = tensor_at(block.address, like, 0)
         block.owners = [StorageWeakRef(t.untyped_storage())]
         if self.captured is None and t.is_contiguous():
-            # What nobody wrote is no number.
-            on_host(t).view(torch.uint8).fill_(0xFF)
+            # What nobody wrote is no number, or a mark, which tells that.
+            content = on_host(t).view(-1).view(torch.uint8)
+            if not bool((content == placeholder.UNWRITTEN).all()):
+                content.fill_(0xFF)
         return t
 
     @property
@@ -303,6 +305,11 @@ class ModelledDevice:
             raise AssertionError(
                 f"live in the pool: {owned}, as trees see it: {claimed}"
             )
+
+    def fill_free(self, pool: tuple[int, int], device_index: int, value: int) -> None:
+        for block in self.blocks:
+            if block.in_pool and block.is_free:
+                block.memory.fill_(value)
 
     def new_pool(self) -> tuple[int, int]:
         "The last one's memory is anybody's: trees change pools when nothing is recorded."
@@ -565,6 +572,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "RngState": ModelledRng,
                 "SavedInput": SavedInput,
                 "clone_preserve_strides": device.clone,
+                "fill_free": device.fill_free,
                 "room": device.room,
             },
         ),
@@ -1379,6 +1387,42 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
         self.assertEqual(counters["pygraph"]["unbound"], 0)
 
+    @parametrize("force", ("node_update", None))
+    @parametrize(
+        "body",
+        (
+            "a = empty(); operator(a, x); return (a,)",
+            "a = empty(); operator(a, x); b = new(); launch(copy, b, a); return (b,)",
+            "a = new(); operator(a, x); return (a,)",
+            "a = new(); launch(copy, a, x); operator(x, x); return (x,)",
+        ),
+    )
+    def test_operator_that_is_not_captured(self, force, body):
+        """
+        It launches on a stream of its own, or on the default one, as libraries for custom
+        kernels do, while another is captured: at once, on what the capture was given.
+        """
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        fn = None
+        for _ in range(6 if force else 130):
+            x = self.randn()
+            expected = on_host(x).sin()
+            fn = fn or self.deploy(
+                f"x, = args; args.clear(); {body}",
+                [x],
+                force=force,
+                mutated=(0,) if "(x, x)" in body else (),
+            )
+            fn.model.__globals__.update(operator=operator, copy=host_copy)
+            (out,) = fn(x)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("not captured" if force else "", entry.reason)
+
     def test_output_that_is_written_in_part(self):
         fn = self.deploy(
             "x, y = args; args.clear(); a = new(); launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); return (a,)",
@@ -1401,7 +1445,7 @@ class RecordTest(TestCase):
             self.check(self.ADD)
         self.assertEqual(counters["pygraph"]["unbound"], 1)
         (entry,) = report()
-        self.assertIn("output 0", entry.reason)
+        self.assertIn("not captured", entry.reason)
 
     def test_returned_input_is_the_callers(self):
         body = "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (x, a, a)"

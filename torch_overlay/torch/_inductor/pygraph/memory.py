@@ -13,6 +13,7 @@ import ctypes
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.placeholder import tensor_at
 
 
 if TYPE_CHECKING:
@@ -46,6 +47,15 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     free = min(free, allowed - torch.cuda.memory_reserved(device_index))
     of_pool = () if pool is None else segments_of(pool)
     return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
+
+
+def fill_free(pool: _POOL_HANDLE, device_index: int, value: int) -> None:
+    """Writes a byte to all of a pool's memory that no tensor lies in."""
+    for segment in segments_of(pool):
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                like = torch.empty(block["size"], dtype=torch.uint8, device="meta")
+                tensor_at(block["address"], like, device_index).fill_(value)
 
 
 class OwnPool:

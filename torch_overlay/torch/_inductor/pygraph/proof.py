@@ -221,6 +221,10 @@ class Proof:
             return None
         return fingerprint(output)
 
+    def unwritten(self) -> list[int]:
+        """Of the outputs that were not marked, those that hold what an output is marked with."""
+        return [i for i, t in self.unmarked.items() if is_unwritten(t)]
+
     def is_exact(self, actual: Proof) -> bool:
         """Whether another run gave the same to the bit."""
         return self._difference(actual, identical) is None
@@ -240,11 +244,12 @@ class Proof:
         matches: Callable[..., bool],
         others: Sequence[Proof] = (),
     ) -> str | None:
+        unwritten = actual.unwritten()
         for i, expected in enumerate(self.outputs):
             known = [other.outputs[i] for other in others]
             if expected is None or matches(expected, actual.outputs[i], *known):
                 continue
-            if i in actual.unmarked and is_unwritten(actual.unmarked[i]):
+            if i in unwritten:
                 continue
             kind = actual.kinds[i]
             return f"output {i} ({kind}) differs from the uncaptured function's"

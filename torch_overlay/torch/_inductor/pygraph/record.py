@@ -60,7 +60,7 @@ from torch._inductor.pygraph.collectives import (
 )
 from torch._inductor.pygraph.deliver import CapturedValues, delivers_of
 from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.memory import OwnPool, room, segments_of
+from torch._inductor.pygraph.memory import fill_free, OwnPool, room, segments_of
 from torch._inductor.pygraph.placeholder import (
     arena,
     MAX_ALIGNMENT,
@@ -75,7 +75,7 @@ from torch._inductor.pygraph.placeholder import (
     ZERO,
 )
 from torch._inductor.pygraph.prelude import Prelude, PreludeUnavailable
-from torch._inductor.pygraph.proof import mark_unwritten, Proof
+from torch._inductor.pygraph.proof import identical, mark_unwritten, Proof
 from torch._inductor.pygraph.replay import (
     caches_are_whole,
     has_own_memory,
@@ -122,6 +122,10 @@ RERUNS = 8
 # Runs that say by how much a function that is not deterministic differs from itself. One may
 # be close by chance: what is summed before may make one number the error of all that follows.
 OTHER_RUNS = 3
+
+
+# Of an operator that launches on a stream that is not captured, such as the default one.
+NOT_CAPTURED = "an operator launches kernels that are not captured"
 
 
 def common_alignment(pointers: Sequence[int]) -> int:
@@ -260,6 +264,8 @@ class Rehearsal:
         self.rng = RngState.save(node.device, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
+        # What is mutated, before any run.
+        self.unchanged = Proof(inputs, [], mutated)
         # What other runs gave, if there are none later.
         self.others: list[Proof] = []
         own_pool = OwnPool(node.device)
@@ -345,7 +351,7 @@ class Rehearsal:
         self.unmarked = [
             i
             for i, t in enumerate(outputs)
-            if isinstance(t, torch.Tensor) and not trace.holds(t)
+            if isinstance(t, torch.Tensor) and t.numel() > 0 and not trace.holds(t)
         ]
         self.proof = Proof(inputs, outputs, self.mutated)
         if has_managed:
@@ -382,6 +388,30 @@ class Rehearsal:
     def restore(self) -> None:
         """Undoes what the function wrote. Called only while no managed input has died."""
         self._restore(self.inputs)
+
+    def writes_any(self, idxs: Sequence[int]) -> bool:
+        """
+        Whether the uncaptured function writes one of these outputs, which operators allocate.
+        It is seen where a run gets the memory that the one before had. False else, or if it
+        can not be asked, since inputs died.
+        """
+        if self.kept is not None:
+            return False
+        before: list[int] = []
+        for _ in range(OTHER_RUNS if idxs else 0):
+            self.restore()
+            outputs = self._rehearse(self.inputs, AllocationTrace())
+            found: list[torch.Tensor] = [outputs[i] for i in idxs]  # type: ignore[misc]
+            addresses = [t.data_ptr() for t in found]
+            if addresses == before:
+                result = Proof(self.inputs, outputs, self.mutated, idxs)
+                return len(result.unwritten()) < len(idxs)
+            before = addresses
+            for t in found:
+                mark_unwritten(t)
+            # Not beside what the next run returns.
+            del outputs, found, t
+        return False
 
     def repeats_itself(self) -> bool:
         """
@@ -729,6 +759,7 @@ class BoundGraphNode(CopyGraphNode):
     begins_with_prelude: bool = False
     # While it is recorded.
     collectives: Captured | None = None
+    wrote_to_placeholder: bool = False
 
     def _needed_bytes(self, function: Function) -> int:
         return function.needed_bytes
@@ -958,7 +989,7 @@ class BoundGraphNode(CopyGraphNode):
                     self.outputs_metadata[i],  # type: ignore[arg-type]
                 )
         failure = self._difference()
-        if take_damage(self.device):
+        if take_damage(self.device) or self.wrote_to_placeholder:
             failure = "the graph wrote to an address it should not hold"
         if (prelude := self.binding.prelude) is not None:
             failure = prelude.failure() or failure
@@ -1043,6 +1074,10 @@ class BoundGraphNode(CopyGraphNode):
                 rehearsal.mutated,
                 rehearsal.unmarked,
             )
+            compared = [i for i in actual.unwritten() if proof.outputs[i] is not None]
+            if rehearsal.writes_any(compared):
+                self.wrapped_function.pygraph.is_capturable = False
+                return NOT_CAPTURED
             if proof.is_exact(actual):
                 return None
             failure = proof.failure(actual, rehearsal.others)
@@ -1054,7 +1089,9 @@ class BoundGraphNode(CopyGraphNode):
         except RuntimeError as e:
             actual = None
             failure = f"the outputs can not be compared: {e}".partition("\n")[0]
-        if (lack := self._lack_of_a_graph()) is not None:
+        lack = NOT_CAPTURED if actual and self._leaves_results(actual) else None
+        lack = lack or self._lack_of_nodes() or self._lack_of_a_graph()
+        if lack is not None:
             self.wrapped_function.pygraph.is_capturable = False
             return lack
         if actual is None or rehearsal.kept is not None:
@@ -1065,6 +1102,54 @@ class BoundGraphNode(CopyGraphNode):
             return proof.failure(actual, rehearsal.other_runs(rehearsal.inputs))
         except RuntimeError:
             return failure
+
+    def _leaves_results(self, actual: Proof) -> bool:
+        """
+        Whether the graph writes nothing to a result that differs. Had it written where its
+        parameters do not show, that would be a placeholder.
+        """
+        rehearsal, outputs = self.rehearsal, self.recording_outputs
+        if rehearsal is None or outputs is None or rehearsal.kept is not None:
+            return False
+        if take_damage(self.device):
+            self.wrote_to_placeholder = True
+            return False
+        proof, before = rehearsal.proof, rehearsal.unchanged
+        differ = [
+            i
+            for i, expected in enumerate(proof.outputs)
+            if expected is not None and not identical(expected, actual.outputs[i])
+        ]
+        if Proof(rehearsal.inputs, outputs, [], differ).unwritten():
+            return True
+        return any(
+            identical(unchanged, now) and not identical(unchanged, expected)
+            for unchanged, now, expected in zip(
+                before.inputs, actual.inputs, proof.inputs
+            )
+        )
+
+    def _lack_of_nodes(self) -> str | None:
+        """
+        NOT_CAPTURED if the graph gives what lay in the pool before, which ran then while it
+        was captured, else None. None also where inputs died.
+        """
+        rehearsal, outputs = self.rehearsal, self.recording_outputs
+        if rehearsal is None or outputs is None or rehearsal.kept is not None:
+            return None
+        results = []
+        try:
+            for value in (0, 0, UNWRITTEN, UNWRITTEN):
+                fill_free(self.cuda_graphs_pool, self.device, value)
+                rehearsal.restore()
+                self.run_graph()
+                results.append(Proof(rehearsal.inputs, outputs, rehearsal.mutated))
+        except RuntimeError:
+            # Comparing takes memory.
+            return None
+        first, again, other, other_again = results
+        repeats_itself = first.is_exact(again) and other.is_exact(other_again)
+        return NOT_CAPTURED if repeats_itself and not first.is_exact(other) else None
 
     def _lack_of_a_graph(self) -> str | None:
         """
