@@ -2129,6 +2129,29 @@ class ProofTest(TestCase):
                 "^mutated input 2 .*differs",
             )
 
+    @parametrize("dtype", (torch.int64, torch.bool, torch.int32, torch.complex64, torch.float32))
+    def test_scalars(self, dtype):
+        "Those that an operator allocates may be a seed that was not written."
+        values = torch.tensor([0, 1]).to(dtype)
+
+        def proved(i: int, *unmarked: int) -> proof.Proof:
+            on_device = placeholder.tensor_at(values[i].data_ptr(), values[i].to("meta"), 0)
+            return proof.Proof([], [on_device], [], unmarked)
+
+        def on_host(t: torch.Tensor) -> proof.Fingerprint:
+            (value,) = [v for v in values if v.data_ptr() == t.data_ptr()]
+            return fingerprint(value)
+
+        fingerprint = proof.fingerprint
+        with (
+            mock.patch.object(proof, "fingerprint", on_host),
+            mock.patch.object(proof, "is_unwritten", lambda t: False),
+        ):
+            self.assertIsNone(proved(0).failure(proved(0)))
+            self.assertIsNotNone(proved(0).failure(proved(1)))
+            is_seed = proved(0).failure(proved(1, 0)) is None
+            self.assertEqual(is_seed, dtype == torch.int64)
+
     def test_outputs_on_the_host_are_skipped(self):
         checked = proof.Proof([], [torch.zeros(4), None, 1], mutated=[])
         self.assertEqual(checked.outputs, [None, None, None])

@@ -215,15 +215,28 @@ class Proof:
     def _of_output(output: Any) -> Fingerprint | None:
         if not isinstance(output, torch.Tensor) or not output.is_cuda:
             return None
-        if output.dim() == 0 and not output.is_floating_point():
-            # Attention returns the generator's seed and offset, and leaves them
-            # uninitialised where it draws nothing.
-            return None
         return fingerprint(output)
 
+    def seeds(self) -> list[int]:
+        """
+        What may be the generator's seed and offset, which attention returns, and leaves
+        uninitialised where it draws nothing.
+        """
+        return [
+            i
+            for i, t in self.unmarked.items()
+            if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)
+        ]
+
     def unwritten(self) -> list[int]:
-        """Of the outputs that were not marked, those that hold what an output is marked with."""
-        return [i for i, t in self.unmarked.items() if is_unwritten(t)]
+        """
+        Of the other outputs that were not marked, those that hold what an output is marked
+        with.
+        """
+        seeds = self.seeds()
+        return [
+            i for i, t in self.unmarked.items() if i not in seeds and is_unwritten(t)
+        ]
 
     def is_exact(self, actual: Proof) -> bool:
         """Whether another run gave the same to the bit."""
@@ -244,12 +257,12 @@ class Proof:
         matches: Callable[..., bool],
         others: Sequence[Proof] = (),
     ) -> str | None:
-        unwritten = actual.unwritten()
+        skipped = [*actual.seeds(), *actual.unwritten()]
         for i, expected in enumerate(self.outputs):
-            known = [other.outputs[i] for other in others]
-            if expected is None or matches(expected, actual.outputs[i], *known):
+            if expected is None or i in skipped:
                 continue
-            if i in unwritten:
+            known = [other.outputs[i] for other in others]
+            if matches(expected, actual.outputs[i], *known):
                 continue
             kind = actual.kinds[i]
             return f"output {i} ({kind}) differs from the uncaptured function's"

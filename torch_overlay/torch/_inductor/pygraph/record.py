@@ -428,6 +428,7 @@ class Rehearsal:
                     self.inputs,
                     self._rehearse(self.inputs, AllocationTrace()),
                     self.mutated,
+                    self.unmarked,
                 )
             ):
                 return False
@@ -1074,8 +1075,7 @@ class BoundGraphNode(CopyGraphNode):
                 rehearsal.mutated,
                 rehearsal.unmarked,
             )
-            compared = [i for i in actual.unwritten() if proof.outputs[i] is not None]
-            if rehearsal.writes_any(compared):
+            if rehearsal.writes_any(actual.unwritten()):
                 self.wrapped_function.pygraph.is_capturable = False
                 return NOT_CAPTURED
             if proof.is_exact(actual):
