@@ -971,6 +971,53 @@ class RecordTest(TestCase):
         self.assertEqual([function.choice, recorded.choice], ["node_update"] * 2)
         self.assertEqual(counters["pygraph"]["unbound"], 0)
 
+    def test_function_that_a_finalizer_calls(self):
+        """
+        The collector runs it where a replay allocates, which has seen by then which graph was
+        last: it runs uncaptured, so that the replay's is last as it was before.
+        """
+        metric = self.check(self.ADD)
+        weight, x, y = self.randn(), self.randn(), self.randn()
+        forward, seen = None, []
+
+        class Logs:
+            def __del__(self) -> None:
+                seen.append(metric(x, y))
+
+        def collecting(*args: Any) -> torch.Tensor:
+            self.hook()
+            return self.device.empty_strided(*args)
+
+        def collect() -> None:
+            self.hook = lambda: None
+            gc.collect()
+
+        def call() -> tuple[HeldByAutograd, torch.Tensor]:
+            nonlocal forward
+            new_generation()
+            v = self.randn()
+            expected = on_host(v) * on_host(weight)
+            forward = forward or self.deploy_forward(v, weight)
+            _, a, _ = forward.call([v, weight])
+            return HeldByAutograd(a), expected
+
+        with mock.patch.object(allocation, "empty_strided_cuda", collecting):
+            for _ in range(6):
+                # Nobody calls its backward.
+                call()
+                trees.get_manager(0).set_to_running_backward()
+        gc.disable()
+        self.addCleanup(gc.enable)
+        logs = Logs()
+        logs.cycle = logs
+        del logs
+        self.hook = collect
+        held, expected = call()
+        ((out,),) = seen
+        self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+        metric(self.randn(), self.randn())
+        self.assertEqual(on_host(held.activation()), expected)
+
     @parametrize("force", ("node_update", "copy"))
     def test_operator_that_calls_a_function(self, force):
         "Another one, which is not replayed while this one is recorded."

@@ -68,19 +68,22 @@ class InputHeld(Exception):
     """
 
 
-_locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.RLock] = (
+_locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.Lock] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def lock_of(manager: CUDAGraphTreeManager) -> threading.RLock:
+def lock_of(manager: CUDAGraphTreeManager) -> threading.Lock:
     """
     What a thread holds while it records or replays; another one runs uncaptured meanwhile,
     and never waits, since the first may wait for it. Trees are of one thread, and of those
     that autograd uses on its behalf; but it runs the backward of outputs on the CPU in the
     thread that called it, and that of others in one of its own, both at the same time.
+
+    So does what a finalizer calls in the same thread, which the collector may run where a
+    replay allocates: of the path, the replay knows what it has seen before.
     """
-    return _locks.setdefault(manager, threading.RLock())
+    return _locks.setdefault(manager, threading.Lock())
 
 
 class StreamOrder:
