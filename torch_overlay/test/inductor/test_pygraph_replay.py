@@ -41,6 +41,7 @@ from torch._inductor.cudagraph_trees import (
 )
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import deliver, native, record
+from torch._inductor.pygraph.allocation import empty_strided_cuda
 from torch._inductor.pygraph.deliver import CapturedValues, Deliver
 from torch._inductor.pygraph.direct import Orders, orders
 from torch._inductor.pygraph.driver import DriverError
@@ -817,6 +818,20 @@ class CompiledReplayTest(ReplayTest):
         self.node.launch = fail
         with self.assertRaisesRegex(RuntimeError, "the device is gone"):
             self.call()
+
+    def test_errors_of_an_allocator(self):
+        "They are those of generated code's: of OutOfMemoryError's type, and without C++'s frames."
+        like = (1 << 50,), (1,), torch.float32
+        found = []
+        for allocate in (
+            native.compiled.Allocator(*like, 0),
+            functools.partial(empty_strided_cuda, *like),
+        ):
+            with self.assertRaises(RuntimeError) as raised:
+                allocate()
+            has_frames = "Exception raised from" in str(raised.exception)
+            found.append((type(raised.exception), has_frames))
+        self.assertEqual(*found)
 
     def test_nothing_is_leaked(self):
         self.compiled_nodes()

@@ -22,6 +22,7 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <new>
@@ -41,6 +42,11 @@ struct THPVariable {
 };
 extern PyObject* THPVariableClass;
 PyObject* THPVariable_Wrap(at::TensorBase&& var);
+
+namespace torch {
+// From torch/csrc/Exceptions.h
+void translate_exception_to_python(const std::exception_ptr& e_ptr);
+} // namespace torch
 
 namespace {
 
@@ -158,8 +164,9 @@ PyObject* guarded(F&& f) {
   try {
     return f();
   } catch (const Error&) {
-  } catch (const std::exception& e) {
-    PyErr_SetString(PyExc_RuntimeError, e.what());
+  } catch (const std::exception&) {
+    // As torch does: the program may catch torch.OutOfMemoryError.
+    torch::translate_exception_to_python(std::current_exception());
   }
   return nullptr;
 }
