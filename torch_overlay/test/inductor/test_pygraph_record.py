@@ -2595,6 +2595,16 @@ class RecordTest(TestCase):
         self.assertEqual(seen[-3:], seen[-1:] * 3)
 
     @parametrize("force", ("node_update", "copy"))
+    def test_gradient_in_inference_mode(self, force):
+        "What is cached then is returned outside of it later, where it is no inference tensor."
+        self.weight = self.randn()
+        for i in range(6):
+            with torch.inference_mode(i == 2):
+                grad = self.gradient(force)
+            self.assertFalse(i != 2 and grad.is_inference())
+            del grad
+
+    @parametrize("force", ("node_update", "copy"))
     @parametrize("change", ("unsqueeze_", "resize_", "data"))
     def test_gradient_that_was_changed_in_place(self, change, force):
         self.weight = self.randn()

@@ -649,7 +649,9 @@ class CopyGraphNode(CUDAGraphNode):
         Trees take a cached tensor for dead that only C++ holds, as autograd does what a
         forward saved: a second forward would write the activations of the first.
         """
-        super()._initialize_cached_tensors()
+        # Else each later backward's gradients could only be written in inference mode too.
+        with torch.inference_mode(False):
+            super()._initialize_cached_tensors()
         node_ref = weakref.ref(self)
         for i, ref in enumerate(self.outputs_weakrefs):
             if ref is not None and ref.extra_ref_check is not None:
