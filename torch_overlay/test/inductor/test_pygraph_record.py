@@ -497,6 +497,8 @@ def modelled_device() -> Iterator[ModelledDevice]:
     from torch._inductor.pygraph import proof as record_proof
 
     def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
+        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in dsts):
+            raise RuntimeError("Inplace update to inference tensor outside InferenceMode")
         for dst, src in zip(dsts, srcs):
             device.launch(host_copy, dst, src)
 
@@ -1384,6 +1386,21 @@ class RecordTest(TestCase):
                 t.zero_()
             saved.restore(t)
             self.assertEqual(t.detach(), torch.arange(4.0))
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_recorded_in_inference_mode(self, force):
+        "Dynamo has one function for an inference tensor, in inference mode and outside of it."
+        fn = None
+        for i in range(7):
+            with torch.inference_mode():
+                inputs = [self.randn(), self.randn()]
+            with torch.inference_mode(i < 4):
+                fn = fn or self.deploy(self.ADD, inputs, force=force)
+                expected, *_ = self.expected(fn, inputs)
+                (out,) = fn(*inputs)
+            self.assertEqual(on_host(out), expected)
+            self.assertEqual(out.is_inference(), i < 4)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
 
     def test_output_passed_back_in(self):
         x = self.randn()

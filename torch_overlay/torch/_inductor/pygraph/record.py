@@ -483,6 +483,15 @@ class CopyGraphNode(CUDAGraphNode):
     def __init__(self, *args: Any) -> None:
         with without_trees():
             super().__init__(*args)
+        if self.non_static_input_idx and torch.is_inference_mode_enabled():
+            # Else what later calls copy could only be copied in inference mode too.
+            with torch.inference_mode(False):
+                self.reconstructed_inputs = [
+                    self._reconstruct_from_tensor_metadata(self._tensor_metadata(t))
+                    if isinstance(t, torch.Tensor)
+                    else t
+                    for t in self.reconstructed_inputs
+                ]
 
     def _declared_static_idxs(
         self, inputs: list[InputType], mode: CompilationMode | None
