@@ -1021,8 +1021,34 @@ class RecordTest(TestCase):
         self.assertEqual(on_host(held.activation()), expected)
 
     @parametrize("force", ("node_update", "copy"))
-    def test_operator_that_calls_a_function(self, force):
+    @parametrize("by_autograd", (False, True))
+    def test_operator_that_calls_a_function(self, force, by_autograd):
         "Another one, which is not replayed while this one is recorded."
+        if not by_autograd:
+            self.check_operator(force)
+            return
+        shared, locks, seen = trees.thread_containers(), trees.local.tree_manager_locks, []
+
+        def run() -> None:
+            for name, value in (
+                ("tree_manager_containers", shared),
+                ("tree_manager_locks", locks),
+            ):
+                # The thread's, which lets go of it in the end.
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+                torch._C._stash_obj_in_tls(name, value)
+            try:
+                self.check_operator(force)
+                seen.append(trees.thread_containers())
+            except BaseException as e:
+                seen.append(e)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        self.assertIs(seen[0], shared)
+
+    def check_operator(self, force: str) -> None:
         inner = self.check(self.ADD, calls=5)
         ran = []
 

@@ -657,14 +657,18 @@ class CompiledReplayTest(ReplayTest):
                 self.call()
         self.assertEqual(self.node.launches, 6)
 
+    def share_containers(self) -> None:
+        "With this thread, as autograd does. It lets go of them in the end."
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self.owner))
+        torch._C._stash_obj_in_tls("tree_manager_containers", self.owner)
+
     def test_thread(self):
         "Of autograd, which has the containers of the one that recorded; any other."
         steady = []
 
         def call(knows_containers: bool) -> None:
             if knows_containers:
-                name = "tree_manager_containers"
-                torch._C._stash_obj_in_tls(name, self.owner)
+                self.share_containers()
             steady.append(self.call())
 
         for knows_containers in (True, False):
@@ -675,6 +679,29 @@ class CompiledReplayTest(ReplayTest):
         self.owner = {}
         self.replay = self.steady(CompilationMode.INFERENCE)
         self.assertFalse(self.call())
+
+    def test_thread_of_autograd_is_known_at_once(self):
+        "Python's object of the thread has nothing there, and would take an exception to say so."
+        steady = []
+
+        def call() -> None:
+            self.share_containers()
+            steady.append(self.call())
+
+        asked = mock.Mock(side_effect=AssertionError("asked"))
+        with mock.patch("torch._inductor.pygraph.replay.thread_containers", asked):
+            self.replay = self.steady(CompilationMode.INFERENCE)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        self.assertEqual(steady, [True])
+
+    def test_thread_that_records(self):
+        "What it calls meanwhile, on another device for one, is not replayed."
+        for _ in range(2):
+            with record.without_trees():
+                self.assertFalse(self.call())
+            self.assertTrue(self.call())
 
     def test_inputs_that_are_none(self):
         for inputs in ([], [self.weight], [self.weight, None, 5], (self.weight, None, 5)):

@@ -44,6 +44,7 @@ from torch._inductor.cudagraph_trees import (
     UnaliasedStorage,
 )
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
+from torch._inductor.pygraph import native
 from torch._inductor.pygraph.allocation import (
     Allocation,
     AllocationTrace,
@@ -446,6 +447,9 @@ def without_trees() -> Iterator[None]:
     is_local = hasattr(local, "tree_manager_containers")
     containers = thread_containers()
     local.tree_manager_containers = {}
+    # Compiled code asks for those that autograd's threads share, without a look at the above.
+    compiled = native.compiled
+    was_without = compiled is not None and compiled.set_without_trees(True)
     try:
         yield
     finally:
@@ -454,6 +458,8 @@ def without_trees() -> Iterator[None]:
         else:
             # It has them from the thread that autograd runs it for.
             del local.tree_manager_containers
+        if compiled is not None:
+            compiled.set_without_trees(was_without)
 
 
 class CopyGraphNode(CUDAGraphNode):

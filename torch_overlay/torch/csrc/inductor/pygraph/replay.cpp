@@ -10,6 +10,7 @@
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <ATen/core/TensorBase.h>
 #include <ATen/cuda/EmptyTensor.h>
 #include <c10/core/AutogradState.h>
@@ -27,6 +28,7 @@
 #include <memory>
 #include <new>
 #include <optional>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -42,6 +44,8 @@ struct THPVariable {
 };
 extern PyObject* THPVariableClass;
 PyObject* THPVariable_Wrap(at::TensorBase&& var);
+// From torch/csrc/PyInterpreter.h
+c10::impl::PyInterpreter* getPyInterpreter();
 
 namespace torch {
 // From torch/csrc/Exceptions.h
@@ -957,6 +961,15 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
       : nullptr;
 }
 
+// Whether the thread records, and what it calls is to run uncaptured.
+thread_local bool is_without_trees = false;
+
+// set_without_trees(value): returns what it was. See without_trees in record.py.
+PyObject* set_without_trees(PyObject* /*module*/, PyObject* value) {
+  return PyBool_FromLong(
+      std::exchange(is_without_trees, value == Py_True));
+}
+
 PyTypeObject ReplayType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // See replay.py, which makes it, for the arguments and for what is checked.
@@ -1312,8 +1325,20 @@ struct Replay {
   }
 
   // A graph is updated and launched by the thread that recorded it, and by
-  // autograd's on its behalf.
+  // autograd's on its behalf. These have no `local`: to ask for its attribute
+  // would raise, which takes longer than the rest of a replay.
   void check_thread() const {
+    using Objects = at::impl::ThreadLocalPythonObjects;
+    static const std::string key = "tree_manager_containers";
+    if (is_without_trees) {
+      throw Unusual();
+    }
+    if (Objects::contains(key)) {
+      if (Objects::get(key)->ptr(getPyInterpreter()) != owner.get()) {
+        throw Unusual();
+      }
+      return;
+    }
     Ref known(PyObject_GetAttr(local.get(), names.tree_manager_containers));
     if (!known) {
       PyErr_Clear();
@@ -2101,6 +2126,7 @@ PyMethodDef stage_methods[] = {
 
 PyMethodDef module_methods[] = {
     {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
+    {"set_without_trees", set_without_trees, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
 PyGetSetDef replay_getset[] = {
