@@ -1630,6 +1630,46 @@ class RecordTest(TestCase):
             (entry,) = report()
             self.assertEqual((entry.choice, entry.reason), (force, "forced"))
 
+    @parametrize("times", (3, 6))
+    def test_values_of_what_a_finalizer_calls(self, times):
+        "The same function, with others, where the collector runs it: where a replay allocates."
+
+        def scale(out: torch.Tensor, x: torch.Tensor, s: torch.Tensor) -> None:
+            torch.mul(x, s.sum(), out=out)
+
+        def call(n: int) -> tuple[torch.Tensor, torch.Tensor]:
+            x, y = self.randn(), self.randn()
+            values.pack([torch.tensor([n, 0])])
+            (out,) = fn(x, y)
+            return out, on_host(x) * n + on_host(y)
+
+        def collecting(*args: Any) -> torch.Tensor:
+            self.hook()
+            return self.device.empty_strided(*args)
+
+        def finalizer() -> None:
+            self.hook = lambda: None
+            seen.append(call(5))
+
+        values, seen = deliver.Deliver(0, (torch.int64, (2,))), []
+        with (
+            self.delivering(),
+            mock.patch.object(allocation, "empty_strided_cuda", collecting),
+        ):
+            fn = self.deploy(
+                "x, y = args; args.clear(); (s,) = values.launch(); a = new(); "
+                "launch(scale, a, x, s); b = new(); launch(add, b, a, y); return (b,)",
+                [self.randn(), self.randn()],
+            )
+            fn.model.__globals__.update(values=values, scale=scale)
+            for i in range(times):
+                if i == times - 1:
+                    self.hook = finalizer
+                seen.append(call(7))
+        self.assertEqual(len(seen), times + 1)
+        for out, expected in seen:
+            self.assertEqual(on_host(out), expected)
+
     @parametrize("force", ("node_update", "copy", None))
     def test_values_of_what_an_operator_calls(self, force):
         "It packs them while it is captured, and for other callers at any time."

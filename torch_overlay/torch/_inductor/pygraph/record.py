@@ -1214,10 +1214,11 @@ class BoundGraphNode(CopyGraphNode):
         if self.rehearsal is not None:
             # It is being recorded, at placeholders.
             return
+        # Before the allocations, where the collector may run what packs others.
+        words = self.values.words()
         outputs = [allocate() for allocate in self.allocators]
         self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
-        pointers = self.input_pointers + [t.data_ptr() for t in outputs]
-        pointers += self.values.words()
+        pointers = self.input_pointers + [t.data_ptr() for t in outputs] + words
         if pointers != self.binding.pointers:
             try:
                 self.move(self.call_tensors, pointers)

@@ -296,11 +296,12 @@ def steady_replay(
             return general(inputs)
         if any(map(is_lazy, tensors)):
             return general(inputs)
+        # Before the allocations, where the collector may run what packs others.
+        words = values.words() if delivers_values else []
         for allocate in allocators:
             tensors.append(t := allocate())
             pointers.append(t.data_ptr())
-        if delivers_values:
-            pointers += values.words()
+        pointers += words
         if pointers != binding.pointers:
             node.move(tensors, pointers)
         if last is not node:

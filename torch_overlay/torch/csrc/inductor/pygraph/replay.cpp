@@ -1245,6 +1245,13 @@ struct Replay {
     if (combined % alignment != 0) {
       throw Unusual();
     }
+    // Before the allocations, where the collector may run what packs others.
+    c10::SmallVector<uint64_t, 32> words;
+    if (Py_IS_TYPE(values.get(), &WordsType)) {
+      Boxed<Words>::of(values.get()).append_to(words);
+    } else if (values.get() != Py_None) {
+      words = as_words(checked(PyObject_CallNoArgs(values.get())).get());
+    }
     for (const Ref& allocate : allocators) {
       if (Py_IS_TYPE(allocate.get(), &AllocatorType)) {
         at::TensorBase tensor =
@@ -1257,14 +1264,7 @@ struct Replay {
         pointers.push_back(address_of(tensors.back().get()));
       }
     }
-    if (Py_IS_TYPE(values.get(), &WordsType)) {
-      Boxed<Words>::of(values.get()).append_to(pointers);
-    } else if (values.get() != Py_None) {
-      Ref words = checked(PyObject_CallNoArgs(values.get()));
-      for (uint64_t word : as_words(words.get())) {
-        pointers.push_back(word);
-      }
-    }
+    pointers.append(words.begin(), words.end());
     check_dead(dead_before);
     for (Py_ssize_t i : dropped) {
       has_dropped = true;
