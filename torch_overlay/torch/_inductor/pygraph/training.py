@@ -27,6 +27,7 @@ from torch._functorch._aot_autograd.runtime_wrappers import (
 )
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._functorch._aot_autograd.utils import normalize_as_list
+from torch._inductor.pygraph import native
 from torch._inductor.pygraph.direct import boxed_replay, natives, replay
 
 
@@ -170,6 +171,11 @@ def runtime_wrapper(
     return wrapper
 
 
+def saved_tensors(outputs: list[Any], start: int) -> tuple[torch.Tensor, ...]:
+    "Outputs from ``start`` on. See Note [Detaching saved tensors in AOTAutograd]."
+    return tuple([x.detach() if x._is_view() else x for x in outputs[start:]])
+
+
 def _forward(
     compiled_fw: Callable[[list[Any]], Any], metadata: ViewAndMutationMeta
 ) -> Callable[..., Any]:
@@ -180,15 +186,13 @@ def _forward(
         i for i, info in enumerate(metadata.output_info) if not info.requires_grad
     )
     run = replay(compiled_fw)
+    saved = saved_tensors if native.compiled is None else native.compiled.saved
 
     def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
         outs = compiled_fw(list(args)) if run is None else run(*args)
         if type(outs) is not list:
             outs = normalize_as_list(outs)
-        # See Note [Detaching saved tensors in AOTAutograd]
-        ctx.to_save = tuple(
-            [x.detach() if x._is_view() else x for x in outs[num_outputs:]]
-        )
+        ctx.to_save = saved(outs, num_outputs)
         returned = outs[:num_outputs]
         for i in unsafe_views:
             returned[i] = torch.ops.aten._unsafe_view(returned[i], returned[i].shape)

@@ -490,6 +490,7 @@ struct Names {
   PyObject* record_graph_execution;
   PyObject* raw_stream;
   PyObject* follow;
+  PyObject* detach;
 } names;
 
 bool intern_names() {
@@ -516,6 +517,7 @@ bool intern_names() {
       {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
       {&names.raw_stream, "raw_stream"},
       {&names.follow, "follow"},
+      {&names.detach, "detach"},
   };
   for (const auto& [name, text] : all) {
     *name = PyUnicode_InternFromString(text);
@@ -2007,6 +2009,35 @@ struct Training {
   Py_ssize_t num_outputs = 0;
 };
 
+// saved(outputs, start): what saved_tensors in training.py returns.
+PyObject* saved(PyObject* /*module*/, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    PyObject* outputs = nullptr;
+    Py_ssize_t start = 0;
+    if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &outputs, &start)) {
+      return nullptr;
+    }
+    Ref tensors = checked(
+        PyList_GetSlice(outputs, start, PyList_GET_SIZE(outputs)));
+    Ref result = checked(PyList_AsTuple(tensors.get()));
+    for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(result.get()); ++i) {
+      PyObject* tensor = PyTuple_GET_ITEM(result.get(), i);
+      if (!PyObject_TypeCheck(
+              tensor, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+        PyErr_SetString(PyExc_TypeError, "what is saved is no tensor");
+        return nullptr;
+      }
+      if (reinterpret_cast<THPVariable*>(tensor)->cdata.is_view()) {
+        Ref detached =
+            checked(PyObject_CallMethodNoArgs(tensor, names.detach));
+        PyTuple_SET_ITEM(result.get(), i, detached.release());
+        Py_DECREF(tensor);
+      }
+    }
+    return result.release();
+  });
+}
+
 PyTypeObject LinkType = {PyVarObject_HEAD_INIT(nullptr, 0)};
 
 // Link(object, next): does all that `object` does, but knows its
@@ -2126,6 +2157,7 @@ PyMethodDef stage_methods[] = {
 
 PyMethodDef module_methods[] = {
     {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
+    {"saved", saved, METH_VARARGS, nullptr},
     {"set_without_trees", set_without_trees, METH_O, nullptr},
     {nullptr, nullptr, 0, nullptr}};
 
