@@ -2116,6 +2116,41 @@ class RecordTest(TestCase):
                 del actual
         self.assertEqual([f.choice for f in report()].count("no_graph"), 1)
 
+    @parametrize("how", ("refuses", "no_memory"))
+    def test_gradient_of_a_backward_that_is_not_replayed(self, how):
+        "It lies where the activation did, which was let go, and the program keeps it."
+        self.weight = self.randn()
+        update, calls = ModelledBinding.update, itertools.count()
+
+        def refuse(binding, pointers):
+            # Of the functions, the backward alone has one that is bound.
+            if len(pointers) == 1 and next(calls) > 2:
+                raise DriverError("a node of the graph could not be set")
+            update(binding, pointers)
+
+        def no_memory(t):
+            # A copy of the forward's input, and then of the tangent.
+            if next(calls) > 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return copied(t)
+
+        kept, copied = [], trees.static_input
+        force = "copy" if how == "no_memory" else "node_update"
+        with (
+            mock.patch.object(ModelledBinding, "update", refuse),
+            mock.patch.object(trees, "static_input", no_memory),
+        ):
+            for _ in range(9):
+                x, y = self.randn(), self.randn()
+                step = self.step(x, force=force)
+                # Into the next steps, as where gradients are accumulated.
+                if not kept and report()[-1].choice == "no_graph":
+                    kept = step
+                for actual, expected in [*step, *kept]:
+                    self.assertEqual(on_host(actual), expected)
+                del step, actual, y
+        self.assertEqual(len(kept), 3)
+
     def test_node_that_refuses_a_misaligned_input(self):
         "The clone in its place is what was mutated."
         update = ModelledBinding.update

@@ -462,6 +462,23 @@ def without_trees() -> Iterator[None]:
             compiled.set_without_trees(was_without)
 
 
+def apart(outputs: OutputType, function: Function) -> OutputType:
+    """
+    What a function returned that ran uncaptured on inputs that were restored. Where it lies in
+    their memory, as a gradient does that is written over an activation, it is copied: to trees
+    they are dead, and the next graphs write there.
+    """
+    where, function.restored = function.restored, OrderedSet()
+    if not where:
+        return outputs
+    return [
+        o.clone()
+        if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in where
+        else o
+        for o in outputs
+    ]
+
+
 class CopyGraphNode(CUDAGraphNode):
     """
     Copies its inputs into the pool, as trees do, and what it returns out of it.
@@ -529,10 +546,10 @@ class CopyGraphNode(CUDAGraphNode):
         return super()._bind_inputs(inputs)
 
     def _abandon(self, reason: str, inputs: list[InputType] | None = None) -> NoReturn:
-        self.wrapped_function.pygraph.unbind(reason)
-        raise RecordingAbandoned(
-            reason, functools.partial(self.wrapped_function.model, inputs)
-        )
+        # Not of the node, which is to be gone by then.
+        model, function = self.wrapped_function.model, self.wrapped_function.pygraph
+        function.unbind(reason)
+        raise RecordingAbandoned(reason, lambda: apart(model(inputs), function))
 
     def _needed_bytes(self, function: Function) -> int:
         "What the capture of a function takes that was rehearsed."
@@ -571,6 +588,9 @@ class CopyGraphNode(CUDAGraphNode):
         "Managed inputs that were let go, in memory that nothing has overwritten."
         for i, metadata in self.managed_metadata:
             inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
+        self.wrapped_function.pygraph.restored = OrderedSet(
+            metadata["data_ptr"] for _, metadata in self.managed_metadata
+        )
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         self.wrapped_function.pygraph.recordings += 1

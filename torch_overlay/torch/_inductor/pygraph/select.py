@@ -180,6 +180,7 @@ class Function:
         reselected_bytes: the most that it was called for
         is_even: its graph is as good as none, and waits for the decisions around it
         alignment: of the external inputs' addresses in bytes, the least seen
+        restored: where inputs lie that were let go, and are nobody's; see record.apart
     """
 
     def __init__(
@@ -209,6 +210,7 @@ class Function:
         self.is_even = False
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
+        self.restored: OrderedSet[int] = OrderedSet()
 
     def node_type(self) -> type[CUDAGraphNode]:
         from torch._inductor.pygraph import record
@@ -1107,6 +1109,8 @@ def deploy(
         decide(function, NO_GRAPH, "forced")
         return uncaptured
 
+    from torch._inductor.pygraph.record import apart, forget, functions_around
+
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         manager = manager_of(device_index)
         lock, stream_order = lock_of(manager), stream_order_of(manager)
@@ -1160,7 +1164,7 @@ def deploy(
                     selection.retire()
             finally:
                 lock.release()
-            return uncaptured(inputs)
+            return apart(uncaptured(inputs), function)
 
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
         replay = realigned(replay_or_not)
@@ -1173,8 +1177,6 @@ def deploy(
     if force is not None:
         function.bind_as(force)
         decide(function, force, reason)
-
-    from torch._inductor.pygraph.record import forget, functions_around
 
     def locked(
         fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T],
