@@ -3088,6 +3088,25 @@ class RecordTest(TestCase):
         choices = self.check_fits(self.run_deep, "node_update")
         self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
 
+    def run_shared(self, force: str | None, inputs: Iterator[Any]) -> None:
+        body = """
+            x, y = args; args.clear()
+            a = empty(); launch(sin, a, x); launch(add, a, a, y)
+            return (a, a.view(2, 4))
+        """
+        fn = None
+        for _ in range(5):
+            x, y = next(inputs)
+            fn = fn or self.deploy(body, [x, y], force=force, returned=[0, 1])
+            out, view = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+            del out, view
+
+    def test_copied_outputs_in_little_memory(self):
+        "They are in the pool, and once more outside, from the call that records on."
+        choices = self.check_fits(self.run_shared, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
     def test_proof_that_fails_in_little_memory(self):
         "What was captured is gone when the call runs uncaptured."
         with mock.patch.object(ModelledBinding, "hidden", 0):

@@ -349,6 +349,19 @@ class Rehearsal:
             owned,
             torch.device("cuda", node.device),
         )
+        # Of the others of those, what each call copies out of the pool.
+        known = [*inputs, *function.constants]
+        kept = {t.untyped_storage().data_ptr() for t in known if isinstance(t, torch.Tensor)}
+        copied = {
+            storage.data_ptr(): storage.nbytes()
+            for i in owned
+            if i not in self.copies
+            and isinstance(t := outputs[i], torch.Tensor)
+            and t.is_cuda
+            and not trace.can_place(t)
+            and (storage := t.untyped_storage()).data_ptr() not in kept
+        }
+        self.copied_bytes = sum(copied.values())
         self.unmarked = [
             i
             for i, t in enumerate(outputs)
@@ -800,7 +813,9 @@ class BoundGraphNode(CopyGraphNode):
     wrote_to_placeholder: bool = False
 
     def _needed_bytes(self, function: Function) -> int:
-        return function.needed_bytes
+        if self.rehearsal is None:
+            return function.needed_bytes
+        return function.needed_bytes + self.rehearsal.copied_bytes
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function: Function = self.wrapped_function.pygraph
