@@ -2968,6 +2968,36 @@ class RecordTest(TestCase):
         # It holds the activation.
         traceback.clear()
 
+    @parametrize("which", range(8))
+    def test_interrupt_where_the_device_is_waited_for(self, which):
+        "Before a graph is recorded, before it is captured and once it is; of a training step."
+        self.weight, waits = self.randn(), itertools.count()
+        interrupted, inputs = [], []
+
+        def synchronize(*args):
+            if next(waits) == which:
+                raise KeyboardInterrupt
+
+        with mock.patch.object(torch.cuda, "synchronize", synchronize):
+            for i in range(9):
+                if i == 5:
+                    counters.clear()
+                x = self.randn()
+                inputs.append(StorageWeakRef(x.untyped_storage()))
+                try:
+                    kept = self.step(x)
+                except KeyboardInterrupt:
+                    interrupted.append(i)
+                    continue
+                for actual, expected in kept:
+                    self.assertEqual(on_host(actual), expected)
+                del x, actual, kept
+        self.assertEqual(len(interrupted), which < 7)
+        # Nothing is held that only the interrupted call had.
+        self.assertTrue(all(x.expired() for x in inputs))
+        self.assertEqual(counters["pygraph"]["held_activations"], 0)
+        self.assertTrue(trees.get_manager(0).current_node.all_outputs_are_dead())
+
     def test_reset(self):
         "torch._dynamo.reset, of functions that the program still has."
         fn = self.check(self.ADD)

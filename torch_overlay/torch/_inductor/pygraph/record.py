@@ -648,9 +648,12 @@ class CopyGraphNode(CUDAGraphNode):
     def _first_replay(self) -> None:
         try:
             super()._first_replay()
-            return
         except RuntimeError as e:
             failure = f"it can not be launched: {e}".partition("\n")[0]
+        else:
+            # It is recorded.
+            self.call_inputs = []
+            return
         self._give_up(failure)
 
     def _give_up(self, reason: str) -> NoReturn:
@@ -729,8 +732,6 @@ class CopyGraphNode(CUDAGraphNode):
         )
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
-        # It is recorded.
-        self.call_inputs = []
         outputs = super().run_first_inputs(new_inputs)
         sharing: dict[int, list[int]] = {}
         for i, (alias, metadata) in enumerate(
@@ -1059,7 +1060,7 @@ class BoundGraphNode(CopyGraphNode):
             self.rehearsal.restore()
             self.run_graph()
         self.rehearsal = self.collectives = None
-        self.call_tensors = []
+        self.call_inputs, self.call_tensors = [], []
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         function: Function = self.wrapped_function.pygraph
         # Mutated, or written over, as a backward does with an activation: a gradient that
