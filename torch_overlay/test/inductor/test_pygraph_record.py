@@ -2546,6 +2546,50 @@ class RecordTest(TestCase):
         self.assertEqual(alone.wrapped_function.model, other.model)
         around = record.functions_around(manager, alone.wrapped_function.id)
         self.assertEqual(len(around), 0)
+        # A graph takes those that follow it with it. They are recorded anew.
+        manager.current_node = None
+        record.drop(manager, functions[0].id)
+        self.assertIsNone(record.functions_around(manager, functions[1].id))
+
+    def test_even_graph_that_is_timed_in_fewer_calls(self):
+        "The others become graphs when it is timed without one."
+        weight, even = self.randn(), []
+        forwards: list[Deployed | None] = [None, None]
+        backwards: list[Deployed | None] = [None, None]
+
+        def complete(samples: select.Samples) -> bool:
+            return samples.calls >= (4 if samples.function in even else 16)
+
+        def cost(samples: select.Samples) -> select.Cost:
+            us = 10.0 if samples.function.report.timings_us else 90.0
+            us = 50.0 if samples.function in even else us
+            return select.Cost(*[select.Estimate(us)] * 3)
+
+        with (
+            mock.patch.object(select.Samples, "complete", property(complete)),
+            mock.patch.object(select.Samples, "cost", cost),
+        ):
+            for _ in range(60):
+                new_generation()
+                h, pending = self.randn(), []
+                for k in range(2):
+                    if forwards[k] is None:
+                        forwards[k] = self.deploy_forward(h, weight, None)
+                        even += [forwards[k].current.function] * k
+                    h, a, _ = forwards[k].call([h, weight])
+                    pending.append(a)
+                    del a
+                for k in (1, 0):
+                    inputs = [pending.pop(), weight, self.randn()]
+                    if backwards[k] is None:
+                        backwards[k] = self.deploy_backward(inputs, None)
+                        even += [backwards[k].current.function] * k
+                    backwards[k].call(inputs)
+        self.assertEqual([e.choice for e in report()], ["node_update"] * 4)
+        reasons = [f.report.reason for f in even]
+        self.assertEqual(
+            reasons, ["not measured faster; its memory is that of other graphs"] * 2
+        )
 
     def test_backward_copies_more_without_its_forward(self):
         "As a graph it was timed behind another graph, and is decided anew when that goes."

@@ -1385,11 +1385,17 @@ def recordings(
 
 def functions_around(
     manager: CUDAGraphTreeManager, function_id: FunctionID
-) -> OrderedSet[Function]:
-    """The other functions of the paths that one was recorded on."""
+) -> OrderedSet[Function] | None:
+    """
+    The other functions of the paths that one was recorded on. None if its recordings went with
+    those of a function before it, until it is recorded anew.
+    """
+    found = recordings(manager, function_id)
+    if not found:
+        return None
     return OrderedSet(
         function
-        for node in recordings(manager, function_id)
+        for node in found
         for on_path in node._path_from_root
         if on_path.wrapped_function.id != function_id
         and (function := on_path.wrapped_function.pygraph) is not None

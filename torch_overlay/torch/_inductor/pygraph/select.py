@@ -837,12 +837,13 @@ class Selection:
         function.is_even = True
         others: OrderedSet[Function] | None = None
         for _ in range(MAX_WAITING_CALLS):
+            # First, since others may have become graphs while it was timed without one.
+            yield self._chosen()
             others = self.around(function.id)
             if others is not None and all(
                 other.is_even or other.report.choice != UNDECIDED for other in others
             ):
                 break
-            yield self._chosen()
         function.is_even = False
         return self._graph_choice() != COPY and any(
             other.report.choice in (COPY, *BINDINGS) for other in others or ()
