@@ -209,6 +209,20 @@ class DecisionTest(TestCase):
         # Numbers are left out where the case is not about them.
         self.assertTrue(why == reason or why.startswith(f"{reason}:"), why)
 
+    @parametrize(
+        "graph,uncaptured,expected",
+        (
+            subtest((cost(100, 60, 99), cost(100, 60, 100), True), name="same"),
+            subtest((cost(100, 60, 101), cost(100, 60, 100), False), name="function"),
+            subtest((cost(100, 70, 99), cost(100, 60, 100), False), name="host"),
+            subtest((cost(1100, 60, 99), cost(1000, 60, 100), False), name="program"),
+            # Many times its own, as where its neighbours pause.
+            subtest((cost(4000, 60, 99), cost(1000, 60, 100), True), name="neighbours"),
+        ),
+    )
+    def test_costs_nothing(self, graph, uncaptured, expected):
+        self.assertEqual(select.costs_nothing(graph, uncaptured), expected)
+
     @given(costs, costs)
     def test_never_chooses_what_gains_nothing(self, graph, uncaptured):
         if graph.host.us >= uncaptured.host.us and graph.device.us >= uncaptured.device.us:

@@ -570,6 +570,12 @@ def is_less(a: Estimate, b: Estimate) -> bool:
     return a.us < MARGIN * b.us and b.us - a.us > noise(a, b)
 
 
+def is_own_difference(a: Cost, b: Cost) -> bool:
+    """Whether what the program differs by can be the function's doing."""
+    most = max(cost.host.us + cost.device.us for cost in (a, b))
+    return abs(a.program.us - b.program.us) <= MAX_DIFFERENCE * most
+
+
 def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
     """
     Whether the graph is to stay, and why.
@@ -583,9 +589,7 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, str]:
     gains = is_less(graph.host, uncaptured.host) or is_less(
         graph.device, uncaptured.device
     )
-    most = max(cost.host.us + cost.device.us for cost in (graph, uncaptured))
-    difference = abs(graph.program.us - uncaptured.program.us)
-    is_own = difference <= MAX_DIFFERENCE * most
+    is_own = is_own_difference(graph, uncaptured)
     from_call_to_call = (
         f"{graph.program.us:.1f} us from call to call, "
         f"{uncaptured.program.us:.1f} without it"
@@ -623,7 +627,10 @@ def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
     """
     return graph.call.us <= uncaptured.call.us and not (
         is_less(uncaptured.host, graph.host)
-        or is_less(uncaptured.program, graph.program)
+        or (
+            is_own_difference(graph, uncaptured)
+            and is_less(uncaptured.program, graph.program)
+        )
     )
 
 
