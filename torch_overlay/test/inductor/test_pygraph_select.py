@@ -130,6 +130,23 @@ class DecisionTest(TestCase):
                 ),
                 name="noisy_program",
             ),
+            # Few calls of a busy host: the device, which is known better, takes as long or less.
+            subtest(
+                (
+                    Cost(Estimate(12_000, 500), Estimate(100, 5), Estimate(3470, 1)),
+                    Cost(Estimate(12_100, 500), Estimate(4000, 300), Estimate(3570, 1)),
+                    "measured faster, by itself",
+                ),
+                name="noisy_host",
+            ),
+            subtest(
+                (
+                    Cost(Estimate(12_100, 500), Estimate(4000, 300), Estimate(3570, 1)),
+                    Cost(Estimate(12_000, 500), Estimate(3900, 300), Estimate(3470, 1)),
+                    "not measured faster",
+                ),
+                name="noisy_hosts",
+            ),
             # The host is freed, and the device's work takes as long as it did.
             subtest(
                 (cost(80, 10, 80), cost(100, 60, 80), "measured faster"),
@@ -1307,7 +1324,7 @@ class BestTest(SelectTestCase):
 
             best += self.choose(program, pause=pause) == "graph"
         # All, but where the calls themselves vary, too.
-        self.assertGreater(best, 29 if self.simulation_type is Simulation else 26)
+        self.assertGreater(best, 29 if self.simulation_type is Simulation else 28)
 
     @settings(deadline=None, max_examples=150)
     @given(
