@@ -2741,6 +2741,40 @@ class RecordTest(TestCase):
         self.assertEqual(on_host(grad), on_host(t) * on_host(w))
         return grad
 
+    @parametrize("layers", (1, 2, 3))
+    @parametrize("held", (False, True))
+    def test_gradients_of_layers(self, layers, held):
+        "Those of one code are called one after the other, which is no new step."
+        weight, forward, backward = self.randn(), None, None
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(8):
+            h, pending, grads = self.randn(), [], []
+            for _ in range(layers):
+                new_generation()
+                forward = forward or self.deploy_forward(h, weight)
+                value = on_host(h) * on_host(weight)
+                h, a, _ = forward.call([h, weight])
+                pending.append((a, value))
+                del a
+            while pending:
+                a, value = pending.pop()
+                inputs = [a, weight, t := self.randn()]
+                del a
+                if backward is None:
+                    backward = self.deploy_backward(inputs)
+                    function = backward.current.function
+                grad, grad_x = backward.call(inputs)
+                expected = value.cos() * on_host(t)
+                grads += [(grad, expected), (grad_x, expected * on_host(weight))]
+                del grad, grad_x
+            for actual, expected in (*kept, *grads):
+                self.assertEqual(on_host(actual), expected)
+            # Into the next step, where gradients are accumulated.
+            kept = grads if held else []
+            del actual, grads
+        self.assertEqual(function.outputs_outlive, held)
+        self.assertEqual(bool(counters["pygraph"]["copied_outputs"]), held)
+
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_was_used(self, force):
         "The next one is the same tensor, without what the program made of it."

@@ -49,6 +49,7 @@ from torch._inductor.cudagraph_trees import (
     CompilationMode,
     cudagraphify,
     CUDAGraphNode,
+    CUDAGraphTreeManager,
     ExecutionState,
     get_manager,
     thread_containers,
@@ -87,7 +88,6 @@ from torch.utils._ordered_set import OrderedSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
 
-    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
     from torch._inductor.utils import InputType
 
@@ -95,6 +95,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 log = logging.getLogger(__name__)
+
+get_curr_generation = CUDAGraphTreeManager.get_curr_generation
 
 # Calls of each candidate that come first and do not count: the allocator and the clocks
 # settle. Calls that are timed: as many, again and again until they are no faster than those
@@ -129,7 +131,8 @@ MAX_RECORDING_CALLS = 200
 # before what else lies in the allocator's cache is given back.
 RETIRE_CALLS = 4
 
-# For how many calls one that neither won nor lost waits for what happens to those around it.
+# For how many calls one that neither won nor lost waits for what happens to those around it,
+# and a backward for the next step.
 MAX_WAITING_CALLS = 200
 
 # Step 2 of the module's docstring.
@@ -172,6 +175,7 @@ class Function:
         needed_bytes: what a call takes of the device's memory, once it was rehearsed
         is_backward: the outputs that the program gets are gradients
         outputs_outlive: set for good when gradients were held beyond their step
+        has_stepped: that was looked at, or need not be
         is_outdated: it was recorded before that
         recordings: how often its capture began
         is_capturable: cleared for good when a capture failed
@@ -200,6 +204,7 @@ class Function:
         self.outputs_outlive = not is_backward or (
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
+        self.has_stepped = self.outputs_outlive
         self.is_outdated = False
         self.recordings = 0
         self.binds_inputs = True
@@ -334,8 +339,8 @@ class Function:
         log.info("%s: %s: %s", self.report.name, way, reason)
 
 
-# What backwards that are not recorded yet returned last, until the next step.
-_gradients: dict[Function, list[StorageWeakRef]] = {}
+# What backwards that are not recorded yet returned in one step, and its generation.
+_gradients: dict[Function, tuple[int, list[StorageWeakRef]]] = {}
 
 
 def begin_call(function: Function) -> None:
@@ -344,8 +349,29 @@ def begin_call(function: Function) -> None:
     one. Once a backward is recorded, trees look.
     """
     for backward in (function,) if function.is_backward else tuple(_gradients):
-        if any(not ref.expired() for ref in _gradients.pop(backward, ())):
+        if backward not in _gradients:
+            continue
+        generation, refs = _gradients[backward]
+        if function.is_backward and generation == get_curr_generation():
+            # Several layers have its code.
+            continue
+        del _gradients[backward]
+        backward.has_stepped = True
+        if any(not ref.expired() for ref in refs):
             backward.outputs_outlive = True
+
+
+def end_call(function: Function, outputs: OutputType) -> None:
+    """Notes the gradients of a backward."""
+    generation = get_curr_generation()
+    noted, refs = _gradients.get(function, (generation, []))
+    kept = [ref for ref in refs if noted == generation and not ref.expired()]
+    kept += [
+        StorageWeakRef(t.untyped_storage())
+        for i in function.returned_output_idxs
+        if isinstance(t := outputs[i], torch.Tensor)
+    ]
+    _gradients[function] = generation, kept
 
 
 class Estimate(NamedTuple):
@@ -687,6 +713,8 @@ class Selection:
         self.is_forced = is_forced
         self.replay: ModelType | None = None
         self.is_deployed = False
+        # Calls that were to record, before it was known whether gradients outlive a step.
+        self.waits = 0
         # What lost, until it is dropped.
         self.losers: list[FunctionID | None] = []
         # When the last call began, by _clock. What is done from then on, until a candidate is
@@ -706,11 +734,7 @@ class Selection:
         begin_call(self.function)
         outputs = (self._next_step() or self._chosen())(inputs)
         if self.function.is_backward and self.replay is None:
-            _gradients[self.function] = [
-                StorageWeakRef(t.untyped_storage())
-                for i in self.function.returned_output_idxs
-                if isinstance(t := outputs[i], torch.Tensor)
-            ]
+            end_call(self.function, outputs)
         return outputs
 
     def _next_step(self) -> ModelType | None:
@@ -921,6 +945,10 @@ class Selection:
         if self.replay is not None:
             # It could not be bound, and this call records it with copies.
             outputs = self.replay(inputs)
+        elif not self.function.has_stepped and self.waits < MAX_WAITING_CALLS:
+            # Of several layers in the first step.
+            self.waits += 1
+            outputs = self.uncaptured(inputs)
         else:
             # cuBLAS's workspaces of the uncaptured calls; the graph has its own.
             torch._C._cuda_clearCublasWorkspaces()
