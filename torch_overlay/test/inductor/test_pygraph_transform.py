@@ -974,6 +974,22 @@ class GeneratedCodeTest(TestCase):
         (graph,) = compile_for_h200(program)
         FileCheck().check(".run(arg0_1, arg1_1.item(), ").run(graph.source)
 
+    def test_learning_rate_of_a_fused_optimizer(self):
+        "Kernels read one on the GPU as float32; another one is left to the host, as in eager mode."
+        for op in transform.FUSED_STEPS:
+            for dtype in torch.float32, torch.float64, torch.bfloat16:
+                graph = torch.fx.Graph()
+                lists = [[graph.placeholder(f"x{i}")] for i in range(6)]
+                rate = graph.placeholder("rate")
+                step = graph.call_function(op, tuple(lists), {"lr": rate})
+                with fake_cuda():
+                    for (node,) in lists:
+                        node.meta["val"] = cuda(8)
+                    rate.meta["val"] = cpu(dtype=dtype)
+                    step.meta["val"] = [cuda(8)]
+                read_on_gpu = [c.value for c in transform.crossings(graph)]
+                self.assertEqual(read_on_gpu, [rate] if dtype == torch.float32 else [])
+
     def test_float8_is_converted_on_the_cpu(self):
         "GPU code for some of its types there is on some GPUs only."
         for dtype in torch.float8_e4m3fn, torch.float8_e5m2fnuz:

@@ -333,6 +333,15 @@ TAKES_CPU_TENSORS = OrderedSet(
     ]
 )
 
+# Their kernels take a learning rate on the CPU as it is, and one on the GPU for float32.
+FUSED_STEPS = OrderedSet(
+    [
+        op.tensor_lr
+        for name in ("adagrad", "adam", "adamw", "sgd")
+        for op in (getattr(aten, f"_fused_{name}"), getattr(aten, f"_fused_{name}_"))
+    ]
+)
+
 # Each has non_blocking as its third argument.
 COPIES = OrderedSet([aten.copy.default, aten.copy_.default, prims.device_put.default])
 
@@ -516,6 +525,11 @@ class Crossing:
         )
 
 
+def is_read_on_host(value: torch.fx.Node, user: torch.fx.Node) -> bool:
+    """Whether ``user``, which is on the GPU, does something else with a value that is too."""
+    return user.target in FUSED_STEPS and value.meta["val"].dtype != torch.float32
+
+
 def crossings(graph: torch.fx.Graph) -> Iterator[Crossing]:
     for user in graph.nodes:
         if user.op != "call_function" or not is_core_op(user):
@@ -530,6 +544,8 @@ def crossings(graph: torch.fx.Graph) -> Iterator[Crossing]:
                 # Those of constants are made when the graph is compiled.
                 if not is_constant(value):
                     yield Crossing(value, user, device)
+            elif is_read_on_host(value, user):
+                continue
             elif value.meta["val"].dim() == 0 or user.target in TAKES_CPU_TENSORS:
                 yield Crossing(value, user, device)
 
