@@ -990,6 +990,26 @@ class GeneratedCodeTest(TestCase):
                 read_on_gpu = [c.value for c in transform.crossings(graph)]
                 self.assertEqual(read_on_gpu, [rate] if dtype == torch.float32 else [])
 
+    @parametrize("index", ("mask", "second", "accumulate", "two"))
+    def test_scalar_that_fills_by_a_mask(self, index):
+        "index_put_ waits for the device if the scalar is on the GPU."
+
+        def fn(x, m, s):
+            y = x.sin()
+            indices = {"mask": [m], "two": [m, m]}.get(index, [None, m])
+            put = torch.ops.aten.index_put_
+            return put(y, indices, s, index == "accumulate") + 1
+
+        (graph,) = compile_for_h200(
+            Program(fn, lambda: (cuda(8, 8), cpu(8, dtype=torch.bool), cpu()))
+        )
+        values = re.findall(r"aten\.index_put_\(\w+, \[.*\], (\w+), ", graph.source)
+        self.assertEqual(values == ["arg1_1"], index == "second", graph.source)
+        self.assertEqual(values == [], index == "mask")
+        # The mask is on the GPU in any case.
+        delivered = counters["pygraph"]["delivered_values"]
+        self.assertEqual(delivered, 1 if index == "second" else 2)
+
     def test_float8_is_converted_on_the_cpu(self):
         "GPU code for some of its types there is on some GPUs only."
         for dtype in torch.float8_e4m3fn, torch.float8_e5m2fnuz:

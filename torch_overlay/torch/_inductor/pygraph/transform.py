@@ -333,6 +333,14 @@ TAKES_CPU_TENSORS = OrderedSet(
     ]
 )
 
+INDEX_PUTS = OrderedSet(
+    [
+        aten._unsafe_index_put.default,
+        aten.index_put.default,
+        aten.index_put_.default,
+    ]
+)
+
 # Their kernels take a learning rate on the CPU as it is, and one on the GPU for float32.
 FUSED_STEPS = OrderedSet(
     [
@@ -527,7 +535,25 @@ class Crossing:
 
 def is_read_on_host(value: torch.fx.Node, user: torch.fx.Node) -> bool:
     """Whether ``user``, which is on the GPU, does something else with a value that is too."""
-    return user.target in FUSED_STEPS and value.meta["val"].dtype != torch.float32
+    if user.target in FUSED_STEPS:
+        return value.meta["val"].dtype != torch.float32
+    return user.target in INDEX_PUTS and value is user.args[2] and fills_by_mask(user)
+
+
+def fills_by_mask(user: torch.fx.Node) -> bool:
+    """
+    Whether index_put_ fills by its only mask if the value is a scalar on the CPU. For one on
+    the GPU it asks the device for the elements of the mask, and the host waits. By a mask that
+    is the only index Inductor fills without it.
+    """
+    _, indices, value = user.args[:3]
+    given = [i.meta["val"].dtype for i in indices if i is not None]  # type: ignore[union-attr]
+    return (
+        value.meta["val"].dim() == 0  # type: ignore[union-attr]
+        and len(indices) > 1  # type: ignore[arg-type]
+        and given in ([torch.bool], [torch.uint8])
+        and not get_arg_value(user, 3, "accumulate")
+    )
 
 
 def crossings(graph: torch.fx.Graph) -> Iterator[Crossing]:
