@@ -43,6 +43,7 @@ from torch._inductor.test_case import run_tests, TestCase
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensorMode,
 )
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -103,6 +104,17 @@ def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @pair.register_fake
 def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op("test_pygraph_transform::distinct", mutates_args=())
+def distinct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.unique(return_counts=True)
+
+
+@distinct.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    size = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
 
 
 ops = torch.ops.test_pygraph_transform
@@ -648,6 +660,29 @@ class GeneratedCodeTest(TestCase):
             self.assertTrue(lists)
             for args in re.findall(r"partition\d+_args = \[(.*)\]", graph.source):
                 self.assertTrue({*lists}.isdisjoint(re.findall(r"\w+", args)), args)
+
+    def test_size_of_a_result_takes_no_list(self):
+        "It is a symbol, and an input of its own."
+
+        def fn(x):
+            values, counts = ops.distinct(x.sin())
+            return (values * counts).sum()
+
+        with (
+            torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+            fake_cuda() as graphs,
+            torch.no_grad(),
+        ):
+            # It was compiled, and fake tensors have no such sizes.
+            with self.assertRaises(DynamicOutputShapeException):
+                torch.compile(fn, options={"pygraph": True})(cuda(8))
+        (graph,) = graphs
+        operators, _, rest = graph.source.partition("class Runner")[2].partition(
+            "partition1_args = ["
+        )
+        (found,) = re.findall(r"(buf\d+) = torch\.ops\.", operators)
+        self.assertEqual(rest[: rest.index("]")], "buf2, buf3, u0", graph.source)
+        self.assertNotRegex(graph.source, rf"(return|args).*\b{found}\b")
 
     @parametrize("by_index", (True, False))
     def test_what_is_written_later_is_delivered_before(self, by_index):

@@ -1144,3 +1144,12 @@ def results_in_one_place(
             yield from with_elements(element)
 
     return [each for node in others for each in with_elements(node)]
+
+
+def lists(name_to_buf: Mapping[str, SchedulerBuffer]) -> OrderedSet[str]:
+    "What operators give of which elements are taken."
+    return OrderedSet(
+        name
+        for name, buffer in name_to_buf.items()
+        if isinstance(getattr(buffer.node, "layout", None), ir.MultiOutputLayout)
+    )

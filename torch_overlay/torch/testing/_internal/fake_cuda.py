@@ -222,7 +222,8 @@ def _tensor_nbytes(t: torch.Tensor) -> int:
 
 
 def _buffer_nbytes(buffer: Any) -> int:
-    return V.graph.sizevars.size_hint(buffer.get_numel()) * buffer.get_dtype().itemsize
+    numel = V.graph.sizevars.size_hint(buffer.get_numel(), fallback=config.unbacked_symint_fallback)
+    return numel * buffer.get_dtype().itemsize
 
 
 class _Recorder:
