@@ -684,6 +684,25 @@ class GeneratedCodeTest(TestCase):
         self.assertEqual(rest[: rest.index("]")], "buf2, buf3, u0", graph.source)
         self.assertNotRegex(graph.source, rf"(return|args).*\b{found}\b")
 
+    def test_integer_that_is_read_is_an_input_alone(self):
+        "And not what item() gives besides, which is None."
+        with (
+            torch._dynamo.config.patch(capture_scalar_outputs=True),
+            fake_cuda() as graphs,
+            torch.no_grad(),
+        ):
+            # It was compiled, and fake tensors have no values.
+            with self.assertRaises(DataDependentOutputException):
+                torch.compile(lambda x, n: x * n.item() + 1, options={"pygraph": True})(
+                    cuda(8), cpu(dtype=torch.int64)
+                )
+        (graph,) = graphs
+        FileCheck().check("u0 = ").check("partition0_args = [arg1_1, u0]").run(
+            graph.source.partition("class Runner")[2]
+        )
+        captured = [p for p in graph.partitions if p.captured]
+        self.assertEqual([p.cpu_inputs for p in captured], [()])
+
     @parametrize("by_index", (True, False))
     def test_what_is_written_later_is_delivered_before(self, by_index):
         "One launch brings what the program has and what it computes from that."
