@@ -758,6 +758,36 @@ UNCHANGED = [
 ]
 
 
+def losses_of_input(x: torch.Tensor, n: int) -> Any:
+    first, second = x.sin().pow(2).sum(), (x * n).cos().sum()
+    for _ in range(2):
+        opaque(first)
+    return first, second
+
+
+def losses_of_slice(x: torch.Tensor, n: int) -> Any:
+    y = x[: torch.tensor(2)]
+    return y.sin().pow(2).sum(), (y * n).cos().sum()
+
+
+def backward_by_backward(fn: Callable[..., Any], x: torch.Tensor, n: int) -> Any:
+    x = x.clone().requires_grad_()
+    for loss in fn(x, n):
+        loss.backward()
+    return x.grad
+
+
+def penalty(fn: Callable[..., Any], x: torch.Tensor, n: int) -> Any:
+    x = x.clone().requires_grad_()
+    (grad,) = torch.autograd.grad(sum(fn(x, n)), x, create_graph=True)
+    grad.pow(2).sum().backward()
+    return x.grad
+
+
+def aot_eager(_self: Any, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+
 class BytecodeTest(PyGraphTestCase):
     @parametrize("program", [subtest(p, name=p.__name__) for p in PROGRAMS])
     @parametrize("profiled", [False, True])
@@ -804,6 +834,20 @@ class BytecodeTest(PyGraphTestCase):
             with mock.patch.multiple(sys.modules[__name__], **changed):
                 expected = outcome(program, x, n)
                 self.assertEqual(outcome(compiled, x, n), expected)
+
+    @parametrize("use", [subtest(u, name=u.__name__) for u in (backward_by_backward, penalty)])
+    @parametrize(
+        "program", [subtest(p, name=p.__name__) for p in (losses_of_input, losses_of_slice)]
+    )
+    def test_gradients_of_what_upstream_runs_eagerly(
+        self, program: Callable[..., Any], use: Callable[..., Any]
+    ) -> None:
+        "A graph has one backward for all that it returns."
+        compiled = self.compile(program)
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", aot_eager):
+            for n in (1, 2, 3):
+                x = torch.randn(3)
+                self.assertEqual(use(compiled, x, n), use(program, x, n))
 
     def test_input_that_is_written_before_a_loop(self) -> None:
         "A graph that raises has not written it."

@@ -264,6 +264,14 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
         if writes_an_input(node):
             # If the graph raises then, it is not written.
             yield f"{node.name} writes an input"
+        value = node.meta.get("example_value")
+        if (
+            node.op.startswith("call_")
+            and isinstance(value, torch.Tensor)
+            and value.requires_grad
+        ):
+            # The graph has one backward, which is called once, and is not differentiated.
+            yield f"{node.name} requires a gradient"
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
