@@ -546,6 +546,7 @@ def adds_in_order(x: torch.Tensor, n: int) -> Any:
 # Changed between calls.
 ORDERED = collections.OrderedDict(a=1, b=2)
 TENSOR = torch.ones(3)
+NUMBER = np.float64(2)
 
 
 def merges(x: torch.Tensor, n: int) -> Any:
@@ -716,8 +717,24 @@ def slice_before_starred(x: torch.Tensor, n: int) -> Any:
     return y * 2, rest
 
 
+def number_of_numpy(x: torch.Tensor, n: int) -> Any:
+    y = (torch.arange(3) + 1) * NUMBER
+    for row in y:
+        opaque(row)
+    return y.dtype
+
+
+def adds_in_graph(x: torch.Tensor, n: int) -> Any:
+    y = x.sin() * (n / 10 + 1e16 - 1e16)
+    for row in y:
+        opaque(row)
+    return y
+
+
 # What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    number_of_numpy,
+    adds_in_graph,
     formats,
     rounds,
     adds_in_order,
@@ -826,6 +843,10 @@ class BytecodeTest(PyGraphTestCase):
                 return type(e).__name__
 
         compiled = self.compile(program)
+        # It simplifies what is computed with numbers.
+        backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", aot_eager)
+        backend.start()
+        self.addCleanup(backend.stop)
         for n in (0, 1, 3, 2):
             x = torch.randn(3)
             keys = sorted(ORDERED, reverse=n % 2 == 1)

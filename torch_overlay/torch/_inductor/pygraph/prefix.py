@@ -29,6 +29,7 @@ import torch.fx
 from torch._dynamo import variables
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import SkipFrame
+from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import (
     numpy_attr_wrapper,
     numpy_method_wrapper,
@@ -108,6 +109,8 @@ IN_PLACE = frozenset(
     + (operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift)
     + (operator.isub, operator.itruediv, operator.ixor, operator.setitem)
 )
+
+SUMS = "sums of numbers are computed in another order"
 
 # Values that were not there before the frame, and are made again as they were.
 REBUILT = frozenset(
@@ -256,7 +259,12 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
         numpy_to_tensor_wrapper,
     )
     for node in graph.nodes:
-        if node.target is numpy_attr_wrapper or isinstance(node.target, as_numpy):
+        argument = node.meta.get("grapharg")
+        if (
+            node.target is numpy_attr_wrapper
+            or isinstance(node.target, as_numpy)
+            or isinstance(getattr(argument, "source", None), NumpyTensorSource)
+        ):
             # Its scalars, dtypes, views, warnings and draws are others.
             yield f"{node.name} is NumPy's"
         if node.target is torch._assert_async:
@@ -265,6 +273,12 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
             # If the graph raises then, it is not written.
             yield f"{node.name} writes an input"
         value = node.meta.get("example_value")
+        if (
+            node.op == "call_function"
+            and node.target is not torch.sym_float
+            and isinstance(value, torch.SymFloat)
+        ):
+            yield SUMS
         if (
             node.op.startswith("call_")
             and isinstance(value, torch.Tensor)
@@ -321,7 +335,7 @@ def of_new(value: VariableTracker) -> Iterator[str]:
     if isinstance(value, variables.SymNodeVariable) and not isinstance(
         value.sym_num, (int, torch.SymInt, torch.SymBool)
     ):
-        yield "sums of numbers are computed in another order"
+        yield SUMS
 
 
 def of_zero(value: VariableTracker) -> Iterator[str]:
