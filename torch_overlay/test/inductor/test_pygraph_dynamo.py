@@ -547,6 +547,8 @@ def adds_in_order(x: torch.Tensor, n: int) -> Any:
 ORDERED = collections.OrderedDict(a=1, b=2)
 TENSOR = torch.ones(3)
 NUMBER = np.float64(2)
+SET = {8, 16}
+DICT = {0.0: 1}
 
 
 def merges(x: torch.Tensor, n: int) -> Any:
@@ -731,8 +733,49 @@ def adds_in_graph(x: torch.Tensor, n: int) -> Any:
     return y
 
 
+def iterates_set(x: torch.Tensor, n: int) -> Any:
+    y, order = x.sin() * 2, []
+    for number in {3, n + 4, 1}:
+        order.append(number)
+    for row in y:
+        opaque(row)
+    return y, order
+
+
+def removes_from_set(x: torch.Tensor, n: int) -> Any:
+    numbers = {n + number for number in (0, 8, 16, 2)}
+    numbers.remove(n)
+    numbers.remove(n + 8)
+    y = x.sin() * 2
+    for row in y:
+        opaque(row)
+    return y, list(numbers)
+
+
+def set_that_was_there(x: torch.Tensor, n: int) -> Any:
+    y, order = x.sin() * 2, []
+    for number in SET:
+        order.append(number)
+    for row in y:
+        opaque(row)
+    return y, order
+
+
+def keys_of_zero(x: torch.Tensor, n: int) -> Any:
+    y = x.abs()
+    for key in DICT:
+        y = y * key
+    for row in y:
+        opaque(row)
+    return y.signbit().tolist()
+
+
 # What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    iterates_set,
+    removes_from_set,
+    set_that_was_there,
+    keys_of_zero,
     number_of_numpy,
     adds_in_graph,
     formats,
@@ -852,6 +895,7 @@ class BytecodeTest(PyGraphTestCase):
             keys = sorted(ORDERED, reverse=n % 2 == 1)
             tensor = torch.ones(4)[1:] if n == 3 else torch.ones(3)
             changed = {"ORDERED": collections.OrderedDict.fromkeys(keys), "TENSOR": tensor}
+            changed |= {"SET": set([8, 16][:: (-1) ** n]), "DICT": {(-1) ** n * 0.0: 1}}
             with mock.patch.multiple(sys.modules[__name__], **changed):
                 expected = outcome(program, x, n)
                 self.assertEqual(outcome(compiled, x, n), expected)

@@ -37,8 +37,10 @@ from torch._dynamo.utils import (
     numpy_to_tensor_wrapper,
 )
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
+from torch._dynamo.variables.dicts import SetVariable
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import CellVariable, NullVariable
+from torch._dynamo.variables.user_defined import UserDefinedSetVariable
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -64,14 +66,14 @@ OPAQUE_NAMES = frozenset(
     + ("_base", "grad_fn", "move_to_end")
 )
 
-# Not among them: those that handle exceptions, unpack to a list, merge dictionaries or
-# import.
+# Not among them: those that handle exceptions, unpack to a list, merge dictionaries, make sets
+# or import.
 PLAIN_OPNAMES = frozenset(
     """
     BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY
     BINARY_MODULO BINARY_MULTIPLY BINARY_OP BINARY_OR BINARY_POWER BINARY_RSHIFT
     BINARY_SLICE BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR
-    BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SET BUILD_SLICE BUILD_STRING BUILD_TUPLE
+    BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_STRING BUILD_TUPLE
     CACHE CALL CALL_FUNCTION CALL_FUNCTION_EX CALL_FUNCTION_KW CALL_KW CALL_METHOD
     COMPARE_OP CONTAINS_OP COPY COPY_FREE_VARS DELETE_FAST DICT_MERGE DUP_TOP DUP_TOP_TWO
     END_FOR EXTENDED_ARG FORMAT_SIMPLE FORMAT_VALUE FOR_ITER GEN_START GET_ITER INPLACE_ADD
@@ -85,7 +87,7 @@ PLAIN_OPNAMES = frozenset(
     POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE
     POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL
     PUSH_NULL RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE ROT_FOUR ROT_N ROT_THREE
-    ROT_TWO SET_ADD SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST
+    ROT_TWO SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST
     STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_SLICE STORE_SUBSCR SWAP TO_BOOL
     UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_SEQUENCE YIELD_VALUE
     """.split()
@@ -101,7 +103,7 @@ FORMAT_WITH_SPEC = 4
 # Python's own functions and types that may be called.
 PLAIN_BUILTINS = frozenset(
     (abs, bool, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, issubclass)
-    + (iter, len, list, max, min, range, set, slice, str.format, super, tuple, type, zip)
+    + (iter, len, list, max, min, range, slice, str.format, super, tuple, type, zip)
 )
 
 IN_PLACE = frozenset(
@@ -124,7 +126,6 @@ REBUILT = frozenset(
         NullVariable,
         variables.PythonModuleVariable,
         variables.RangeVariable,
-        variables.SetVariable,
         SizeVariable,
         variables.SymNodeVariable,
         variables.TensorVariable,
@@ -211,7 +212,7 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
     values = [*root.symbolic_locals.values(), *root.stack]
     yield from of_values(output.side_effects, values)
     for value in output.variable_tracker_cache.values():
-        yield from of_zero(value)
+        yield from of_input(value)
 
 
 def of_code(root: InstructionTranslatorBase) -> Iterator[str]:
@@ -338,17 +339,22 @@ def of_new(value: VariableTracker) -> Iterator[str]:
         yield SUMS
 
 
-def of_zero(value: VariableTracker) -> Iterator[str]:
+def of_input(value: VariableTracker) -> Iterator[str]:
+    """What no guard asks for."""
     if isinstance(value, variables.LazyVariableTracker):
         if not value.is_realized():
             return
         value = value.realize()
-    if (
-        isinstance(value, variables.ConstantVariable)
-        and isinstance(value.value, float)
-        and value.value == 0
-    ):
-        yield "a number is zero, and no guard asks for its sign"
+    if isinstance(value, (SetVariable, UserDefinedSetVariable)):
+        yield "a set has an order"
+    keys = value.items if isinstance(value, variables.ConstDictVariable) else ()
+    for number in (value, *(key.vt for key in keys)):
+        if (
+            isinstance(number, variables.ConstantVariable)
+            and isinstance(number.value, float)
+            and number.value == 0
+        ):
+            yield "a number is zero, and has a sign"
 
 
 def is_plain(cls: type, attributes: dict[str, Any]) -> bool:
