@@ -770,8 +770,31 @@ def keys_of_zero(x: torch.Tensor, n: int) -> Any:
     return y.signbit().tolist()
 
 
+def loop_in_first_call(x: torch.Tensor, n: int) -> Any:
+    y = x.sin() * 2
+    if n == 0:
+        for row in x:
+            opaque(row)
+    _, *rest = [n, n + 1, 3]
+    rest.append(4)
+    return y, rest
+
+
+def loop_in_first_call_and_break(x: torch.Tensor, n: int) -> Any:
+    y = x.sin() * 2
+    if n == 0:
+        for row in x:
+            opaque(row)
+    _, *rest = [n, n + 1, 3]
+    opaque(y)
+    rest.append(4)
+    return y, rest
+
+
 # What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    loop_in_first_call,
+    loop_in_first_call_and_break,
     iterates_set,
     removes_from_set,
     set_that_was_there,

@@ -161,7 +161,8 @@ def is_left_out(code: types.CodeType) -> bool:
 
 def check(tx: InstructionTranslatorBase) -> None:
     """
-    Called where the graph is compiled up to a checkpoint, which was traced again.
+    Called where a graph is complete, of what comes before the loop, or of a call for which it
+    does not break the graph.
 
     Raises:
         SkipFrame: upstream skips the frame, and compiled it may differ.
