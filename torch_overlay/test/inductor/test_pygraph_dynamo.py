@@ -791,8 +791,47 @@ def loop_in_first_call_and_break(x: torch.Tensor, n: int) -> Any:
     return y, rest
 
 
+def asks_whether_compiled(x: torch.Tensor, n: int) -> Any:
+    y = x.sin() * (2 if torch.compiler.is_compiling() else 3)
+    for row in y:
+        opaque(row)
+    return y
+
+
+def asks_for_version(x: torch.Tensor, n: int) -> Any:
+    y = x.sin()
+    y.add_(1)
+    for row in y:
+        opaque(row)
+    return y._version
+
+
+def sets_default_dtype(x: torch.Tensor, n: int) -> Any:
+    torch.set_default_dtype(torch.float64)
+    y = x.sin() + torch.ones(3)
+    for row in y:
+        opaque(row)
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    return y.dtype, dtype
+
+
+def sets_determinism(x: torch.Tensor, n: int) -> Any:
+    torch.use_deterministic_algorithms(True)
+    y = x.sin() * 2
+    for row in y:
+        opaque(row)
+    mode = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    return y, mode
+
+
 # What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    asks_whether_compiled,
+    asks_for_version,
+    sets_default_dtype,
+    sets_determinism,
     loop_in_first_call,
     loop_in_first_call_and_break,
     iterates_set,

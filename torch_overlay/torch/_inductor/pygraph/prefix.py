@@ -40,6 +40,7 @@ from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.dicts import SetVariable
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import CellVariable, NullVariable
+from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
 from torch.utils._ordered_set import OrderedSet
 
@@ -63,7 +64,7 @@ IS_LEFT_OUT = "pygraph_prefix"
 # a trace.
 OPAQUE_NAMES = frozenset(
     ("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe")
-    + ("_base", "grad_fn", "move_to_end")
+    + ("_base", "_version", "grad_fn", "move_to_end")
 )
 
 # Not among them: those that handle exceptions, unpack to a list, merge dictionaries, make sets
@@ -204,6 +205,10 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
             type(fn.value) is not type or hasattr(fn.value, "__del__")
         ):
             yield f"a {fn.value.__name__} may be made in another way, or noticed when it dies"
+        if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
+            tracing_state_functions().get(fn.value)
+        ):
+            yield "it asks whether it is compiled"
     for code in output.tracing_context.previously_inlined_functions:
         yield from of_names(code)
         # Upstream does not compile its frame either, where it is not inlined.
@@ -271,6 +276,12 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
             yield f"{node.name} is NumPy's"
         if node.target is torch._assert_async:
             yield "a tensor is asserted, and raises another exception"
+        if node.target in (
+            torch.set_default_dtype,
+            torch._C._set_deterministic_algorithms,
+        ):
+            # It is set while the graph is compiled, and no more when it is called.
+            yield f"{node.name} is a setting"
         if writes_an_input(node):
             # If the graph raises then, it is not written.
             yield f"{node.name} writes an input"
