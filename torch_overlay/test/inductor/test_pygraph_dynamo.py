@@ -995,6 +995,30 @@ class BytecodeTest(PyGraphTestCase):
         graph.call_function(torch.sin, (graph.call_method("cos", (x,)),), {"out": x})
         self.assertEqual(len([*prefix.of_graph(graph)]), 1)
 
+    def test_draws_before_a_loop(self) -> None:
+        F = torch.nn.functional
+        for fn, is_random in (
+            (lambda x: torch.rand(3), True),
+            (lambda x: x.bernoulli(), True),
+            (lambda x: x.sin().uniform_(), True),
+            (lambda x: torch.randperm(3), True),
+            (lambda x: F.dropout(x, 0.2), True),
+            (lambda x: F.dropout(x, training=False), False),
+            (lambda x: F.dropout2d(x[None, None], 0.2, True), True),
+            (lambda x: F.gumbel_softmax(x), True),
+            (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), False),
+            (lambda x: F.scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.5), True),
+            (lambda x: x.sort()[0], False),
+        ):
+            graphs: list[torch.fx.Graph] = []
+
+            def backend(gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+                graphs.append(gm.graph)  # noqa: B023
+                return gm.forward
+
+            torch.compile(fn, backend=backend)(torch.rand(3))
+            self.assertEqual(any("is random" in o for o in prefix.of_graph(graphs[0])), is_random)
+
     def test_sign_of_zero_before_a_loop(self) -> None:
         def f(x: torch.Tensor, n: float) -> Any:
             y = x.abs() * n

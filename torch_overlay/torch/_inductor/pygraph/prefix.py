@@ -282,6 +282,9 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
         ):
             # It is set while the graph is compiled, and no more when it is called.
             yield f"{node.name} is a setting"
+        if draws(node):
+            # Inductor draws other numbers than the operator does.
+            yield f"{node.name} is random"
         if writes_an_input(node):
             # If the graph raises then, it is not written.
             yield f"{node.name} writes an input"
@@ -299,6 +302,26 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
         ):
             # The graph has one backward, which is called once, and is not differentiated.
             yield f"{node.name} requires a gradient"
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """Not seen: what draws in another operator, as torch.lstm does with dropout."""
+    name = getattr(node.target, "__name__", str(node.target))
+    if "dropout" in name:
+        _, _, training, *_ = (*node.args, *[None] * 3)
+        return node.kwargs.get("training", training) is not False
+    if name == "scaled_dot_product_attention":
+        *_, probability = node.args if len(node.args) == 5 else (0.0,)
+        return node.kwargs.get("dropout_p", probability) != 0
+    operator = getattr(torch.ops.aten, name, None)
+    return name == "gumbel_softmax" or (
+        name not in ("lstm", "gru", "rnn_relu", "rnn_tanh")
+        and isinstance(operator, torch._ops.OpOverloadPacket)
+        and any(
+            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
+            for overload in operator.overloads()
+        )
+    )
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
