@@ -1605,6 +1605,18 @@ def deleted_from_list(x: torch.Tensor, n: torch.Tensor) -> list[torch.Tensor]:
     return xs[: n + 1]
 
 
+def sliced_in_function_before_try(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def first(x: torch.Tensor) -> torch.Tensor:
+        return x.sin()[: n + 1]
+
+    y = first(x)
+    try:
+        z = y.cos() * 2
+    except IndexError:
+        z = y
+    return z.tanh() + 1
+
+
 class Rows:
     def __init__(self, x: torch.Tensor) -> None:
         self.rows = list(x.sin())
@@ -1626,6 +1638,7 @@ SLICES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool | None
     "beside_others": (lambda x, n: x.sin()[x.sum(1) > 2, n : n + 1].cos(), True),
     "argument": (lambda x, n: torch.cat([x.sin(), x.cos()[:n]]), True),
     "branch": (lambda x, n: (x.sin()[n:] if x.dim() == 2 else x[:n]).cos(), True),
+    "function_before_try": (sliced_in_function_before_try, True),
     "in_place": (sliced_in_place, None),
     "context": (sliced_in_context, True),
     "function": (sliced_in_function, True),

@@ -49,10 +49,15 @@ class SliceOfTensors(SliceVariable):
     """Its bounds stay tensors, as in eager mode. Their values are read when it is used."""
 
     def __init__(
-        self, start: VariableTracker, stop: VariableTracker, step: VariableTracker
+        self,
+        start: VariableTracker,
+        stop: VariableTracker,
+        step: VariableTracker,
+        code: types.CodeType,
     ) -> None:
         VariableTracker.__init__(self)
         self.items = (start, stop, step)
+        self.code = code
 
     def read(self) -> SliceVariable:
         """
@@ -60,9 +65,10 @@ class SliceOfTensors(SliceVariable):
             Unsupported: Tensor.item() breaks the graph.
         """
         tx = InstructionTranslator.current_tx()
-        if tx.output.root_tx is not None:
-            code = original(tx.output.root_tx.f_code)
-            code_context.get_context(code)[IS_READ_LATER] = True
+        root = tx.output.root_tx
+        # Upstream goes on behind a call that breaks the graph.
+        if root is not None and root.f_code is self.code:
+            code_context.get_context(original(self.code))[IS_READ_LATER] = True
         return SliceVariable(self.items, tx)
 
     def as_python_constant(self) -> slice:
@@ -116,7 +122,7 @@ def make_slice(
     ):
         return SliceVariable(items, tx)
     start, stop, step = (*items, ConstantVariable.create(None))[:3]
-    return SliceOfTensors(start, stop, step)
+    return SliceOfTensors(start, stop, step, tx.f_code)
 
 
 def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
