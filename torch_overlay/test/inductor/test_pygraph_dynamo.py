@@ -826,8 +826,24 @@ def sets_determinism(x: torch.Tensor, n: int) -> Any:
     return y, mode
 
 
+def slice_of_number_of_numpy(x: torch.Tensor, n: int) -> Any:
+    y = ((torch.arange(3) + 1) * NUMBER)[: torch.tensor(2)]
+    return y.dtype
+
+
+def slice_of_sum(x: torch.Tensor, n: int) -> Any:
+    return (x.sin() * (n / 10 + 1e16 - 1e16))[: torch.tensor(2)]
+
+
+def slice_where_compiled(x: torch.Tensor, n: int) -> Any:
+    return (x.sin() * (2 if torch.compiler.is_compiling() else 3))[: torch.tensor(2)]
+
+
 # What upstream runs eagerly can not be compiled, or not without a change.
 UNCHANGED = [
+    slice_of_number_of_numpy,
+    slice_of_sum,
+    slice_where_compiled,
     asks_whether_compiled,
     asks_for_version,
     sets_default_dtype,
@@ -890,6 +906,11 @@ def losses_of_input(x: torch.Tensor, n: int) -> Any:
 def losses_of_slice(x: torch.Tensor, n: int) -> Any:
     y = x[: torch.tensor(2)]
     return y.sin().pow(2).sum(), (y * n).cos().sum()
+
+
+def losses_of_same_statement(x: torch.Tensor, n: int) -> Any:
+    y = (x.sin() * x)[: torch.tensor(2)]
+    return (y * n).sum(), torch.zeros(0, requires_grad=True).sum()
 
 
 def backward_by_backward(fn: Callable[..., Any], x: torch.Tensor, n: int) -> Any:
@@ -964,7 +985,11 @@ class BytecodeTest(PyGraphTestCase):
 
     @parametrize("use", [subtest(u, name=u.__name__) for u in (backward_by_backward, penalty)])
     @parametrize(
-        "program", [subtest(p, name=p.__name__) for p in (losses_of_input, losses_of_slice)]
+        "program",
+        [
+            subtest(p, name=p.__name__)
+            for p in (losses_of_input, losses_of_slice, losses_of_same_statement)
+        ],
     )
     def test_gradients_of_what_upstream_runs_eagerly(
         self, program: Callable[..., Any], use: Callable[..., Any]

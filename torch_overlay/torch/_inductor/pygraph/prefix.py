@@ -198,17 +198,7 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
         ):
             # The text of a number that varies may be the number.
             yield "a number is formatted"
-    for fn in output.called:
-        if isinstance(fn, variables.BuiltinVariable) and fn.fn not in PLAIN_BUILTINS:
-            yield f"{fn.fn} is called"
-        if isinstance(fn, variables.UserDefinedClassVariable) and (
-            type(fn.value) is not type or hasattr(fn.value, "__del__")
-        ):
-            yield f"a {fn.value.__name__} may be made in another way, or noticed when it dies"
-        if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
-            tracing_state_functions().get(fn.value)
-        ):
-            yield "it asks whether it is compiled"
+    yield from of_calls(output.called)
     for code in output.tracing_context.previously_inlined_functions:
         yield from of_names(code)
         # Upstream does not compile its frame either, where it is not inlined.
@@ -219,6 +209,20 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
     yield from of_values(output.side_effects, values)
     for value in output.variable_tracker_cache.values():
         yield from of_input(value)
+
+
+def of_calls(called: Sequence[VariableTracker]) -> Iterator[str]:
+    for fn in called:
+        if isinstance(fn, variables.BuiltinVariable) and fn.fn not in PLAIN_BUILTINS:
+            yield f"{fn.fn} is called"
+        if isinstance(fn, variables.UserDefinedClassVariable) and (
+            type(fn.value) is not type or hasattr(fn.value, "__del__")
+        ):
+            yield f"a {fn.value.__name__} may be made in another way, or noticed when it dies"
+        if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
+            tracing_state_functions().get(fn.value)
+        ):
+            yield "it asks whether it is compiled"
 
 
 def of_code(root: InstructionTranslatorBase) -> Iterator[str]:

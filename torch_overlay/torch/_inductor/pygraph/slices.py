@@ -119,6 +119,9 @@ def make_slice(
         tx.one_graph
         or torch._dynamo.config.capture_scalar_outputs
         or type(indexed(tx)) is not TensorVariable
+        # Upstream runs the statement eagerly.
+        or any(prefix.of_graph(tx.output.graph))
+        or any(prefix.of_calls(tx.output.called))
     ):
         return SliceVariable(items, tx)
     start, stop, step = (*items, ConstantVariable.create(None))[:3]
