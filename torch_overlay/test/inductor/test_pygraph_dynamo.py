@@ -1563,6 +1563,25 @@ class ItemTest(PyGraphTestCase):
             self.assertEqual(actual, expected)
         self.assertOneGraph()
 
+    @parametrize("joined", (False, True))
+    def test_two_losses(self, joined: bool) -> None:
+        "Of two graphs the one is called backward after the other."
+
+        def fn(x: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            first = x.sin().pow(2).sum()
+            second = (s.item() * (first + x if joined else x)).cos().sum()
+            return first, second
+
+        compiled = self.compile(fn)
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", aot_eager):
+            for value in FINITE:
+                x, grads = torch.rand(3, requires_grad=True), []
+                for f in (fn, compiled):
+                    for loss in reversed(f(x, torch.tensor(value))):
+                        grads.append(torch.autograd.grad(loss, x, retain_graph=joined)[0])
+                self.assertEqual(grads[:2], grads[2:])
+        self.assertEqual(self.num_graphs() == 1, joined)
+
     @parametrize("transform", (torch.func.grad, torch.func.vmap))
     def test_functorch(self, transform: Callable[..., Any]) -> None:
         self.check(lambda x, s: transform(lambda y: (y * s.item()).sum())(x), FINITE)

@@ -176,7 +176,9 @@ def on_cpu(arg: object) -> bool:
 def check_uses(tx: InstructionTranslatorBase) -> None:
     """Called when Dynamo's graph is complete."""
     items = tx.output.items.items()
-    break_at(tx, (n for n, i in items if not is_operand(i.variable.proxy.node)))
+    values = {n: i.variable.proxy.node for n, i in items}
+    break_at(tx, (n for n, value in values.items() if not is_operand(value)))
+    break_at(tx, (n for n, value in values.items() if has_two_backwards(value)))
     skipped = [n for n, i in items if not i.is_break]
     if skipped and tx.output.root_tx is not None and any(obstacles(tx.output.root_tx)):
         break_at(tx, skipped)
@@ -211,6 +213,30 @@ def is_operand(value: torch.fx.Node) -> bool:
         return node.target in allowed and bool(operands)
 
     return all(map(arithmetic, value.users))
+
+
+def has_two_backwards(value: torch.fx.Node) -> bool:
+    """
+    Whether gradients go through results in front of it, and by themselves through others
+    behind it. Of two graphs the program may call the one backward after the other.
+    """
+    *nodes, output = value.graph.nodes
+    results = OrderedSet(output.all_input_nodes)
+    front: OrderedSet[torch.fx.Node] = OrderedSet()
+    is_behind = has_result = False
+    for node in nodes:
+        is_behind |= node is value
+        example = node.meta.get("example_value")
+        if not node.op.startswith("call_") or not getattr(
+            example, "requires_grad", isinstance(example, (list, tuple))
+        ):
+            continue
+        if not is_behind or not front.isdisjoint(node.all_input_nodes):
+            front.add(node)
+            has_result |= not is_behind and node in results
+        elif has_result and node in results:
+            return True
+    return False
 
 
 def is_real_tensor(arg: object) -> bool:
