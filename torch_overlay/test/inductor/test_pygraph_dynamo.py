@@ -1020,6 +1020,32 @@ class BytecodeTest(PyGraphTestCase):
         graph.call_function(torch.sin, (graph.call_method("cos", (x,)),), {"out": x})
         self.assertEqual(len([*prefix.of_graph(graph)]), 1)
 
+    def test_views_before_a_loop(self) -> None:
+        "Of what is computed, Inductor makes some dense, and of two that are equal one."
+
+        def is_compiled(make: Callable[[torch.Tensor], Any]) -> bool:
+            def f(x: torch.Tensor) -> Any:
+                y = make(x.sin() * 2)
+                for _ in range(2):
+                    opaque()
+                return y
+
+            self.compile(f)(torch.rand(3, 3))
+            return bool(_debug_get_cache_entry_list(f.__code__))
+
+        for make, expected in (
+            (lambda y: y[1:], True),
+            (lambda y: y.t()[1:], True),
+            (lambda y: (y.t() / 3), True),
+            (lambda y: (y, y[1:], y[:2], [y]), True),
+            (lambda y: (y.t() / 3)[1:], False),
+            (lambda y: [(y > 0), (y > 0).view(-1)], True),
+            (lambda y: [y, y.view(3, 3)], False),
+            (lambda y: [y[1:], y[1:]], False),
+        ):
+            torch._dynamo.reset()
+            self.assertEqual(is_compiled(make), expected)
+
     def test_draws_before_a_loop(self) -> None:
         F = torch.nn.functional
         for fn, is_random in (

@@ -42,12 +42,13 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.side_effects import SideEffects
@@ -365,6 +366,27 @@ def of_values(
             continue
         if value.source is None:
             yield from of_new(value)
+    yield from of_views(
+        value.as_proxy().node
+        for value in found
+        if type(value) is variables.TensorVariable and value.source is None
+    )
+
+
+def of_views(nodes: Iterable[torch.fx.Node]) -> Iterator[str]:
+    """Of what the graph computes and returns; see "Found in torch.compile itself"."""
+    found: dict[tuple[Any, ...], torch.fx.Node] = {}
+    for node in nodes:
+        tensor = node.meta.get("example_value")
+        if type(tensor) is not FakeTensor or tensor.layout != torch.strided:
+            continue
+        base = tensor._base
+        if base is not None and not base.is_contiguous():
+            yield f"{node.name} is a view, and may get other strides"
+        key = (tensor.untyped_storage()._cdata, tensor.shape, tensor.stride())
+        key += (tensor.storage_offset(), tensor.dtype)
+        if found.setdefault(key, node) is not node:
+            yield f"{node.name} and {found[key].name} would be one tensor"
 
 
 def of_new(value: VariableTracker) -> Iterator[str]:
