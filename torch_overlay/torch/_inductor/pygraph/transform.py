@@ -1146,10 +1146,6 @@ def results_in_one_place(
     return [each for node in others for each in with_elements(node)]
 
 
-def lists(name_to_buf: Mapping[str, SchedulerBuffer]) -> OrderedSet[str]:
-    "What operators give of which elements are taken."
-    return OrderedSet(
-        name
-        for name, buffer in name_to_buf.items()
-        if isinstance(getattr(buffer.node, "layout", None), ir.MultiOutputLayout)
-    )
+def is_list(buffer: SchedulerBuffer | None) -> bool:
+    "Whether it is what an operator gives of which elements are taken."
+    return buffer is not None and isinstance(buffer.node.layout, ir.MultiOutputLayout)
