@@ -32,7 +32,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import cudagraph_trees as trees, utils as inductor_utils
+from torch._inductor import config, cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import (
     allocation,
@@ -2315,6 +2315,27 @@ class RecordTest(TestCase):
                 expected = expected.conj()
             self.assertEqual(value(out), expected)
             del out
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_weight_that_is_new_in_each_call(self, force):
+        "From some recordings on it is an external input. Another one stays static."
+        limit, bias, fn, kept = 3, self.randn(), None, []
+        body = (
+            "x, w, b = args; args.clear(); a = new(); launch(add, a, x, w); "
+            "c = new(); launch(add, c, a, b); return (c,)"
+        )
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", limit):
+            for _ in range(20):
+                inputs = [self.randn(), self.randn(), bias]
+                kept.append(inputs)
+                fn = fn or self.deploy(body, inputs, force=force, static=[1, 2])
+                (out,) = fn(*inputs)
+                self.assertEqual(on_host(out), sum(map(on_host, inputs)))
+        (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
+        external = [*node.bound_input_idxs, *node.non_static_input_idx]
+        self.assertEqual(external, [0, 1])
+        # The first, as many more as may be, the one that tells, and the last.
+        self.assertEqual(node.wrapped_function.pygraph.recordings, limit + 3)
 
     def test_conjugate_is_returned(self):
         body = "x, y = args; args.clear(); a = operator_mul(x, y); return (torch.ops.aten._conj(a),)"

@@ -533,17 +533,25 @@ class CopyGraphNode(CUDAGraphNode):
         self, inputs: list[InputType], mode: CompilationMode | None
     ) -> Sequence[int]:
         declared = super()._declared_static_idxs(inputs, mode)
-        if mode != CompilationMode.BACKWARD:
-            return declared
-        # Trees take every saved tensor for static, because a recorded forward leaves its
-        # activations in the pool. Without a recorded forward they move at every step.
         managed = OrderedSet(self.cudagraph_managed_idxs)
-        placeholders = self.wrapped_function.placeholders
-        return [
-            i
-            for i in declared
-            if i in managed or not is_saved_activation(placeholders[i])
-        ]
+        if mode == CompilationMode.BACKWARD:
+            # Trees take every saved tensor for static, because a recorded forward leaves its
+            # activations in the pool. Without a recorded forward they move at every step.
+            placeholders = self.wrapped_function.placeholders
+            declared = [
+                i
+                for i in declared
+                if i in managed or not is_saved_activation(placeholders[i])
+            ]
+        function: Function = self.wrapped_function.pygraph
+        function.note_addresses(
+            {
+                i: t.data_ptr()
+                for i in declared
+                if i not in managed and isinstance(t := inputs[i], torch.Tensor)
+            }
+        )
+        return [i for i in declared if i not in function.moving_idxs]
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         self.managed_metadata = [

@@ -44,6 +44,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import (
     CompilationMode,
@@ -184,6 +185,9 @@ class Function:
         reselected_bytes: the most that it was called for
         is_even: its graph is as good as none, and waits for the decisions around it
         alignment: of the external inputs' addresses in bytes, the least seen
+        addresses: where static inputs were when it was recorded last
+        moving_idxs: those that are external all the same, since the program goes on to replace
+            them
         restored: where inputs lie that were let go, and are nobody's; see record.apart
     """
 
@@ -215,6 +219,8 @@ class Function:
         self.is_even = False
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
+        self.addresses: dict[int, int] = {}
+        self.moving_idxs: OrderedSet[int] = OrderedSet()
         self.restored: OrderedSet[int] = OrderedSet()
 
     def node_type(self) -> type[CUDAGraphNode]:
@@ -299,6 +305,31 @@ class Function:
             # It was forced.
             self.report.choice = NODE_UPDATE
         self.binding = NODE_UPDATE
+
+    def note_addresses(self, addresses: dict[int, int]) -> None:
+        """
+        Called when it is about to be recorded, with the static inputs' addresses.
+
+        Layers that share their code have a recording each, and replays have nothing to do for
+        their weights. Of a program that goes on to make new weights, that has no end.
+        """
+        limit = config.triton.cudagraph_unexpected_rerecord_limit
+        moved = [
+            i
+            for i, address in addresses.items()
+            if i not in self.moving_idxs and address != self.addresses.get(i, address)
+        ]
+        if moved and self.recordings > limit:
+            # What was recorded before is dropped, and this once more.
+            self.moving_idxs |= moved
+            self.is_outdated = True
+            log.info(
+                "%s: %d static inputs moved, recorded %d times: bound from now on",
+                self.report.name,
+                len(moved),
+                self.recordings,
+            )
+        self.addresses = addresses
 
     def note_copied_bytes(self, nbytes: int) -> None:
         """
