@@ -231,6 +231,8 @@ class DecisionTest(TestCase):
         (
             subtest((cost(100, 60, 99), cost(100, 60, 100), True), name="same"),
             subtest((cost(100, 60, 101), cost(100, 60, 100), False), name="function"),
+            subtest((cost(100, 60, 101, 0.5), cost(100, 60, 100, 0.5), True), name="noise"),
+            subtest((cost(100, 60, 102, 0.5), cost(100, 60, 100, 0.5), False), name="loss"),
             subtest((cost(100, 70, 99), cost(100, 60, 100), False), name="host"),
             subtest((cost(1100, 60, 99), cost(1000, 60, 100), False), name="program"),
             # Many times its own, as where its neighbours pause.

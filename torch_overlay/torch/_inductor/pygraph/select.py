@@ -687,10 +687,12 @@ def depends_on_host(graph: Cost, uncaptured: Cost) -> bool:
 
 def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
     """
-    Whether a graph that did not win takes no longer: neither the function by itself, nor the
-    host, nor the program.
+    Whether a graph that did not win takes no longer, beyond the noise: neither the function
+    by itself, nor the host, nor the program.
     """
-    return graph.call.us <= uncaptured.call.us and not (
+    # By the noise alone: of two that are alike, chance would decide.
+    loss = graph.call.us - uncaptured.call.us
+    return loss <= noise(graph.call, uncaptured.call) and not (
         is_less(uncaptured.host, graph.host)
         or (
             is_own_difference(graph, uncaptured)
