@@ -2337,6 +2337,24 @@ class RecordTest(TestCase):
         # The first, as many more as may be, the one that tells, and the last.
         self.assertEqual(node.wrapped_function.pygraph.recordings, limit + 3)
 
+    @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
+    def test_buffer_that_is_new_in_each_call(self, force, choice):
+        "What the function writes to it is the caller's, and not a copy's."
+        fn, kept = None, []
+        body = (
+            "x, s = args; args.clear(); launch(add, s, s, x); "
+            "a = new(); launch(sin, a, s); return (a,)"
+        )
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(12):
+                inputs = x, s = [self.randn(), self.randn()]
+                kept.append(inputs)
+                expected = on_host(x) + on_host(s)
+                fn = fn or self.deploy(body, inputs, force=force, static=[1], mutated=(1,))
+                (out,) = fn(*inputs)
+                self.assertEqual((on_host(s), on_host(out)), (expected, expected.sin()))
+        self.assertEqual(report()[0].choice, choice)
+
     def test_conjugate_is_returned(self):
         body = "x, y = args; args.clear(); a = operator_mul(x, y); return (torch.ops.aten._conj(a),)"
         for force in ("node_update", "copy"):

@@ -551,6 +551,13 @@ class CopyGraphNode(CUDAGraphNode):
                 if i not in managed and isinstance(t := inputs[i], torch.Tensor)
             }
         )
+        if not function.binds_inputs and any(
+            i in function.moving_idxs and i not in managed
+            for i in self.wrapped_function.mutated_input_idxs
+        ):
+            # The graph would write a copy.
+            function.is_capturable = False
+            self._abandon("a mutated input is another one in each call", inputs)
         return [i for i in declared if i not in function.moving_idxs]
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
