@@ -11,6 +11,8 @@ import itertools
 import math
 import random
 import statistics
+import subprocess
+import sys
 import threading
 import types
 from typing import Any, TYPE_CHECKING
@@ -1592,6 +1594,30 @@ class DeployTest(DeployTestCase):
         )
         self.assertEqual((self.recorded, self.deployed), ([], []))
         self.manager.set_to_running_backward.assert_not_called()
+
+    def test_thread_that_imports_trees_ends(self):
+        "What it gives back is what it took: functions have its containers."
+        program = """if True:
+            import os, sys, threading, torch
+            threads = len(os.listdir("/proc/self/task"))
+            kept = []
+
+            def first():
+                from torch._inductor.cudagraph_trees import local
+                kept.extend((local.tree_manager_containers, local.tree_manager_locks))
+
+            thread = threading.Thread(target=first)
+            thread.start()
+            thread.join()
+            while len(os.listdir("/proc/self/task")) > threads:
+                pass
+            print(*[sys.getrefcount(x) for x in kept], flush=True)
+            # Not what follows from a wrong one.
+            os._exit(0)
+        """
+        printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+        # The list's, the name's and the argument's.
+        self.assertEqual(printed.split(), ["3", "3"])
 
     def test_backward_in_a_thread_that_trees_do_not_know(self):
         "It has no manager."
