@@ -530,6 +530,21 @@ class RunTest(TestCase):
         for rank in range(2):
             self.assertRegex(text, rf"(?s)PyGraph, rank {rank}\b.*of_{rank}")
 
+    def test_process_that_was_killed(self):
+        "What it wrote before is reported, and so are others."
+        with self.tracing():
+            new_report("first", "forward")
+            new_report("last", "forward")
+        (log,) = self.directory.glob("*.log")
+        content = log.read_text()
+        # To the first record's end: shorter, it has no report.
+        for length in range(content.index("\n\t"), len(content)):
+            log.write_text(content[:length])
+            (self.directory / "other.log").write_text(content)
+            *killed, _ = sorted(trace.load(self.directory), key=len)
+            names = [f.name for read in killed for f in read]
+            self.assertEqual(names, ["first", "last"][: len(names)])
+
     def test_json(self):
         file = self.directory / "run.json"
         run = modelled()

@@ -82,13 +82,21 @@ def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.startswith("\t"):
-                if record is not None:
-                    yield record, json.loads(line)
+                if record is not None and (payload := _whole(line)) is not None:
+                    yield record, payload
                 record = None
                 continue
             # Most of a trace is other artifacts, which need not be parsed.
             is_report = f'"{ARTIFACT}"' in line
-            record = json.loads(line[line.index("{") :]) if is_report else None
+            record = _whole(line[line.index("{") :]) if is_report else None
+
+
+def _whole(text: str) -> dict[str, Any] | None:
+    "None if it is a part, the last that a process wrote before it was killed."
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def _graph(content: dict[str, Any]) -> GraphReport:
