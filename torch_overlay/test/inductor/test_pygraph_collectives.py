@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -49,9 +50,17 @@ class AgreeTest(TestCase):
         with ThreadPoolExecutor(3) as pool:
             self.assertEqual(list(pool.map(ask, ready)), [all(ready)] * 3)
 
-    def test_rank_that_does_not_come(self):
+    @parametrize("kind", ("hash", "file", "tcp"))
+    def test_rank_that_does_not_come(self, kind):
         "What was decided without it holds for it when it does."
-        store = dist.HashStore()
+        directory = tempfile.TemporaryDirectory()
+        self.addCleanup(directory.cleanup)
+        if kind == "file":
+            store = dist.FileStore(f"{directory.name}/store", 2)
+        elif kind == "tcp":
+            store = dist.TCPStore("localhost", 0, 1, True, wait_for_workers=False)
+        else:
+            store = dist.HashStore()
         patience = datetime.timedelta(seconds=0.1)
         with mock.patch.object(collectives, "PATIENCE", patience):
             for _ in range(2):

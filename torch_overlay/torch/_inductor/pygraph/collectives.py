@@ -228,6 +228,7 @@ def _agree(store: dist.Store, key: str, size: int, *, ready: bool) -> bool:
     else:
         try:
             store.wait([key], PATIENCE)
-        except dist.DistStoreError:
+        except RuntimeError:
+            # DistStoreError, or of a FileStore no more than this.
             store.compare_set(key, "", "no")
     return store.get(key) == b"yes"
