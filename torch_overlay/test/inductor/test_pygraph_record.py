@@ -1185,6 +1185,30 @@ class RecordTest(TestCase):
         both = [("0", "capture", True), ("0", "deploy", ready)]
         self.assertEqual(asked, both[:1] if failure == "capture" else both)
 
+    def test_collectives_of_many_sizes(self):
+        "Where not all ranks came to the first, none waits for others to come to the next ones."
+        body = "c10d = torch.ops._c10d_functional\n" + self.COLLECTIVES["in_between"].strip()
+        model, asked = self.generated(body), []
+
+        def agree(group, what, ready):
+            asked.append((what.rpartition("/")[2], ready))
+            return False
+
+        with (
+            Ranks(self.device) as ranks,
+            mock.patch.object(collectives, "agree", agree),
+            mock.patch.object(self, "generated", lambda body: model),
+        ):
+            for _ in range(4):
+                fn = self.deploy(body, [self.randn(), self.randn()], force=None)
+                for _ in range(4):
+                    inputs = [self.randn(), self.randn()]
+                    expected = self.expected(fn, inputs)
+                    ranks.ran = 0
+                    self.assertEqual(self.values([*fn(*inputs), *inputs]), expected)
+                    self.assertEqual(ranks.ran, 1)
+        self.assertEqual(asked, [("capture", True)] + [("capture", False)] * 3)
+
     def test_collectives_of_a_backward(self):
         "What the forward left in the pool is gone after the proof."
         forward = self.deploy(

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import datetime
 import logging
+import weakref
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
@@ -56,6 +57,10 @@ IN_PLACE = ("all_reduce_", "wait_tensor")
 
 # How often this process has recorded a function: others do so as often.
 _recordings: Counter[str] = Counter()
+
+# Functions that not all ranks capture. Where each has sizes of its own, which it records in
+# calls that the others do not, it would wait for every one of them.
+_not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
 def has_collectives(model: ModelType) -> bool:
@@ -138,6 +143,7 @@ class Captured(_Collectives):
         super().__init__()
         self.device_index = device_index
         self.groups = groups_of(model)
+        self.model = model
         _recordings[name] += 1
         name = f"{name}/{_recordings[name]}"
         self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
@@ -157,13 +163,15 @@ class Captured(_Collectives):
 
     def agree(self) -> bool:
         """Whether all ranks take the next step: first to capture, then to deploy."""
-        if len(self.groups) != 1:
-            # Ranks of one may agree and those of the next one may not.
+        if len(self.groups) != 1 or self.model in _not_agreed:
+            # Of several groups, ranks of one may agree and those of the next one may not.
             self.refuse()
             return False
         is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)
         if not is_agreed:
             self.to_agree_on.clear()
+            if not self.captures:
+                _not_agreed.add(self.model)
         self.captures |= is_agreed
         return is_agreed
 
