@@ -534,6 +534,35 @@ class SamplesTest(SelectTestCase):
         self.assertMedians(found, 55, 50)
         self.assertGreater(calls, TIMED + len(when) - 1)
 
+    def test_recording_that_ends_while_times_are_taken(self):
+        "In another thread, as autograd has them, while this one waits for the device."
+        function, began, ends = new_function("f"), threading.Event(), threading.Event()
+        samples = select.Samples(0, function)
+
+        def record(inputs: list[Any]) -> list[Any]:
+            function.recordings += 1
+            began.set()
+            ends.wait(10)
+            return inputs
+
+        thread = threading.Thread(target=samples.call, args=(record, 0.0, [1]))
+        for i in range(MAX_TIMED):
+            samples.call(self.candidate("fn", 50, 10), select._clock(), [torch.tensor(1)])
+            self.simulation.work(5, 5)
+            if i == select.WARMUP_SAMPLES:
+                thread.start()
+                began.wait(10)
+            if samples.complete:
+                break
+        _, event = samples.device[-1]
+
+        def synchronize() -> None:
+            ends.set()
+            thread.join()
+
+        event.synchronize = synchronize
+        self.assertMedians(samples.cost(), 55, 50, 10)
+
     def test_function_that_goes_on_recording(self):
         "It pays for it in the end."
         with mock.patch.object(select, "MAX_RECORDING_CALLS", 10):

@@ -495,6 +495,8 @@ class Samples:
         if (
             self.function.recordings != recordings
             and self.recording_calls < MAX_RECORDING_CALLS
+            # Else another thread may have its cost at this moment.
+            and not self.complete
         ):
             self.recording_calls += 1
             Samples.own_us = own_us + end - entered
