@@ -21,6 +21,7 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import torch
+from torch._dynamo.mutation_guard import GenerationTracker
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.cudagraph_utils import PlaceholderInfo, PyGraphOptions
@@ -1160,6 +1161,37 @@ class SelectionTest(SelectTestCase):
             thread.join()
         self.assertEqual(outputs, [[torch.tensor(2.0)]])
         self.assertEqual(self.deployed, [self.uncaptured])
+
+    @parametrize("is_backward", (False, True))
+    def test_gradients_that_two_threads_look_at(self, is_backward):
+        "Those of two devices: one runs the backward, and the other a forward once more."
+        backward, forward = (new_function(mode, mode) for mode in ("backward", "forward"))
+        backward.is_backward = True
+        backward.outputs_outlive = backward.has_stepped = False
+        gradients = [torch.zeros(1)]
+        select.end_call(backward, gradients)
+        self.addCleanup(select._gradients.clear)
+        calls = [lambda: select.begin_call(backward if is_backward else forward)]
+
+        class Asked(dict):
+            def __contains__(self, key: Any) -> bool:
+                found = super().__contains__(key)
+                for other in [*calls]:
+                    calls.clear()
+                    thread = threading.Thread(target=other)
+                    thread.start()
+                    thread.join()
+                return found
+
+            def pop(self, *args: Any) -> Any:
+                args[0] in self
+                return super().pop(*args)
+
+        with mock.patch.object(select, "_gradients", Asked(select._gradients)):
+            GenerationTracker.generation += 1
+            select.begin_call(backward)
+            self.assertEqual(select._gradients, {})
+        self.assertEqual((backward.has_stepped, backward.outputs_outlive), (True, True))
 
     def test_called_by_what_a_step_frees(self):
         "A finalizer calls the function."

@@ -380,13 +380,15 @@ def begin_call(function: Function) -> None:
     one. Once a backward is recorded, trees look.
     """
     for backward in (function,) if function.is_backward else tuple(_gradients):
-        if backward not in _gradients:
+        # Autograd's threads, one for each device, may look at the same ones.
+        noted = _gradients.get(backward)
+        if noted is None:
             continue
-        generation, refs = _gradients[backward]
+        generation, refs = noted
         if function.is_backward and generation == get_curr_generation():
             # Several layers have its code.
             continue
-        del _gradients[backward]
+        _gradients.pop(backward, None)
         backward.has_stepped = True
         if any(not ref.expired() for ref in refs):
             backward.outputs_outlive = True
