@@ -1528,6 +1528,38 @@ class DeployTest(DeployTestCase):
                 self.assertEqual(fn([torch.tensor(n), n]), [torch.tensor(n + 1)])
         self.assertEqual(asked, [3, 4])
 
+    def test_integer_that_is_another_one_in_each_call(self):
+        "Nothing is kept of it for ever. A size that comes again is."
+        options = PyGraphOptions(
+            force=None,
+            replace=lambda fn: None,
+            returned_output_idxs=OrderedSet([0]),
+            reused_input_idxs=OrderedSet(),
+            code_hash=None,
+            source="",
+        )
+        fn = trees.cudagraphify_impl(
+            self.candidate("uncaptured", 100, 10),
+            [torch.tensor(0), 3],
+            (),
+            device_index=0,
+            is_backward=False,
+            is_inference=True,
+            stack_traces=None,
+            pygraph=options,
+        )
+        kept = []
+        with mock.patch.object(select, "MAX_SEEN_ONCE", 8):
+            for n in range(200):
+                for size in (n, n, -1) if n in (3, 50) else (n, -1):
+                    (y,) = fn([torch.tensor(n), size])
+                    self.assertEqual(y, n + 1)
+                kept.append(len(report()))
+        self.assertEqual(max(kept), 3 + 8)
+        self.assertIn("record", self.ran)
+        sizes = [f.sizes for f in report()[:3]]
+        self.assertEqual(sizes, [[-1], [3], [50]])
+
     def test_force_no_graph(self):
         self.deploy(force=NO_GRAPH)
         self.assertEqual(self.call(30), ["uncaptured"] * 30)

@@ -69,6 +69,7 @@ from torch._inductor.pygraph.replay import (
 )
 from torch._inductor.pygraph.report import (
     COPY,
+    drop_reports,
     FunctionReport,
     new_report,
     NO_GRAPH,
@@ -142,6 +143,9 @@ DEVICE_BOUND = 10
 # Step 5. Setting that many takes longer than the kernel in front of a graph that does so
 # itself, by enough to find out, at the cost of one more recording (suite bindings).
 PRELUDE_FROM_NODES = 32
+
+# How many sizes of a function are kept that came once.
+MAX_SEEN_ONCE = 256
 
 # How often a function is recorded along one path, calls of it that wait for a backward.
 MAX_TIMES_ON_PATH = 16
@@ -757,12 +761,14 @@ class Selection:
         # When the last call began, by _clock. What is done from then on, until a candidate is
         # called, is no part of the program: it ends with the decision.
         self.entered = 0.0
+        self.calls = 0
         # What runs the next calls, one each. Autograd's threads may call at the same time.
         self.steps = self._steps()
         self.lock = threading.Lock()
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         self.entered = _clock()
+        self.calls += 1
         if (
             thread_containers() is not self.owner
             or torch.cuda.is_current_stream_capturing()
@@ -1061,6 +1067,25 @@ class Selection:
         self.replay = replay
         if self.is_deployed:
             self.deploy(replay)
+
+
+def drop_seen_once(fns: dict[Any, ModelType]) -> None:
+    """
+    Called before another one is added to what is deployed of a function, by its sizes. Those
+    that came once go when there are too many: their number may have no end.
+    """
+    if len(fns) < MAX_SEEN_ONCE:
+        return
+    once = {
+        sizes: fn
+        # Another thread may add some.
+        for sizes, fn in [*fns.items()]
+        if isinstance(fn, Selection) and fn.calls == 1
+    }
+    if len(once) >= MAX_SEEN_ONCE:
+        for sizes in once:
+            fns.pop(sizes, None)
+        drop_reports([fn.function.report for fn in once.values()])
 
 
 def manager_of(device_index: int) -> CUDAGraphTreeManager:

@@ -237,6 +237,11 @@ def new_report(name: str, mode: str, **facts: Any) -> FunctionReport:
     return entry
 
 
+def drop_reports(entries: Iterable[FunctionReport]) -> None:
+    numbers = OrderedSet(entry.number for entry in entries)
+    _functions[:] = [f for f in _functions if f.number not in numbers]
+
+
 def publish(entry: FunctionReport | GraphReport) -> None:
     """Writes to the structured trace; of one function, the last that is written holds."""
     kind = "function" if isinstance(entry, FunctionReport) else "graph"
