@@ -1688,6 +1688,20 @@ class DeployTest(DeployTestCase):
         self.assertEqual((self.recorded, self.deployed), ([], []))
         self.manager.set_to_running_backward.assert_not_called()
 
+    def test_thread_that_trees_do_not_know_calls_first(self):
+        "The one that they know gets a graph all the same."
+        threads = [
+            threading.Thread(target=self.deploy, kwargs={"force": NODE_UPDATE}),
+            threading.Thread(target=self.call, args=(3,)),
+        ]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        self.assertEqual(self.ran, ["uncaptured"] * 3)
+        self.assertEqual(report()[0].choice, NO_GRAPH)
+        self.assertEqual(self.call(4), ["uncaptured", "record", "replay", "replay"])
+        self.assertEqual([r.choice for r in report()], [NODE_UPDATE])
+
     def test_thread_that_imports_trees_ends(self):
         "What it gives back is what it took: functions have its containers."
         program = """if True:

@@ -1184,7 +1184,33 @@ def deploy(
     owner = thread_containers()
     if owner is None:
         decide(function, NO_GRAPH, "trees do not know this thread")
-        return realigned(uncaptured)
+        run = realigned(uncaptured)
+
+        def run_or_deploy(inputs: list[InputType]) -> OutputType:
+            if thread_containers() is None:
+                return run(inputs)
+            # One of a pool was the first that called it.
+            drop_reports([entry])
+            fn = deploy(
+                model,
+                inputs,
+                static_input_idxs,
+                replace,
+                device_index=device_index,
+                is_backward=is_backward,
+                is_inference=is_inference,
+                returned_output_idxs=returned_output_idxs,
+                reused_input_idxs=reused_input_idxs,
+                mutated_input_idxs=mutated_input_idxs,
+                force=force,
+                code_hash=code_hash,
+                source=source,
+                **kwargs,
+            )
+            replace(fn)
+            return fn(inputs)
+
+        return run_or_deploy
     if is_backward:
 
         def run_backward(inputs: list[InputType]) -> OutputType:
