@@ -575,6 +575,25 @@ class RunTest(TestCase):
                 command.main()
         self.assertRegex(error.getvalue(), r"^[^\n]*(json|TORCH_TRACE)[^\n]*\n$")
 
+    @parametrize(
+        "payload",
+        ('{"function": {"name": "f", "mode": "forward", "of": 3}}', '{"graph": {}}', "[]"),
+    )
+    def test_other_version(self, payload):
+        record = '{"artifact": {"name": "pygraph_report"}}'
+        (self.directory / "a.log").write_text(f"V1 x] {record}\n\t{payload}\n")
+        with self.assertRaisesRegex(ValueError, r"a\.log has a pygraph_report of another"):
+            trace.load(self.directory)
+
+    def test_page_that_can_not_be_written(self):
+        file, page = self.directory / "run.json", self.directory / "none" / "run.html"
+        file.write_text(modelled().json())
+        error = io.StringIO()
+        with self.assertRaises(SystemExit), contextlib.redirect_stderr(error):
+            with mock.patch.object(sys, "argv", ["report", str(file), "--html", str(page)]):
+                command.main()
+        self.assertRegex(error.getvalue(), r"^[^\n]*none/run.html[^\n]*\n$")
+
     def test_command(self):
         file = self.directory / "run.json"
         file.write_text(modelled().json())

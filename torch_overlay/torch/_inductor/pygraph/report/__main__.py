@@ -25,11 +25,11 @@ def main() -> None:
     args = parser.parse_args()
     try:
         reports = load(args.run)
+        if args.html is not None:
+            args.html.write_text(render(reports), encoding="utf-8")
+            return
     except (OSError, ValueError) as e:
         parser.exit(1, f"{e}\n")
-    if args.html is not None:
-        args.html.write_text(render(reports), encoding="utf-8")
-        return
     width = min(shutil.get_terminal_size((88, 24)).columns, 100)
     print("\n\n".join(report.text(width) for report in reports))
 

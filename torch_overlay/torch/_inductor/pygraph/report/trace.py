@@ -63,11 +63,14 @@ def _of_log(path: Path) -> Report | None:
     graphs = []
     title = path.name
     for record, payload in _artifacts(path):
-        if "function" in payload:
-            function = FunctionReport(**payload["function"])
-            functions[function.number] = function
-        else:
-            graphs.append(_graph(payload["graph"]))
+        try:
+            if "function" in payload:
+                function = FunctionReport(**payload["function"])
+                functions[function.number] = function
+            else:
+                graphs.append(_graph(payload["graph"]))
+        except (LookupError, TypeError) as e:
+            raise ValueError(f"{path} has a {ARTIFACT} of another version: {e!r}") from e
         if "rank" in record:
             title = f"rank {record['rank']}"
     return Report(functions.values(), graphs, title) if functions or graphs else None
