@@ -1048,6 +1048,30 @@ class RecordTest(TestCase):
         thread.join()
         self.assertIs(seen[0], shared)
 
+    def test_operator_that_calls_a_function_for_the_first_time(self):
+        "While it is recorded, which the other one is not before that is done."
+        inner: list[Deployed] = []
+
+        def hook():
+            x, y = (self.device.tensor(torch.arange(8.0)) for _ in range(2))
+            if trees.thread_containers() is not containers:
+                inner[:] = inner or [self.deploy(self.ADD, [x, y])]
+                inner[0](x, y)
+
+        self.hook, containers = hook, trees.thread_containers()
+        outer = self.check(
+            "hook(); x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a,)",
+            calls=3,
+        )
+        self.assertEqual([r.choice for r in report()], ["node_update", "no_graph"])
+        for _ in range(4):
+            x, y = self.randn(), self.randn()
+            (out,) = inner[0](x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+        outer(self.randn(), self.randn())
+        roots = [len(nodes) for nodes in trees.get_manager(0).roots.values()]
+        self.assertEqual((roots, [r.choice for r in report()]), ([1, 1], ["node_update"] * 2))
+
     def check_operator(self, force: str) -> None:
         inner = self.check(self.ADD, calls=5)
         ran = []

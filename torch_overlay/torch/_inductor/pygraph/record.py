@@ -83,6 +83,7 @@ from torch._inductor.pygraph.replay import (
     InputHeld,
     is_lazy,
     is_steady,
+    NoTrees,
     renew,
 )
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
@@ -459,7 +460,7 @@ def without_trees() -> Iterator[None]:
     local = cudagraph_trees.local
     is_local = hasattr(local, "tree_manager_containers")
     containers = thread_containers()
-    local.tree_manager_containers = {}
+    local.tree_manager_containers = NoTrees()
     # Compiled code asks for those that autograd's threads share, without a look at the above.
     compiled = native.compiled
     was_without = compiled is not None and compiled.set_without_trees(True)

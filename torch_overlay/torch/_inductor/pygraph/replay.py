@@ -68,6 +68,16 @@ class InputHeld(Exception):
     """
 
 
+class NoTrees(dict[int, Any]):
+    """The containers of a thread while it records; see record.without_trees."""
+
+
+def has_trees() -> bool:
+    """Whether trees know this thread, and it may record, or replay, a function."""
+    containers = thread_containers()
+    return containers is not None and not isinstance(containers, NoTrees)
+
+
 _locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.Lock] = (
     weakref.WeakKeyDictionary()
 )

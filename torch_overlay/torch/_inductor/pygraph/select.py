@@ -62,6 +62,7 @@ from torch._inductor.pygraph.memory import room
 from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.replay import (
     CompiledReplays,
+    has_trees,
     InputHeld,
     lock_of,
     steady_replay,
@@ -1182,14 +1183,14 @@ def deploy(
 
     uncaptured = model
     owner = thread_containers()
-    if owner is None:
+    if not has_trees():
         decide(function, NO_GRAPH, "trees do not know this thread")
         run = realigned(uncaptured)
 
         def run_or_deploy(inputs: list[InputType]) -> OutputType:
-            if thread_containers() is None:
+            if not has_trees():
                 return run(inputs)
-            # One of a pool was the first that called it.
+            # One of a pool was the first that called it, or an operator of what was recorded.
             drop_reports([entry])
             fn = deploy(
                 model,
