@@ -1020,7 +1020,8 @@ class BytecodeTest(PyGraphTestCase):
         graph.call_function(torch.sin, (graph.call_method("cos", (x,)),), {"out": x})
         self.assertEqual(len([*prefix.of_graph(graph)]), 1)
 
-    def test_views_before_a_loop(self) -> None:
+    @parametrize("dynamic", (False, True))
+    def test_views_before_a_loop(self, dynamic: bool) -> None:
         "Of what is computed, Inductor makes some dense, and of two that are equal one."
 
         def is_compiled(make: Callable[[torch.Tensor], Any]) -> bool:
@@ -1030,7 +1031,7 @@ class BytecodeTest(PyGraphTestCase):
                     opaque()
                 return y
 
-            self.compile(f)(torch.rand(3, 3))
+            torch.compile(f, options=PYGRAPH, dynamic=dynamic)(torch.rand(3, 3))
             return bool(_debug_get_cache_entry_list(f.__code__))
 
         for make, expected in (

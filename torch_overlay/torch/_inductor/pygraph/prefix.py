@@ -383,8 +383,10 @@ def of_views(nodes: Iterable[torch.fx.Node]) -> Iterator[str]:
         base = tensor._base
         if base is not None and not base.is_contiguous():
             yield f"{node.name} is a view, and may get other strides"
-        key = (tensor.untyped_storage()._cdata, tensor.shape, tensor.stride())
-        key += (tensor.storage_offset(), tensor.dtype)
+        numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+        # A SymInt has no hash.
+        sizes = [n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers]
+        key = (tensor.untyped_storage()._cdata, tensor.dtype, *sizes)
         if found.setdefault(key, node) is not node:
             yield f"{node.name} and {found[key].name} would be one tensor"
 
