@@ -1049,6 +1049,14 @@ class BytecodeTest(PyGraphTestCase):
 
     def test_draws_before_a_loop(self) -> None:
         F = torch.nn.functional
+
+        def attention(x: torch.Tensor, p: float, training: bool) -> torch.Tensor:
+            x = x.expand(3, 1, 3)
+            weights = (torch.ones(9, 3), torch.ones(9), None, None, False, p)
+            return F.multi_head_attention_forward(
+                *(x, x, x, 3, 1, *weights, torch.ones(3, 3), torch.ones(3)), training=training
+            )[0]
+
         for fn, is_random in (
             (lambda x: torch.rand(3), True),
             (lambda x: x.bernoulli(), True),
@@ -1060,6 +1068,15 @@ class BytecodeTest(PyGraphTestCase):
             (lambda x: F.gumbel_softmax(x), True),
             (lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]), False),
             (lambda x: F.scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.5), True),
+            (lambda x: F.scaled_dot_product_attention(*[x[None]] * 3, None, 0.5, True), True),
+            (lambda x: F.scaled_dot_product_attention(*[x[None]] * 3, None, 0.0, True), False),
+            (lambda x: F.fractional_max_pool2d(x.expand(1, 3, 3), 2, output_size=1), True),
+            (lambda x: torch.svd_lowrank(x.expand(3, 3), 1)[1], True),
+            (lambda x: attention(x, 0.5, True), True),
+            (lambda x: attention(x, 0.5, False), False),
+            (lambda x: attention(x, 0.0, True), False),
+            (lambda x: torch.ops.aten.bernoulli.p(x, 0.5), True),
+            (lambda dropout: dropout * 2, False),
             (lambda x: x.sort()[0], False),
         ):
             graphs: list[torch.fx.Graph] = []

@@ -43,6 +43,7 @@ from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -112,6 +113,13 @@ IN_PLACE = frozenset(
     (operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul)
     + (operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift)
     + (operator.isub, operator.itruediv, operator.ixor, operator.setitem)
+)
+
+# They draw by operators of other names.
+DRAWING = frozenset(
+    (functional.gumbel_softmax, torch.pca_lowrank, torch.svd_lowrank)
+    + (functional.fractional_max_pool2d, functional.fractional_max_pool2d_with_indices)
+    + (functional.fractional_max_pool3d, functional.fractional_max_pool3d_with_indices)
 )
 
 SUMS = "sums of numbers are computed in another order"
@@ -311,15 +319,21 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
 
 def draws(node: torch.fx.Node) -> bool:
     """Not seen: what draws in another operator, as torch.lstm does with dropout."""
-    name = getattr(node.target, "__name__", str(node.target))
+    if not node.op.startswith("call_"):
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    name = getattr(target, "__name__", str(target))
     if "dropout" in name:
-        _, _, training, *_ = (*node.args, *[None] * 3)
-        return node.kwargs.get("training", training) is not False
+        return argument(node, 2, "training", True) is not False
     if name == "scaled_dot_product_attention":
-        *_, probability = node.args if len(node.args) == 5 else (0.0,)
-        return node.kwargs.get("dropout_p", probability) != 0
+        return argument(node, 4, "dropout_p", 0.0) != 0
+    if name == "multi_head_attention_forward":
+        training = argument(node, 13, "training", True)
+        return training is not False and argument(node, 10, "dropout_p", 0.0) != 0
     operator = getattr(torch.ops.aten, name, None)
-    return name == "gumbel_softmax" or (
+    return target in DRAWING or (
         name not in ("lstm", "gru", "rnn_relu", "rnn_tanh")
         and isinstance(operator, torch._ops.OpOverloadPacket)
         and any(
@@ -327,6 +341,11 @@ def draws(node: torch.fx.Node) -> bool:
             for overload in operator.overloads()
         )
     )
+
+
+def argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
+    given = node.args[place] if len(node.args) > place else default
+    return node.kwargs.get(name, given)
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
