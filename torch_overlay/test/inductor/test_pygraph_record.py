@@ -306,9 +306,11 @@ class ModelledDevice:
                 f"live in the pool: {owned}, as trees see it: {claimed}"
             )
 
-    def fill_free(self, pool: tuple[int, int], device_index: int, value: int) -> None:
+    def fill_free(
+        self, pool: tuple[int, int] | None, device_index: int, value: int
+    ) -> None:
         for block in self.blocks:
-            if block.in_pool and block.is_free:
+            if block.in_pool == (pool is not None) and block.is_free:
                 block.memory.fill_(value)
 
     def new_pool(self) -> tuple[int, int]:
@@ -370,6 +372,9 @@ class ModelledDevice:
 
 
 class ModelledOwnPool:
+    # It is not modelled: what is taken lies outside of the graphs' pool.
+    pool = None
+
     def __init__(self, device: ModelledDevice) -> None:
         self.device = device
 
@@ -1525,6 +1530,21 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
         self.assertEqual(counters["pygraph"]["unbound"], 0)
 
+    def test_output_that_is_not_written_beside_one_that_differs(self):
+        "An operator leaves it so, and all that it launches is captured."
+        with mock.patch.object(ModelledBinding, "hidden", 0):
+            fn = self.deploy(
+                "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, empty())",
+                [self.randn(), self.randn()],
+                returned=[0, 1],
+            )
+            for _ in range(6):
+                x, y = self.randn(), self.randn()
+                self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+        self.assertIn("output 0", entry.reason)
+
     @parametrize("force", ("node_update", None))
     @parametrize(
         "body",
@@ -1560,6 +1580,21 @@ class RecordTest(TestCase):
         (entry,) = report()
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured" if force else "", entry.reason)
+
+    @parametrize("body", ("return (a,)", "b = new(); launch(copy, b, a); return (b,)"))
+    def test_operator_that_writes_in_part(self, body):
+        "The rest is what lay there, captured or not. All that it launches is captured."
+        fn = self.deploy(
+            "x, = args; args.clear(); a = empty(); "
+            f"launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); {body}",
+            [self.randn()],
+        )
+        fn.model.__globals__.update(copy=host_copy)
+        for _ in range(6):
+            x = self.randn()
+            self.assertEqual(on_host(fn(x)[0])[::2], on_host(x)[::2].sin())
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
 
     def test_output_that_is_written_in_part(self):
         fn = self.deploy(
