@@ -1581,6 +1581,24 @@ class RecordTest(TestCase):
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured" if force else "", entry.reason)
 
+    def test_operator_that_returns_what_it_keeps(self):
+        "A table, for instance, that it computed in its first call."
+        table = self.randn()
+        expected = on_host(table).clone()
+        fn = self.deploy(
+            "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a, table)",
+            [self.randn()],
+            returned=[0, 1],
+        )
+        fn.model.__globals__.update(table=table)
+        for _ in range(6):
+            x = self.randn()
+            out, given = fn(x)
+            self.assertEqual(on_host(out), on_host(x).sin())
+            self.assertEqual(on_host(given), expected)
+            self.assertEqual(on_host(table), expected)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
     @parametrize("body", ("return (a,)", "b = new(); launch(copy, b, a); return (b,)"))
     def test_operator_that_writes_in_part(self, body):
         "The rest is what lay there, captured or not. All that it launches is captured."

@@ -1065,13 +1065,20 @@ class BoundGraphNode(CopyGraphNode):
             self._abandon(str(e))
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
+        self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         if not self.cudagraph_managed_idxs:
             # An output may lie where a managed input was, which the graph has yet to read.
-            for output, alias in zip(self.recording_outputs, self.output_storage_alias):
-                if alias is UnaliasedStorage and isinstance(output, torch.Tensor):
-                    mark_unwritten(output)
-            for source in self.copied.sources:
-                mark_unwritten(source)
+            unaliased = [
+                output
+                for output, alias in zip(
+                    self.recording_outputs, self.output_storage_alias
+                )
+                if alias is UnaliasedStorage and isinstance(output, torch.Tensor)
+            ]
+            for t in (*unaliased, *self.copied.sources):
+                # Else it is an operator's, which may have computed it once for all.
+                if t.data_ptr() in self.pool_ranges:
+                    mark_unwritten(t)
         try:
             self.run_graph()
         except RuntimeError as e:
@@ -1101,7 +1108,6 @@ class BoundGraphNode(CopyGraphNode):
             self.run_graph()
         self.rehearsal = self.collectives = None
         self.call_inputs, self.call_tensors = [], []
-        self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         function: Function = self.wrapped_function.pygraph
         # Mutated, or written over, as a backward does with an activation: a gradient that
         # lies there is rebuilt from the input.
