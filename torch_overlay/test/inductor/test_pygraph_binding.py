@@ -49,6 +49,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     subtest,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
@@ -2100,6 +2101,27 @@ class ProofTest(TestCase):
         self.assertEqual(mark.bits.shape, mark.total.shape)
         self.assertEqual(mark.bits.shape, mark.signed.shape)
         self.assertEqual(mark.bits.shape, mark.norm.shape)
+
+    @parametrize("written", (False, True))
+    def test_memory_of_a_comparison_with_the_mark(self, written):
+        class Largest(TorchDispatchMode):
+            nbytes = count = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                result = func(*args, **(kwargs or {}))
+                if func is torch.ops.aten.eq.Scalar:
+                    self.count += 1
+                    self.nbytes = max(self.nbytes, result.nbytes)
+                return result
+
+        t = torch.randn(1 << 20)
+        if not written:
+            proof.mark_unwritten(t)
+        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
+            self.assertEqual(proof.is_unwritten(t), not written)
+        self.assertEqual(largest.nbytes, 1 << 18)
+        self.assertEqual(largest.count, 1 if written else 16)
+        self.assertTrue(proof.is_unwritten(torch.empty(0)))
 
     def test_failure(self):
         def of_output(output: Any) -> proof.Fingerprint | None:
