@@ -2421,17 +2421,16 @@ class RecordTest(TestCase):
     def test_weight_that_is_new_in_each_call(self, force):
         "From some recordings on it is an external input. Another one stays static."
         limit, bias, fn, kept = 3, self.randn(), None, []
-        body = (
-            "x, w, b = args; args.clear(); a = new(); launch(add, a, x, w); "
-            "c = new(); launch(add, c, a, b); return (c,)"
-        )
         with config.patch("triton.cudagraph_unexpected_rerecord_limit", limit):
             for _ in range(20):
                 inputs = [self.randn(), self.randn(), bias]
-                kept.append(inputs)
-                fn = fn or self.deploy(body, inputs, force=force, static=[1, 2])
+                fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                expected = sum(map(on_host, inputs))
                 (out,) = fn(*inputs)
-                self.assertEqual(on_host(out), sum(map(on_host, inputs)))
+                self.assertEqual(on_host(out), expected)
+                del inputs, out
+                # The next weight lies elsewhere.
+                kept.append(self.randn())
         (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
         external = [*node.bound_input_idxs, *node.non_static_input_idx]
         self.assertEqual(external, [0, 1])
@@ -2441,20 +2440,45 @@ class RecordTest(TestCase):
     @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
     def test_buffer_that_is_new_in_each_call(self, force, choice):
         "What the function writes to it is the caller's, and not a copy's."
-        fn, kept = None, []
+        fn = None
         body = (
             "x, s = args; args.clear(); launch(add, s, s, x); "
             "a = new(); launch(sin, a, s); return (a,)"
         )
         with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
             for _ in range(12):
+                # What was replaced is gone by the next call, and not before there is another.
                 inputs = x, s = [self.randn(), self.randn()]
-                kept.append(inputs)
                 expected = on_host(x) + on_host(s)
                 fn = fn or self.deploy(body, inputs, force=force, static=[1], mutated=(1,))
                 (out,) = fn(*inputs)
                 self.assertEqual((on_host(s), on_host(out)), (expected, expected.sin()))
         self.assertEqual(report()[0].choice, choice)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_layers_of_one_code(self, force):
+        "As many as there are, each with weights that stay."
+        layers, fn = 6, None
+        weights = [[self.randn(), self.randn()] for _ in range(layers)]
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(4):
+                for w, b in weights:
+                    inputs = [self.randn(), w, b]
+                    fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                    (out,) = fn(*inputs)
+                    self.assertEqual(on_host(out), sum(map(on_host, inputs)))
+        nodes = [*itertools.chain.from_iterable(trees.get_manager(0).roots.values())]
+        self.assertEqual(len(nodes), layers)
+        for node in nodes:
+            external = [*node.bound_input_idxs, *node.non_static_input_idx]
+            self.assertEqual(external, [0])
+
+    LAYER = """
+        x, w, b = args; args.clear()
+        a = new(); launch(add, a, x, w)
+        c = new(); launch(add, c, a, b)
+        return (c,)
+    """
 
     def test_conjugate_is_returned(self):
         body = "x, y = args; args.clear(); a = operator_mul(x, y); return (torch.ops.aten._conj(a),)"

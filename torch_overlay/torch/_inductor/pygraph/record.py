@@ -569,9 +569,9 @@ class CopyGraphNode(CUDAGraphNode):
                 if i in managed or not is_saved_activation(placeholders[i])
             ]
         function: Function = self.wrapped_function.pygraph
-        function.note_addresses(
+        function.note_static_inputs(
             {
-                i: t.data_ptr()
+                i: t
                 for i in declared
                 if i not in managed and isinstance(t := inputs[i], torch.Tensor)
             }

@@ -190,7 +190,8 @@ class Function:
         reselected_bytes: the most that it was called for
         is_even: its graph is as good as none, and waits for the decisions around it
         alignment: of the external inputs' addresses in bytes, the least seen
-        addresses: where static inputs were when it was recorded last
+        static_inputs: storages of these when it was recorded last, and their addresses
+        replaced: how often one of them was gone by the next recording
         moving_idxs: those that are external all the same, since the program goes on to replace
             them
         restored: where inputs lie that were let go, and are nobody's; see record.apart
@@ -224,7 +225,8 @@ class Function:
         self.is_even = False
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
-        self.addresses: dict[int, int] = {}
+        self.static_inputs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.replaced = 0
         self.moving_idxs: OrderedSet[int] = OrderedSet()
         self.restored: OrderedSet[int] = OrderedSet()
 
@@ -311,30 +313,35 @@ class Function:
             self.report.choice = NODE_UPDATE
         self.binding = NODE_UPDATE
 
-    def note_addresses(self, addresses: dict[int, int]) -> None:
+    def note_static_inputs(self, inputs: dict[int, torch.Tensor]) -> None:
         """
-        Called when it is about to be recorded, with the static inputs' addresses.
+        Called when it is about to be recorded.
 
         Layers that share their code have a recording each, and replays have nothing to do for
-        their weights. Of a program that goes on to make new weights, that has no end.
+        their weights. Of a program that goes on to make new weights, that has no end: those
+        before are gone.
         """
-        limit = config.triton.cudagraph_unexpected_rerecord_limit
-        moved = [
+        gone = [
             i
-            for i, address in addresses.items()
-            if i not in self.moving_idxs and address != self.addresses.get(i, address)
+            for i, noted in self.static_inputs.items()
+            if i in inputs and i not in self.moving_idxs and has_left(*noted)
         ]
-        if moved and self.recordings > limit:
+        self.replaced += bool(gone)
+        if gone and self.replaced > config.triton.cudagraph_unexpected_rerecord_limit:
             # What was recorded before is dropped, and this once more.
-            self.moving_idxs |= moved
+            self.moving_idxs |= gone
             self.is_outdated = True
             log.info(
-                "%s: %d static inputs moved, recorded %d times: bound from now on",
+                "%s: %d static inputs replaced, %d times: bound from now on",
                 self.report.name,
-                len(moved),
-                self.recordings,
+                len(gone),
+                self.replaced,
             )
-        self.addresses = addresses
+        storages = {i: t.untyped_storage() for i, t in inputs.items()}
+        self.static_inputs = {
+            i: (StorageWeakRef(storage), storage.data_ptr())
+            for i, storage in storages.items()
+        }
 
     def note_copied_bytes(self, nbytes: int) -> None:
         """
@@ -373,6 +380,12 @@ class Function:
         counters["pygraph"]["unbound"] += 1
         way = "inputs are copied" if self.is_capturable else "it is not captured"
         log.info("%s: %s: %s", self.report.name, way, reason)
+
+
+def has_left(ref: StorageWeakRef, address: int) -> bool:
+    """Whether a storage is gone, or has other memory."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
+    return storage is None or storage.data_ptr() != address
 
 
 # What backwards that are not recorded yet returned in one step, and its generation.
