@@ -343,17 +343,16 @@ class Rehearsal:
             raise BindingError("a collective is given an input")
         function = node.wrapped_function
         owned = function.pygraph.owned_output_idxs
+        known = [*inputs, *function.constants]
         self.allocations = trace.of(outputs[i] for i in owned)
         # By output, what the graph is to copy it to.
         self.copies = trace.others(
-            [*inputs, *function.constants],
-            outputs,
-            owned,
-            torch.device("cuda", node.device),
+            known, outputs, owned, torch.device("cuda", node.device)
         )
         # Of the others of those, what each call copies out of the pool.
-        known = [*inputs, *function.constants]
-        kept = {t.untyped_storage().data_ptr() for t in known if isinstance(t, torch.Tensor)}
+        not_in_pool = OrderedSet(
+            t.untyped_storage().data_ptr() for t in known if isinstance(t, torch.Tensor)
+        )
         copied = {
             storage.data_ptr(): storage.nbytes()
             for i in owned
@@ -361,7 +360,7 @@ class Rehearsal:
             and isinstance(t := outputs[i], torch.Tensor)
             and t.is_cuda
             and not trace.can_place(t)
-            and (storage := t.untyped_storage()).data_ptr() not in kept
+            and (storage := t.untyped_storage()).data_ptr() not in not_in_pool
         }
         self.copied_bytes = sum(copied.values())
         self.unmarked = [
