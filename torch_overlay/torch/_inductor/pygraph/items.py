@@ -217,25 +217,20 @@ def is_operand(value: torch.fx.Node) -> bool:
 
 def has_two_backwards(value: torch.fx.Node) -> bool:
     """
-    Whether gradients go through results in front of it, and by themselves through others
-    behind it. Of two graphs the program may call the one backward after the other.
+    Whether gradients go through results in front of it and through others behind it. Of two
+    graphs the program may call the one backward after the other, and ask for the gradient of
+    what the first one gave.
     """
     *nodes, output = value.graph.nodes
     results = OrderedSet(output.all_input_nodes)
-    front: OrderedSet[torch.fx.Node] = OrderedSet()
     is_behind = has_result = False
     for node in nodes:
         is_behind |= node is value
-        example = node.meta.get("example_value")
-        if not node.op.startswith("call_") or not getattr(
-            example, "requires_grad", isinstance(example, (list, tuple))
-        ):
-            continue
-        if not is_behind or not front.isdisjoint(node.all_input_nodes):
-            front.add(node)
-            has_result |= not is_behind and node in results
-        elif has_result and node in results:
-            return True
+        requires_grad = getattr(node.meta.get("example_value"), "requires_grad", False)
+        if node in results and node.op.startswith("call_") and requires_grad:
+            if is_behind and has_result:
+                return True
+            has_result |= not is_behind
     return False
 
 
