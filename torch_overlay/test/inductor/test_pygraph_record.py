@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import gc
 import itertools
 import random
@@ -52,6 +53,7 @@ from torch._inductor.pygraph.driver import DriverError
 from torch._inductor.pygraph.placeholder import (
     Placeholder,
     PlaceholderMap,
+    round_up,
     storage_extent,
     tensor_at,
 )
@@ -307,11 +309,13 @@ class ModelledDevice:
             )
 
     def fill_free(
-        self, pool: tuple[int, int] | None, device_index: int, value: int
+        self, pool: tuple[int, int] | None, device_index: int, word: int
     ) -> None:
         for block in self.blocks:
             if block.in_pool == (pool is not None) and block.is_free:
-                block.memory.fill_(value)
+                start = block.address - block.memory.data_ptr()
+                size = round_up(block.nbytes, 8)
+                block.memory[start : start + size].view(torch.int64).fill_(word)
 
     def new_pool(self) -> tuple[int, int]:
         "The last one's memory is anybody's: trees change pools when nothing is recorded."
@@ -1598,6 +1602,31 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(given), expected)
             self.assertEqual(on_host(table), expected)
         self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    def test_indices_of_an_operator_that_is_not_captured(self):
+        "Those that the graph is given instead are in bounds, or the device would fail."
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            on_host(out).copy_(on_host(x).argsort())
+
+        def take(out: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> None:
+            torch.index_select(y, 0, at, out=out)
+
+        fn = None
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            expected = on_host(y)[on_host(x).argsort()]
+            fn = fn or self.deploy(
+                "x, y = args; args.clear(); i = numbers(); operator(i, x); "
+                "b = new(); launch(take, b, y, i); return (b,)",
+                [x, y],
+            )
+            numbers = functools.partial(self.device.empty_strided, (8,), (1,), torch.int64)
+            fn.model.__globals__.update(operator=operator, take=take, numbers=numbers)
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertIn("not captured", entry.reason)
 
     @parametrize("body", ("return (a,)", "b = new(); launch(copy, b, a); return (b,)"))
     def test_operator_that_writes_in_part(self, body):

@@ -49,13 +49,13 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
 
 
-def fill_free(pool: _POOL_HANDLE, device_index: int, value: int) -> None:
-    """Writes a byte to all of a pool's memory that no tensor lies in."""
+def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
+    """Writes an int64 to all of a pool's memory that no tensor lies in."""
     for segment in segments_of(pool):
         for block in segment["blocks"]:
             if block["state"] == "inactive":
-                like = torch.empty(block["size"], dtype=torch.uint8, device="meta")
-                tensor_at(block["address"], like, device_index).fill_(value)
+                like = torch.empty(block["size"] // 8, dtype=torch.int64, device="meta")
+                tensor_at(block["address"], like, device_index).fill_(word)
 
 
 class OwnPool:
