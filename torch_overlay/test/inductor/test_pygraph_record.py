@@ -2469,19 +2469,21 @@ class RecordTest(TestCase):
     @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
     def test_buffer_that_is_new_in_each_call(self, force, choice):
         "What the function writes to it is the caller's, and not a copy's."
-        fn = None
+        fn, kept = None, []
         body = (
             "x, s = args; args.clear(); launch(add, s, s, x); "
             "a = new(); launch(sin, a, s); return (a,)"
         )
         with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
             for _ in range(12):
-                # What was replaced is gone by the next call, and not before there is another.
                 inputs = x, s = [self.randn(), self.randn()]
                 expected = on_host(x) + on_host(s)
                 fn = fn or self.deploy(body, inputs, force=force, static=[1], mutated=(1,))
                 (out,) = fn(*inputs)
                 self.assertEqual((on_host(s), on_host(out)), (expected, expected.sin()))
+                del inputs, x, s, out
+                # The next buffer lies elsewhere.
+                kept.append(self.randn())
         self.assertEqual(report()[0].choice, choice)
 
     @parametrize("force", ("node_update", "copy"))

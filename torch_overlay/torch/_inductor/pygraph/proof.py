@@ -48,6 +48,8 @@ TOLERANCE = {
 # by all of it.
 OWN_DIFFERENCES = 8
 MAX_DIFFERENCE = 0.3
+# Of norms, which differ by as much as the errors where there is nothing else.
+MAX_NORM_DIFFERENCE = 0.9
 
 # Not int64: sums wrap, weights are odd, and an even number of flipped signs went unseen.
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
@@ -157,13 +159,18 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
     result = allowed.isfinite()
     # A sum that cancels out is small beside the norm. So is any other that does, and that of
     # nothing, whose norm is not the same.
-    for of in map(operator.attrgetter, ("total", "signed", "norm")):
+    for name, most in (
+        ("total", MAX_DIFFERENCE),
+        ("signed", MAX_DIFFERENCE),
+        ("norm", MAX_NORM_DIFFERENCE),
+    ):
+        of = operator.attrgetter(name)
         difference = (of(expected) - of(actual)).abs()
         # NaN compares false, so a chunk with NaN in either is not within tolerance.
         within = difference <= allowed
         for other in others:
             own = OWN_DIFFERENCES * (of(expected) - of(other)).abs().max()
-            within |= difference <= (MAX_DIFFERENCE * expected.norm).clamp(max=own)
+            within |= difference <= (most * expected.norm).clamp(max=own)
         result &= within
     return bool(result.all())
 

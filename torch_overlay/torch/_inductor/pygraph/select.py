@@ -712,9 +712,9 @@ def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
     Whether a graph that did not win takes no longer, beyond the noise: neither the function
     by itself, nor the host, nor the program.
     """
-    # By the noise alone: of two that are alike, chance would decide.
-    loss = graph.call.us - uncaptured.call.us
-    return loss <= noise(graph.call, uncaptured.call) and not (
+    # Of two that are alike, chance would decide.
+    most = min(noise(graph.call, uncaptured.call), (1 - MARGIN) * uncaptured.call.us)
+    return graph.call.us - uncaptured.call.us <= most and not (
         is_less(uncaptured.host, graph.host)
         or (
             is_own_difference(graph, uncaptured)
@@ -1051,8 +1051,11 @@ class Selection:
         self.is_deployed = True
         self.deploy(self._chosen())
         # What tuning had, what was dropped, and uncaptured calls if it is a graph, is not
-        # needed again. A workspace of cuBLAS's keeps the whole segment that it lies in.
-        torch._C._cuda_clearCublasWorkspaces()
+        # needed again.
+        if self.replay is not None:
+            # A workspace of cuBLAS's keeps the whole segment that it lies in. Where nothing
+            # was recorded none was dropped before: a graph of the program's own may use it.
+            torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
     def _reselect(self) -> None:
