@@ -405,6 +405,23 @@ class ReplayTest(TestCase):
             self.assertEqual(ran, ["hook", "accumulated"])
             ran.clear()
 
+    def test_attributes_that_a_finalizer_replaces(self):
+        "Of a cached tensor: the dictionary is freed while what it had is let go of."
+        t = self.node.saved
+
+        class Tag:
+            def __del__(self) -> None:
+                t.__dict__ = {}
+                # Takes memory that was freed.
+                self.other = [dict.fromkeys(range(n), n) for n in range(20)]
+
+        for _ in range(20):
+            self.assertTrue(self.call())
+            self.assertEqual(t.__dict__, {})
+            for name in "abcdef":
+                setattr(t, name, Tag())
+        t.__dict__.clear()
+
     def test_cached_tensor_with_a_history(self):
         w = torch.ones(8, requires_grad=True)
         for _ in range(2):

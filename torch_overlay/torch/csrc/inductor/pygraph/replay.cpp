@@ -544,7 +544,9 @@ void renew(PyObject* tensor) {
   PyObject** attributes = _PyObject_GetDictPtr(tensor);
   if (attributes != nullptr && *attributes != nullptr &&
       PyDict_GET_SIZE(*attributes) != 0) {
-    PyDict_Clear(*attributes);
+    // What it lets go of may give the tensor another one.
+    Ref cleared = Ref::share(*attributes);
+    PyDict_Clear(cleared.get());
   }
 }
 
