@@ -1462,6 +1462,43 @@ class DirectTest(TestCase):
         thread.join()
         self.assertEqual((self.layers_run, self.launches), (1, 0))
 
+    @parametrize("values", (1, 2))
+    def test_values_of_what_a_finalizer_calls(self, values):
+        """
+        The same function, with others, where the collector runs it: where an object is made,
+        after one value of the call was given, or both.
+        """
+        self.runner = RunnerOfCpuValues
+        asked, finalizers = [], []
+
+        def stream(index: int) -> int:
+            asked.append(index)
+            if len(asked) == values and finalizers:
+                finalizers.pop()()
+            return 0
+
+        with mock.patch.object(torch._C, "_cuda_getCurrentRawStream", stream):
+            self.give_cpu_values()
+            compiled = self.compile()
+            for _ in range(3):
+                self.check(compiled, layers=1, launches=0)
+            self.record_cpu_values()
+            self.check(compiled, layers=0, launches=1)
+
+            def call() -> tuple[Any, Any]:
+                args = [self.weight, torch.randn(8), torch.randn(8)]
+                return compiled(*args), self.fn(*args)
+
+            for _ in range(3):
+                found: list[tuple[Any, Any]] = []
+                finalizers.append(lambda: found.append(call()))
+                asked.clear()
+                found.append(call())
+                self.assertEqual(len(found), 2)
+                for outputs, expected in found:
+                    self.assertEqual(outputs, expected)
+            self.check(compiled, layers=0, launches=1)
+
     def test_nothing_of_cpu_values_is_leaked(self):
         self.runner = RunnerOfCpuValues
         self.give_cpu_values()
@@ -1668,6 +1705,9 @@ class DirectTest(TestCase):
             with hooks(*pair) if pair else contextlib.nullcontext():
                 compiled(x)
             self.assertEqual(compiles.frame_count, frames)
+
+
+instantiate_parametrized_tests(DirectTest)
 
 
 if __name__ == "__main__":

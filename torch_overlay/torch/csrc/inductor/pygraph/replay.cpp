@@ -577,6 +577,8 @@ struct Pack {
     char* address = nullptr;
     Ref owner;
     PointerAttributes pointer_attributes = nullptr;
+    // How often it was written.
+    uint64_t times = 0;
   };
 
   Pack(PyObject* args, PyObject* /*kwargs*/) {
@@ -592,18 +594,19 @@ struct Pack {
     });
   }
 
-  const Memory* memory() const {
+  Memory* memory() {
     auto found = memories.find(PyThread_get_thread_ident());
     return found == memories.end() ? nullptr : &found->second;
   }
 
-  // Of the tensors value(0), value(1), ...
+  // Of the tensors value(0), value(1), ... Returns to where.
   template <typename F>
-  void copy(F&& value) const {
-    const Memory* to = memory();
+  const Memory& copy(F&& value) {
+    Memory* to = memory();
     if (to == nullptr) {
       throw Unusual();
     }
+    ++to->times;
     for (size_t i = 0; i < places.size(); ++i) {
       const auto& [offset, size] = places[i];
       const void* from = unpack(value(i)).const_data_ptr();
@@ -612,6 +615,7 @@ struct Pack {
       }
       std::memcpy(to->address + offset, from, size);
     }
+    return *to;
   }
 
   static PyObject* call(
@@ -647,7 +651,10 @@ struct Pack {
           static_cast<char*>(as_address(address)),
           Ref::share(owner),
           reinterpret_cast<PointerAttributes>(as_address(attributes))};
-      std::swap(Boxed<Pack>::of(self).memories[as_word(thread)], memory);
+      Memory& known = Boxed<Pack>::of(self).memories[as_word(thread)];
+      // `general` wrote it.
+      memory.times = known.times + 1;
+      std::swap(known, memory);
       Py_RETURN_NONE;
     });
   }
@@ -718,6 +725,7 @@ struct Stage {
 
   // The copy of a value, outside of captures.
   Ref operator()(PyObject* value) {
+    ++times;
     Ref stream = checked(
         PyObject_CallOneArg(current_stream.get(), device_index.get()));
     auto found =
@@ -875,6 +883,34 @@ struct Stage {
   Ref current_stream;
   Ref current_device;
   std::unordered_map<ThreadAndStream, Staged, Hash> staged;
+  // How often it was called, by all threads.
+  uint64_t times = 0;
+};
+
+// The values that a call was given. What a finalizer calls, which the collector may
+// run where an object is made, gives others to the same memory, if it is the same
+// function: this call has to give its own again then.
+struct Given {
+  static void check(bool is_last) {
+    if (!is_last) {
+      throw Unusual();
+    }
+  }
+
+  void check_packed() const {
+    for (const auto& [memory, times] : packed) {
+      check(memory->times == times);
+    }
+  }
+
+  void check_staged() const {
+    for (const auto& [stage, times] : staged) {
+      check(stage->times == times);
+    }
+  }
+
+  c10::SmallVector<std::pair<const Pack::Memory*, uint64_t>, 4> packed;
+  c10::SmallVector<std::pair<const Stage*, uint64_t>, 4> staged;
 };
 
 PyTypeObject WordsType = {PyVarObject_HEAD_INIT(nullptr, 0)};
@@ -900,7 +936,7 @@ struct Words {
   void append_to(c10::SmallVector<uint64_t, 32>& words) const {
     const size_t before = words.size();
     for (const Ref& ref : packs) {
-      const Pack* pack = Py_IS_TYPE(ref.get(), &PackType)
+      Pack* pack = Py_IS_TYPE(ref.get(), &PackType)
           ? &Boxed<Pack>::of(ref.get())
           : nullptr;
       const Pack::Memory* memory = pack == nullptr ? nullptr : pack->memory();
@@ -1223,8 +1259,11 @@ struct Replay {
 
   // Of inputs that fit, outside of captures: what the program captures must not
   // depend on the pool's memory. Sets has_dropped once inputs are gone that the
-  // general path needs.
-  PyObject* run(PyObject* inputs, bool& has_dropped) {
+  // general path needs. `given` are the values of the call, if that is known.
+  PyObject* run(
+      PyObject* inputs,
+      bool& has_dropped,
+      const Given* given = nullptr) {
     check_thread();
     Held held(*this);
     follow();
@@ -1256,6 +1295,9 @@ struct Replay {
     } else if (values.get() != Py_None) {
       words = as_words(checked(PyObject_CallNoArgs(values.get())).get());
     }
+    if (given != nullptr) {
+      given->check_packed();
+    }
     for (const Ref& allocate : allocators) {
       if (Py_IS_TYPE(allocate.get(), &AllocatorType)) {
         at::TensorBase tensor =
@@ -1278,6 +1320,9 @@ struct Replay {
     }
     check_dead(dead_after);
     bind(pointers);
+    if (given != nullptr) {
+      given->check_staged();
+    }
 
     if (last.get() != node.get()) {
       // As the property current_node does, which does more for None alone.
@@ -1753,14 +1798,19 @@ struct Direct {
     // Both may be done again by the slow way: it packs the same bytes to the
     // same places, and to a stage they are what it holds, or are copied again
     // from pinned memory.
+    Given given;
     for (const auto& [pack, values] : packs) {
       const auto& of_pack = values;
-      Boxed<Pack>::of(pack.get()).copy(
+      const Pack::Memory& memory = Boxed<Pack>::of(pack.get()).copy(
           [&](size_t i) { return args[of_pack[i]]; });
+      given.packed.emplace_back(&memory, memory.times);
     }
     c10::SmallVector<Ref, 4> staged;
-    for (const auto& [stage, value] : stages) {
-      staged.push_back(Boxed<Stage>::of(stage.get())(args[value]));
+    for (const auto& [ref, value] : stages) {
+      Stage& stage = Boxed<Stage>::of(ref.get());
+      const uint64_t times = stage.times + 1;
+      staged.push_back(stage(args[value]));
+      given.staged.emplace_back(&stage, times);
     }
     Ref list = listed(args, staged);
     while (true) {
@@ -1769,7 +1819,7 @@ struct Direct {
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
         try {
-          return in_order(recording.run(list.get(), has_dropped));
+          return in_order(recording.run(list.get(), has_dropped, &given));
         } catch (const Unusual&) {
         }
       }
