@@ -97,6 +97,13 @@ def test_in_place_and_back(project, site, tmp_path):
     assert contents(site) == before
 
 
+def test_a_directory_over_an_overlay_in_place_is_refused(project, site, tmp_path):
+    overlay.overlay_in_place(both(project))
+    with pytest.raises(BuildError, match="has an overlay in place: take it back with --revert"):
+        overlay.overlay_directory(both(project), tmp_path / "overlay")
+    check_patched(site)
+
+
 def test_a_revert_that_was_interrupted_goes_on(project, site, monkeypatch):
     before = contents(site)
     overlay.overlay_in_place(both(project))

@@ -88,6 +88,8 @@ def _changes_by_site(upstreams: Iterable[Upstream]) -> dict[Path, Changes]:
     changes: dict[Path, Changes] = {}
     for upstream in filter(_has_sources, upstreams):
         site = _site(upstream)
+        if (site / MARK).exists():
+            raise BuildError(f"{site} has an overlay in place: take it back with --revert first")
         changed = changes.setdefault(site, {})
         changed |= changed_files(upstream, lambda member: _read(site / member))
         changed |= extensions(upstream, lambda: nullcontext(site / "torch" / "include"))
