@@ -128,6 +128,14 @@ def test_import_keeps_a_directory_that_exists(patched):
         worktree.import_series(patched.torch, patched.wheels["torch"], patched.root / "trees" / "torch")
 
 
+def test_import_refuses_part_of_a_wheel(patched):
+    wheel = patched.root / "part.whl"
+    wheel.write_bytes(patched.wheels["torch"].read_bytes()[:1000])
+    with pytest.raises(BuildError, match="part.whl is no whole wheel"):
+        worktree.import_series(patched.torch, wheel, patched.root / "again")
+    assert not (patched.root / "again").exists()
+
+
 def test_without_git(project, monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(BuildError, match="git is needed"):

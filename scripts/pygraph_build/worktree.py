@@ -58,7 +58,10 @@ def import_series(upstream: Upstream, source: Path, directory: Path) -> None:
             git(tree, "checkout", "--quiet", "-B", "pygraph", upstream.tag)
         else:
             log.info("Unpacking the Python sources of %s", source.name)
-            _unpack(upstream, source, tree)
+            try:
+                _unpack(upstream, source, tree)
+            except zipfile.BadZipFile as error:
+                raise BuildError(f"{source} is no whole wheel: {error}") from error
             before: dict[str, str] = {}
             for change in read_series(upstream):
                 before.setdefault(change.path, change.before)
