@@ -85,6 +85,13 @@ def _time(device, loops, **options):
     return time_interleaved(loops, device.synchronize, clock=lambda: device.now, **options)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")
+def test_without_a_gpu_an_error_is_one_line(tmp_path):
+    command = [sys.executable, "-m", "pygraph", "--suite", "pi", "--logs", str(tmp_path)]
+    done = subprocess.run(command, cwd=BENCHMARKS, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (1, "error: measuring needs a GPU; --smoke needs none\n")
+
+
 def test_timing_is_the_slower_of_host_and_device():
     device = Device()
     loops = {"host bound": device.loop("h", 50e-6, 1e-6), "device bound": device.loop("d", 5e-6, 80e-6)}

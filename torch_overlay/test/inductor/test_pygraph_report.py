@@ -594,6 +594,13 @@ class RunTest(TestCase):
                 command.main()
         self.assertRegex(error.getvalue(), r"^[^\n]*none/run.html[^\n]*\n$")
 
+    def test_a_program_without_a_gpu(self):
+        "It had the flag on and wrote a trace: that is not what is missing."
+        with self.tracing():
+            torch_logging.trace_structured("artifact", payload_fn=lambda: "other")
+        with self.assertRaisesRegex(ValueError, "compiled nothing for a GPU"):
+            trace.load(self.directory)
+
     def test_command(self):
         file = self.directory / "run.json"
         file.write_text(modelled().json())

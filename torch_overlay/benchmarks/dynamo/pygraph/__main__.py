@@ -98,6 +98,8 @@ def main() -> None:
 def _device_gib() -> float:
     import torch
 
+    if not torch.cuda.is_available():
+        sys.exit("error: measuring needs a GPU; --smoke needs none")
     return torch.cuda.get_device_properties(0).total_memory / 2**30
 
 

@@ -40,8 +40,8 @@ def load(path: Path) -> list[Report]:
         reports = [] if report is None else [report]
     if not reports:
         raise ValueError(
-            f"{path} has no {ARTIFACT}: run the program with TORCHINDUCTOR_PYGRAPH=1 and "
-            "TORCH_TRACE=DIRECTORY, and give the directory"
+            f"{path} has no {ARTIFACT}: the program ran without TORCHINDUCTOR_PYGRAPH=1, "
+            "or compiled nothing for a GPU, or this is not its TORCH_TRACE=DIRECTORY"
         )
     return reports
 
