@@ -72,6 +72,7 @@ class ParallelCase:
     inputs: Callable[[bool], Inputs]
     about: str
     dtype: torch.dtype = torch.float16
+    tolerance: float = TOLERANCE[torch.float16]
     # Of a module whose layers are split.
     finish: Callable[[nn.Module], nn.Module] = lambda module: module
     not_as_eager: str = ""
@@ -82,9 +83,11 @@ def _tokens(vocabulary: int, batch: int, length: int) -> Callable[[bool], Inputs
     return lambda small: ((torch.randint(256 if small else vocabulary, (2, 16) if small else (batch, length)),), {})
 
 
-def _workload(name: str, **options: Any) -> ParallelCase:
+def _workload(name: str) -> ParallelCase:
     case = CASES[name]
-    return ParallelCase(case.module, case.inputs, case.about, case.dtype, not_as_eager=case.not_as_eager, **options)
+    return ParallelCase(
+        case.module, case.inputs, case.about, case.dtype, case.tolerance, not_as_eager=case.not_as_eager
+    )
 
 
 # One sequence or image, as in the paper, but for XLNet.
@@ -102,6 +105,7 @@ PARALLEL_CASES = {
         CASES["llama_decode"].inputs,
         CASES["llama_decode"].about,
         torch.bfloat16,
+        CASES["llama_decode"].tolerance,
         finish=lambda decoder: CachedDecoder(decoder, 1),
     ),
 }
@@ -224,7 +228,7 @@ class ParallelRun:
         """The results of one time around the ring with others; ``exact`` is that of compare."""
         total = Difference()
         for reference, result in zip(expected, found, strict=True):
-            total |= compare(reference, result, TOLERANCE[self.case.dtype], exact)
+            total |= compare(reference, result, self.case.tolerance, exact)
         return total
 
     def time(self, calls: dict[str, Callable[..., Any]], ring: list[Inputs]) -> dict[str, Any]:
