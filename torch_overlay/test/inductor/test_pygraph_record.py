@@ -2466,6 +2466,26 @@ class RecordTest(TestCase):
         # The first, as many more as may be, the one that tells, and the last.
         self.assertEqual(node.wrapped_function.pygraph.recordings, limit + 3)
 
+    @parametrize("force", ("node_update", "copy"))
+    def test_state_of_which_the_last_one_is_kept(self, force):
+        "It is gone a call later: ``self.before, self.state = self.state, new``."
+        before, state, fn, kept = self.randn(), self.randn(), None, []
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(40):
+                inputs = [self.randn(), before, state]
+                fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                expected = sum(map(on_host, inputs))
+                (out,) = fn(*inputs)
+                self.assertEqual(on_host(out), expected)
+                del inputs
+                before, state = state, self.randn()
+                # The next one lies elsewhere.
+                kept.append(self.randn())
+        (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
+        external = [*node.bound_input_idxs, *node.non_static_input_idx]
+        self.assertEqual(external, [0, 1, 2])
+        self.assertLess(node.wrapped_function.pygraph.recordings, 12)
+
     @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
     def test_buffer_that_is_new_in_each_call(self, force, choice):
         "What the function writes to it is the caller's, and not a copy's."

@@ -190,8 +190,9 @@ class Function:
         reselected_bytes: the most that it was called for
         is_even: its graph is as good as none, and waits for the decisions around it
         alignment: of the external inputs' addresses in bytes, the least seen
-        static_inputs: storages of these when it was recorded last, and their addresses
-        replaced: how often one of them was gone by the next recording
+        static_inputs: storages of these when it was recorded, and their addresses, as long as
+            they are there
+        replaced: how often one of them was gone by a later recording
         moving_idxs: those that are external all the same, since the program goes on to replace
             them
         restored: where inputs lie that were let go, and are nobody's; see record.apart
@@ -225,7 +226,7 @@ class Function:
         self.is_even = False
         self.id: FunctionID | None = None
         self.alignment = MAX_ALIGNMENT
-        self.static_inputs: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.static_inputs: dict[int, list[tuple[StorageWeakRef, int]]] = {}
         self.replaced = 0
         self.moving_idxs: OrderedSet[int] = OrderedSet()
         self.restored: OrderedSet[int] = OrderedSet()
@@ -319,13 +320,20 @@ class Function:
 
         Layers that share their code have a recording each, and replays have nothing to do for
         their weights. Of a program that goes on to make new weights, that has no end: those
-        before are gone.
+        before are gone, if not by the next recording, as where another layer is recorded
+        between the two, or the last state is kept beside the present one.
         """
-        gone = [
-            i
-            for i, noted in self.static_inputs.items()
-            if i in inputs and i not in self.moving_idxs and has_left(*noted)
-        ]
+        gone = []
+        for i, t in inputs.items():
+            if i in self.moving_idxs:
+                continue
+            noted = self.static_inputs.get(i, [])
+            there = [n for n in noted if not has_left(*n)]
+            if len(there) < len(noted):
+                gone.append(i)
+            storage = t.untyped_storage()
+            note = StorageWeakRef(storage), storage.data_ptr()
+            self.static_inputs[i] = there if note in there else [*there, note]
         self.replaced += bool(gone)
         if gone and self.replaced > config.triton.cudagraph_unexpected_rerecord_limit:
             # What was recorded before is dropped, and this once more.
@@ -337,11 +345,8 @@ class Function:
                 len(gone),
                 self.replaced,
             )
-        storages = {i: t.untyped_storage() for i, t in inputs.items()}
-        self.static_inputs = {
-            i: (StorageWeakRef(storage), storage.data_ptr())
-            for i, storage in storages.items()
-        }
+            for i in gone:
+                del self.static_inputs[i]
 
     def note_copied_bytes(self, nbytes: int) -> None:
         """
