@@ -1585,6 +1585,33 @@ class RecordTest(TestCase):
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured" if force else "", entry.reason)
 
+    @parametrize("size", ((), (2,)))
+    @parametrize("returned", ([0], [0, 1]))
+    def test_operator_that_is_not_captured_beside_a_seed(self, size, returned):
+        "That nobody wrote it, as of attention that draws nothing, says nothing of the other one."
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        fn = None
+        for _ in range(6):
+            x = self.randn()
+            expected = on_host(x).sin()
+            fn = fn or self.deploy(
+                "x, = args; args.clear(); a = empty(); operator(a, x); seed = number(); "
+                "b = new(); launch(copy, b, a); return (b, seed)",
+                [x],
+                returned=returned,
+            )
+            stride = (1,) * len(size)
+            number = functools.partial(self.device.empty_strided, size, stride, torch.int64)
+            fn.model.__globals__.update(operator=operator, copy=host_copy, number=number)
+            out, _ = fn(x)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("not captured", entry.reason)
+
     def test_operator_that_returns_what_it_keeps(self):
         "A table, for instance, that it computed in its first call."
         table = self.randn()

@@ -19,6 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.placeholder import UNWRITTEN
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -251,6 +252,24 @@ class Proof:
     def is_exact(self, actual: Proof) -> bool:
         """Whether another run gave the same to the bit."""
         return self._difference(actual, identical) is None
+
+    def differing(self, actual: Proof) -> OrderedSet[tuple[str, int]]:
+        """Which outputs and mutated inputs another run did not give to the bit."""
+        pairs = [
+            *(
+                (("output", i), a, b)
+                for i, (a, b) in enumerate(zip(self.outputs, actual.outputs))
+            ),
+            *(
+                (("input", i), a, b)
+                for i, a, b in zip(self.mutated, self.inputs, actual.inputs)
+            ),
+        ]
+        return OrderedSet(
+            name
+            for name, a, b in pairs
+            if a is not None and b is not None and not identical(a, b)
+        )
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> str | None:
         """

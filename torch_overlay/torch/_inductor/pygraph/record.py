@@ -434,28 +434,32 @@ class Rehearsal:
             del outputs, found, t
         return False
 
-    def gives_what_lay_there(self) -> bool:
+    def give_what_lay_there(self, results: OrderedSet[tuple[str, int]]) -> bool:
         """
-        Whether what the uncaptured function gives depends on what its memory held before, as
-        where an operator writes only a part of what it returns. Asked while no input has died.
+        Whether these of the uncaptured function's, named as Proof.differing does, depend on
+        what its memory held before, as where an operator writes only a part of what it
+        returns. Asked while no input has died.
         """
-        results = []
+        first: Proof | None = None
+        found: OrderedSet[tuple[str, int]] = OrderedSet()
         with (
             cudagraph_trees.clear_cublas_manager(),
             OwnPool(self.device) as own_pool,
         ):
             # The first run takes the memory of those after it.
-            for word in (0, *FILLS):
+            self.restore()
+            self._rehearse(self.inputs, AllocationTrace())
+            for word in FILLS:
                 fill_free(own_pool.pool, self.device, word)
                 self.restore()
-                results.append(
-                    Proof(
-                        self.inputs,
-                        self._rehearse(self.inputs, AllocationTrace()),
-                        self.mutated,
-                    )
+                result = Proof(
+                    self.inputs,
+                    self._rehearse(self.inputs, AllocationTrace()),
+                    self.mutated,
                 )
-        return not all(results[1].is_exact(result) for result in results[2:])
+                first = first or result
+                found |= first.differing(result)
+        return results <= found
 
     def repeats_itself(self) -> bool:
         """
@@ -1240,8 +1244,8 @@ class BoundGraphNode(CopyGraphNode):
     def _lack_of_nodes(self) -> str | None:
         """
         NOT_CAPTURED if the graph gives what lay in the pool before, which ran then while it
-        was captured, else None. None also where inputs died, and where the uncaptured function
-        gives what lay in its memory as well.
+        was captured, else None. None also where inputs died, and where the same results of the
+        uncaptured function are what lay in its memory as well.
         """
         rehearsal, outputs = self.rehearsal, self.recording_outputs
         if rehearsal is None or outputs is None or rehearsal.kept is not None:
@@ -1253,8 +1257,9 @@ class BoundGraphNode(CopyGraphNode):
                 if not result.is_exact(again):
                     return None
                 first = first or result
-                if not first.is_exact(result):
-                    return None if rehearsal.gives_what_lay_there() else NOT_CAPTURED
+                if results := first.differing(result):
+                    lay_there = rehearsal.give_what_lay_there(results)
+                    return None if lay_there else NOT_CAPTURED
         except RuntimeError:
             # Comparing takes memory.
             pass
