@@ -1563,6 +1563,38 @@ class DeployTest(DeployTestCase):
         sizes = [f.sizes for f in report()[:3]]
         self.assertEqual(sizes, [[-1], [3], [50]])
 
+    @parametrize("times", (2, 6))
+    def test_integer_that_is_another_one_after_some_calls(self, times):
+        "A step of the program in which several layers call it. One that goes on is recorded."
+        options = PyGraphOptions(
+            force=None,
+            replace=lambda fn: None,
+            returned_output_idxs=OrderedSet([0]),
+            reused_input_idxs=OrderedSet(),
+            code_hash=None,
+            source="",
+        )
+        fn = trees.cudagraphify_impl(
+            self.candidate("uncaptured", 100, 10),
+            [torch.tensor(0), 3],
+            (),
+            device_index=0,
+            is_backward=False,
+            is_inference=True,
+            stack_traces=None,
+            pygraph=options,
+        )
+        kept = []
+        with mock.patch.multiple(select, MAX_SEEN_ONCE=8, MAX_UNRECORDED=16):
+            for n in range(200):
+                for size in [*[n] * times, -1]:
+                    (y,) = fn([torch.tensor(n), size])
+                    self.assertEqual(y, n + 1)
+                kept.append(len(report()))
+        self.assertLessEqual(max(kept), 17)
+        self.assertIn("record", self.ran)
+        self.assertEqual(report()[0].sizes, [-1])
+
     def test_force_no_graph(self):
         self.deploy(force=NO_GRAPH)
         self.assertEqual(self.call(30), ["uncaptured"] * 30)

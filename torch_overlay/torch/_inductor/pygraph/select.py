@@ -145,8 +145,9 @@ DEVICE_BOUND = 10
 # itself, by enough to find out, at the cost of one more recording (suite bindings).
 PRELUDE_FROM_NODES = 32
 
-# How many sizes of a function are kept that came once.
+# How many sizes of a function are kept that came once, and that were not recorded yet.
 MAX_SEEN_ONCE = 256
+MAX_UNRECORDED = 2048
 
 # How often a function is recorded along one path, calls of it that wait for a backward.
 MAX_TIMES_ON_PATH = 16
@@ -1094,20 +1095,27 @@ class Selection:
 def drop_seen_once(fns: dict[Any, ModelType]) -> None:
     """
     Called before another one is added to what is deployed of a function, by its sizes. Those
-    that came once go when there are too many: their number may have no end.
+    that came once go when there are too many: their number may have no end. So do, of those
+    that several layers came with in a step of the program, those that came the longest ago.
     """
     if len(fns) < MAX_SEEN_ONCE:
         return
-    once = {
+    unrecorded = {
         sizes: fn
         # Another thread may add some.
         for sizes, fn in [*fns.items()]
-        if isinstance(fn, Selection) and fn.calls == 1
+        if isinstance(fn, Selection) and fn.function.recordings == 0
     }
-    if len(once) >= MAX_SEEN_ONCE:
-        for sizes in once:
-            fns.pop(sizes, None)
-        drop_reports([fn.function.report for fn in once.values()])
+    dropped = [sizes for sizes, fn in unrecorded.items() if fn.calls == 1]
+    if len(dropped) < MAX_SEEN_ONCE:
+        if len(unrecorded) < MAX_UNRECORDED:
+            return
+        # Half of them: to look for them takes longer than to keep them.
+        by_age = sorted(unrecorded, key=lambda sizes: unrecorded[sizes].entered)
+        dropped = by_age[: len(by_age) // 2]
+    for sizes in dropped:
+        fns.pop(sizes, None)
+    drop_reports([unrecorded[sizes].function.report for sizes in dropped])
 
 
 def manager_of(device_index: int) -> CUDAGraphTreeManager:
