@@ -43,6 +43,8 @@ from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
+from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.nn import functional
 from torch.utils._ordered_set import OrderedSet
 
@@ -95,6 +97,17 @@ PLAIN_OPNAMES = frozenset(
     UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_SEQUENCE YIELD_VALUE
     """.split()
 )
+
+# What has no value in a graph and its effect in compiled code too, but for operators.
+WITHOUT_VALUE = (
+    operator.setitem,
+    torch._C._set_grad_enabled,
+    _enter_autocast,
+    _exit_autocast,
+    _enter_inference_mode,
+    _exit_inference_mode,
+)
+OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 
 # From Python 3.12 on CALL_INTRINSIC_1 does with these arguments what instructions did:
 # UNARY_POSITIVE and LIST_TO_TUPLE.
@@ -289,12 +302,14 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
             yield f"{node.name} is NumPy's"
         if node.target is torch._assert_async:
             yield "a tensor is asserted, and raises another exception"
-        if node.target in (
-            torch.set_default_dtype,
-            torch._C._set_deterministic_algorithms,
+        if (
+            node.op == "call_function"
+            and "example_value" not in node.meta
+            and not isinstance(node.target, OPERATORS)
+            and node.target not in WITHOUT_VALUE
         ):
-            # It is set while the graph is compiled, and no more when it is called.
-            yield f"{node.name} is a setting"
+            # A setting is made while the graph is compiled, and no more when it is called.
+            yield f"{node.name} is called for its effect"
         if draws(node):
             # Inductor draws other numbers than the operator does.
             yield f"{node.name} is random"
