@@ -43,8 +43,6 @@ from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
-from torch.autograd.grad_mode import _enter_inference_mode, _exit_inference_mode
 from torch.nn import functional
 from torch.utils._ordered_set import OrderedSet
 
@@ -98,15 +96,9 @@ PLAIN_OPNAMES = frozenset(
     """.split()
 )
 
-# What has no value in a graph and its effect in compiled code too, but for operators.
-WITHOUT_VALUE = (
-    operator.setitem,
-    torch._C._set_grad_enabled,
-    _enter_autocast,
-    _exit_autocast,
-    _enter_inference_mode,
-    _exit_inference_mode,
-)
+# Called for an effect that each call of compiled code has: it writes elements, and bytecode
+# sets the gradient mode. Operators have theirs as well.
+EFFECTS = (operator.setitem, torch._C._set_grad_enabled)
 OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 
 # From Python 3.12 on CALL_INTRINSIC_1 does with these arguments what instructions did:
@@ -306,9 +298,10 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
             node.op == "call_function"
             and "example_value" not in node.meta
             and not isinstance(node.target, OPERATORS)
-            and node.target not in WITHOUT_VALUE
+            and node.target not in EFFECTS
         ):
-            # A setting is made while the graph is compiled, and no more when it is called.
+            # Settings have no value. They are made while the graph is compiled, and no more
+            # when it is called.
             yield f"{node.name} is called for its effect"
         if draws(node):
             # Inductor draws other numbers than the operator does.

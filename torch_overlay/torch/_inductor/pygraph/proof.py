@@ -23,7 +23,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
 
 # Each tensor is summed in this many pieces, and what is left over element by element.
@@ -251,25 +251,14 @@ class Proof:
 
     def is_exact(self, actual: Proof) -> bool:
         """Whether another run gave the same to the bit."""
-        return self._difference(actual, identical) is None
+        return next(self._differing(actual, identical), None) is None
 
     def differing(self, actual: Proof) -> OrderedSet[tuple[str, int]]:
-        """Which outputs and mutated inputs another run did not give to the bit."""
-        pairs = [
-            *(
-                (("output", i), a, b)
-                for i, (a, b) in enumerate(zip(self.outputs, actual.outputs))
-            ),
-            *(
-                (("input", i), a, b)
-                for i, a, b in zip(self.mutated, self.inputs, actual.inputs)
-            ),
-        ]
-        return OrderedSet(
-            name
-            for name, a, b in pairs
-            if a is not None and b is not None and not identical(a, b)
-        )
+        """
+        What another run did not give to the bit: pairs of "output" or "mutated input" and an
+        index.
+        """
+        return OrderedSet(self._differing(actual, identical))
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> str | None:
         """
@@ -278,25 +267,25 @@ class Proof:
         Args:
             others: what other uncaptured runs gave for the same inputs
         """
-        return self._difference(actual, same, others)
+        for what, i in self._differing(actual, same, others):
+            kind = f" ({actual.kinds[i]})" if what == "output" else ""
+            return f"{what} {i}{kind} differs from the uncaptured function's"
+        return None
 
-    def _difference(
+    def _differing(
         self,
         actual: Proof,
         matches: Callable[..., bool],
         others: Sequence[Proof] = (),
-    ) -> str | None:
+    ) -> Iterator[tuple[str, int]]:
         skipped = [*actual.seeds(), *actual.unwritten()]
         for i, expected in enumerate(self.outputs):
             if expected is None or i in skipped:
                 continue
             known = [other.outputs[i] for other in others]
-            if matches(expected, actual.outputs[i], *known):
-                continue
-            kind = actual.kinds[i]
-            return f"output {i} ({kind}) differs from the uncaptured function's"
+            if not matches(expected, actual.outputs[i], *known):
+                yield "output", i
         for k, i in enumerate(self.mutated):
             known = [other.inputs[k] for other in others]
             if not matches(self.inputs[k], actual.inputs[k], *known):
-                return f"mutated input {i} differs from the uncaptured function's"
-        return None
+                yield "mutated input", i

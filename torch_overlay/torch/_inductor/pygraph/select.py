@@ -145,7 +145,7 @@ DEVICE_BOUND = 10
 # itself, by enough to find out, at the cost of one more recording (suite bindings).
 PRELUDE_FROM_NODES = 32
 
-# How many sizes of a function are kept that came once, and that were not recorded yet.
+# How many sizes of a function are kept that came once, and of all that were not recorded.
 MAX_SEEN_ONCE = 256
 MAX_UNRECORDED = 2048
 
@@ -718,7 +718,7 @@ def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
     Whether a graph that did not win takes no longer, beyond the noise: neither the function
     by itself, nor the host, nor the program.
     """
-    # Of two that are alike, chance would decide.
+    # Within the noise, chance would decide; but much of it is no excuse for a loss.
     most = min(noise(graph.call, uncaptured.call), (1 - MARGIN) * uncaptured.call.us)
     return graph.call.us - uncaptured.call.us <= most and not (
         is_less(uncaptured.host, graph.host)
