@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.memory import segments_of
+from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.test_case import run_tests, TestCase
 from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.testing._internal.common_utils import (
@@ -226,7 +226,7 @@ class BindingTest(PyGraphTestCase):
         for _ in range(3):
             compiled(x)
         with mock.patch(
-            "torch._inductor.pygraph.binding.NodeUpdateBinding.update"
+            "torch._inductor.pygraph.graph.binding.NodeUpdateBinding.update"
         ) as update:
             x.fill_(3)
             # The output takes the memory that the last one left.
@@ -249,7 +249,7 @@ class BindingTest(PyGraphTestCase):
         self.assertFalse([n for n in names if "copy" in n.lower()], str(names))
 
     def test_placeholders_cost_no_memory(self):
-        from torch._inductor.pygraph.placeholder import arena, NAN
+        from torch._inductor.pygraph.graph.placeholder import arena, NAN
 
         compiled = self.compiled(lambda x: x.sum())
         compiled(randn(1 << 26))
@@ -621,7 +621,7 @@ class ProofTest(PyGraphTestCase):
     @staticmethod
     def missing_words_of(index):
         "As if a node hid the address of one input or output."
-        from torch._inductor.pygraph import binding
+        from torch._inductor.pygraph.graph import binding
 
         original = binding.find_words
 
@@ -682,12 +682,12 @@ class ProofTest(PyGraphTestCase):
         self.assertGreaterEqual(counters["pygraph"]["unbound"], 2)
 
     def test_node_that_may_hide_an_input(self):
-        from torch._inductor.pygraph.binding import BindingError
+        from torch._inductor.pygraph.graph.binding import BindingError
 
         def kernel_update(*args):
             raise BindingError("the graph holds a node of another kind")
 
-        with mock.patch("torch._inductor.pygraph.binding.kernel_update", kernel_update):
+        with mock.patch("torch._inductor.pygraph.graph.binding.kernel_update", kernel_update):
             self.check_copied(lambda x: x * 2, lambda: (randn(64),))
 
     def test_random_draws_of_the_rehearsal_are_undone(self):
@@ -761,7 +761,7 @@ class ProofTest(PyGraphTestCase):
 
     def test_rehearsal_out_of_memory(self):
         with mock.patch(
-            "torch._inductor.pygraph.record.Rehearsal._run",
+            "torch._inductor.pygraph.capture.record.Rehearsal._run",
             side_effect=torch.OutOfMemoryError("no memory"),
         ):
             entry = self.check_copied(lambda x: x * 2, lambda: (randn(64),))
@@ -771,15 +771,15 @@ class ProofTest(PyGraphTestCase):
     def test_no_bindings(self):
         with (
             mock.patch(
-                "torch._inductor.pygraph.placeholder.bindings",
+                "torch._inductor.pygraph.graph.placeholder.bindings",
                 side_effect=ImportError("no cuda-bindings"),
             ),
             mock.patch(
-                "torch._inductor.pygraph.placeholder.arena",
+                "torch._inductor.pygraph.graph.placeholder.arena",
                 side_effect=ImportError("no cuda-bindings"),
             ),
             mock.patch(
-                "torch._inductor.pygraph.record.arena",
+                "torch._inductor.pygraph.capture.record.arena",
                 side_effect=ImportError("no cuda-bindings"),
             ),
         ):
@@ -1119,7 +1119,7 @@ class TrainingTest(PyGraphTestCase):
 
     def test_forward_without_graph(self):
         "Activations of an uncaptured forward move; trees take them for static."
-        from torch._inductor.pygraph import select
+        from torch._inductor.pygraph.select import controller as select
 
         original = select.deploy
 
@@ -1274,7 +1274,7 @@ class LittleMemoryTest(PyGraphTestCase):
     def test_proof_that_fails(self):
         "What was captured for it is gone when the call runs uncaptured."
         with mock.patch(
-            "torch._inductor.pygraph.record.BoundGraphNode._difference",
+            "torch._inductor.pygraph.capture.record.BoundGraphNode._difference",
             lambda self: "it differs",
         ):
             self.check_limited(self.infer, 1.02, 6, pygraph_force="node_update")
@@ -1293,7 +1293,7 @@ class SelectionTest(PyGraphTestCase):
         return entry
 
     def test_device_bound_function_is_not_recorded(self):
-        from torch._inductor.pygraph import select
+        from torch._inductor.pygraph.select import controller as select
 
         before = self.recordings()
         cost = select.Cost(*map(select.Estimate, (1000.0, 10.0, 1000.0)))
@@ -1319,7 +1319,7 @@ class SelectionTest(PyGraphTestCase):
 
     @parametrize("graph_wins", (False, True))
     def test_choice_follows_the_times(self, graph_wins):
-        from torch._inductor.pygraph import select
+        from torch._inductor.pygraph.select import controller as select
 
         graph = (60.0, 20.0, 9.0) if graph_wins else (99.0, 49.5, 10.0)
         costs = iter(
@@ -1337,7 +1337,7 @@ class SelectionTest(PyGraphTestCase):
         self.assertEqual(entry.choice, "node_update" if graph_wins else "no_graph")
 
     def test_graph_that_lost_gives_its_memory_back(self):
-        from torch._inductor.pygraph import select
+        from torch._inductor.pygraph.select import controller as select
 
         losing = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
         compiled = torch.compile(lambda x: x * 2, options={"pygraph": True})

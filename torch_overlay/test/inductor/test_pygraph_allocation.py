@@ -14,16 +14,16 @@ from unittest import mock
 
 import torch
 from torch._inductor import compile_fx, cudagraph_trees as trees
-from torch._inductor.pygraph import allocation, record
-from torch._inductor.pygraph.allocation import (
+from torch._inductor.pygraph.capture import allocation, record
+from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
     ALLOCATOR,
     PlacedAllocations,
     with_allocator,
 )
-from torch._inductor.pygraph.memory import segments_of
-from torch._inductor.pygraph.placeholder import storage_extent
+from torch._inductor.pygraph.graph.memory import segments_of
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.utils._ordered_set import OrderedSet

@@ -30,7 +30,8 @@ from torch._functorch._aot_autograd import runtime_wrappers, utils
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.pygraph import direct, native, training
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.calls import direct, training
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (

@@ -22,19 +22,12 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import torch
-from torch._inductor.pygraph import (
-    binding,
-    driver,
-    native,
-    placeholder,
-    prelude,
-    proof,
-    record,
-    table,
-)
-from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.placeholder import (
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.capture import record
+from torch._inductor.pygraph.graph import binding, driver, placeholder, prelude, table
+from torch._inductor.pygraph.graph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.placeholder import (
     GUARD_BYTES,
     MAX_ALIGNMENT,
     PAGE_BYTES,
@@ -42,7 +35,8 @@ from torch._inductor.pygraph.placeholder import (
     PlaceholderArena,
     PlaceholderMap,
 )
-from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
+from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
+from torch._inductor.pygraph.verify import proof
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

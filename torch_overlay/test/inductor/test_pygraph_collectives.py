@@ -17,7 +17,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import collectives, record, report
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.capture import collectives, record
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (

@@ -26,7 +26,8 @@ import torch._dynamo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import native, prefix
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.dynamo import prefix
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

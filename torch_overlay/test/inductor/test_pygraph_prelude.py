@@ -22,9 +22,11 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import prelude, report, select, table
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.prelude import CAPACITIES, Prelude, PreludeUnavailable
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.graph import prelude, table
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
+from torch._inductor.pygraph.select import controller as select
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache

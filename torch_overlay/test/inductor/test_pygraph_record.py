@@ -35,32 +35,25 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
-from torch._inductor.pygraph import (
-    allocation,
-    collectives,
-    deliver,
-    native,
-    placeholder,
-    record,
-    replay,
-    report,
-    reset_report,
-    select,
-    store,
-)
-from torch._inductor.pygraph.binding import BindingError
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.placeholder import (
+from torch._inductor.pygraph import native, report, reset_report
+from torch._inductor.pygraph.capture import allocation, collectives, record
+from torch._inductor.pygraph.capture.record import HostGenerators, SavedInput
+from torch._inductor.pygraph.graph import placeholder
+from torch._inductor.pygraph.graph.binding import BindingError
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.placeholder import (
     Placeholder,
     PlaceholderMap,
     round_up,
     storage_extent,
     tensor_at,
 )
-from torch._inductor.pygraph.prelude import PreludeUnavailable
-from torch._inductor.pygraph.proof import Proof
-from torch._inductor.pygraph.record import HostGenerators, SavedInput
-from torch._inductor.pygraph.replay import StreamOrder
+from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
+from torch._inductor.pygraph.replay import steady as replay
+from torch._inductor.pygraph.replay.steady import StreamOrder
+from torch._inductor.pygraph.select import controller as select, store
+from torch._inductor.pygraph.values import deliver
+from torch._inductor.pygraph.verify.proof import Proof
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
@@ -503,7 +496,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
     def hosted(value: Any) -> Any:
         return on_host(value) if isinstance(value, torch.Tensor) else value
 
-    from torch._inductor.pygraph import proof as record_proof
+    from torch._inductor.pygraph.verify import proof as record_proof
 
     def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
         if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in dsts):

@@ -40,18 +40,20 @@ from torch._inductor.cudagraph_trees import (
     UnaliasedStorage,
 )
 from torch._inductor.output_code import CompiledFxGraph
-from torch._inductor.pygraph import deliver, native, record
-from torch._inductor.pygraph.allocation import empty_strided_cuda
-from torch._inductor.pygraph.deliver import CapturedValues, Deliver
-from torch._inductor.pygraph.direct import Orders, orders
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.replay import (
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.calls.direct import Orders, orders
+from torch._inductor.pygraph.capture import record
+from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.replay.steady import (
     compiled_replay,
     is_steady,
     steady_replay,
     stream_order_of,
     StreamOrder,
 )
+from torch._inductor.pygraph.values import deliver
+from torch._inductor.pygraph.values.deliver import CapturedValues, Deliver
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -706,7 +708,7 @@ class CompiledReplayTest(ReplayTest):
             steady.append(self.call())
 
         asked = mock.Mock(side_effect=AssertionError("asked"))
-        with mock.patch("torch._inductor.pygraph.replay.thread_containers", asked):
+        with mock.patch("torch._inductor.pygraph.replay.steady.thread_containers", asked):
             self.replay = self.steady(CompilationMode.INFERENCE)
         thread = threading.Thread(target=call)
         thread.start()

@@ -25,14 +25,10 @@ from torch._dynamo.mutation_guard import GenerationTracker
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.cudagraph_utils import PlaceholderInfo, PyGraphOptions
-from torch._inductor.pygraph import (
-    FunctionReport,
-    record,
-    report,
-    reset_report,
-    select,
-)
-from torch._inductor.pygraph.select import (
+from torch._inductor.pygraph import FunctionReport, report, reset_report
+from torch._inductor.pygraph.capture import record
+from torch._inductor.pygraph.select import controller as select
+from torch._inductor.pygraph.select.controller import (
     COPY,
     Cost,
     Estimate,

@@ -23,15 +23,16 @@ from hypothesis import given, settings, strategies as st
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import report, select, store
-from torch._inductor.pygraph.select import (
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.select import controller as select, store
+from torch._inductor.pygraph.select.controller import (
     CANDIDATES,
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
     Selection,
 )
-from torch._inductor.pygraph.store import Decision, Entry
+from torch._inductor.pygraph.select.store import Decision, Entry
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -568,7 +569,8 @@ instantiate_parametrized_tests(RememberTest)
 PROGRAM = """
 import json, sys, torch
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import report, select
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.select import controller as select
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(10)]).cuda()

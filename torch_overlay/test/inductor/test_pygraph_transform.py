@@ -29,16 +29,12 @@ from torch._dynamo.exc import TensorifyScalarRestartAnalysis
 from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor import config
-from torch._inductor.pygraph import (
-    binding,
-    deliver,
-    native,
-    report,
-    reset_report,
-    transform,
-)
-from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT, PlaceholderMap
+from torch._inductor.pygraph import native, report, reset_report
+from torch._inductor.pygraph.compile import transform
+from torch._inductor.pygraph.graph import binding
+from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT, PlaceholderMap
 from torch._inductor.pygraph.report.trace import load
+from torch._inductor.pygraph.values import deliver
 from torch._inductor.test_case import run_tests, TestCase
 from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import (

@@ -39,11 +39,11 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch._inductor.pygraph.binding import kernel_function, NodeUpdateBinding
-from torch._inductor.pygraph.driver import bindings, check
-from torch._inductor.pygraph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
-from torch._inductor.pygraph.prelude import kernels_that_read, Prelude
-from torch._inductor.pygraph.table import Table
+from torch._inductor.pygraph.graph.binding import kernel_function, NodeUpdateBinding
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
+from torch._inductor.pygraph.graph.prelude import kernels_that_read, Prelude
+from torch._inductor.pygraph.graph.table import Table
 
 from . import cases
 from .cases import SUITES

@@ -243,7 +243,7 @@ class Layers:
     def _trees(self) -> Iterator[Callable[[int], None]]:
         from torch._inductor.cudagraph_trees import CUDAGraphNode
         from torch._inductor.pygraph import native
-        from torch._inductor.pygraph.binding import NodeUpdateBinding
+        from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 
         with contextlib.ExitStack() as stack:
             # Stock's node; PyGraph's calls it for what it copies, which is nothing.

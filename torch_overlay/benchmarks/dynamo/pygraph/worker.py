@@ -367,7 +367,7 @@ class CaseRun:
 
     def again(self) -> dict[str, Any]:
         """What a process decides that need not be the first, and whether its results are right."""
-        select = importlib.import_module("torch._inductor.pygraph.select")
+        select = importlib.import_module("torch._inductor.pygraph.select.controller")
         timed_calls = 0
         call = select.Samples.call
 

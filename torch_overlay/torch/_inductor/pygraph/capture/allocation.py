@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.placeholder import storage_extent, tensor_at
-from torch._inductor.pygraph.proof import as_bytes, mark_unwritten
+from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_at
+from torch._inductor.pygraph.verify.proof import as_bytes, mark_unwritten
 from torch.multiprocessing.reductions import StorageWeakRef
 
 

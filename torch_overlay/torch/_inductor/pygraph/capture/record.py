@@ -45,24 +45,23 @@ from torch._inductor.cudagraph_trees import (
 )
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.allocation import (
+from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
     Copied,
     PlacedAllocations,
     with_allocator,
 )
-from torch._inductor.pygraph.binding import BindingError, NodeUpdateBinding
-from torch._inductor.pygraph.collectives import (
+from torch._inductor.pygraph.capture.collectives import (
     Captured,
     has_collectives,
     LeftOut,
     under,
 )
-from torch._inductor.pygraph.deliver import CapturedValues, delivers_of
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.memory import fill_free, OwnPool, room, segments_of
-from torch._inductor.pygraph.placeholder import (
+from torch._inductor.pygraph.graph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, room, segments_of
+from torch._inductor.pygraph.graph.placeholder import (
     arena,
     MAX_ALIGNMENT,
     NAN,
@@ -75,9 +74,9 @@ from torch._inductor.pygraph.placeholder import (
     UNWRITTEN,
     ZERO,
 )
-from torch._inductor.pygraph.prelude import Prelude, PreludeUnavailable
-from torch._inductor.pygraph.proof import identical, mark_unwritten, Proof
-from torch._inductor.pygraph.replay import (
+from torch._inductor.pygraph.graph.prelude import Prelude, PreludeUnavailable
+from torch._inductor.pygraph.graph.table import Table
+from torch._inductor.pygraph.replay.steady import (
     caches_are_whole,
     has_own_memory,
     InputHeld,
@@ -87,7 +86,8 @@ from torch._inductor.pygraph.replay import (
     renew,
 )
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
-from torch._inductor.pygraph.table import Table
+from torch._inductor.pygraph.values.deliver import CapturedValues, delivers_of
+from torch._inductor.pygraph.verify.proof import identical, mark_unwritten, Proof
 from torch._inductor.utils import clone_preserve_strides
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
@@ -107,7 +107,7 @@ if TYPE_CHECKING:
         OutputType,
         PlaceholderInfo,
     )
-    from torch._inductor.pygraph.select import Function
+    from torch._inductor.pygraph.select.controller import Function
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
 

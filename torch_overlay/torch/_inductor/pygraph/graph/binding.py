@@ -23,15 +23,15 @@ import os
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.driver import bindings, check, DriverError, entry_point
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch._inductor.pygraph.placeholder import PlaceholderMap
-    from torch._inductor.pygraph.prelude import Prelude
+    from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
+    from torch._inductor.pygraph.graph.prelude import Prelude
 
 
 log = logging.getLogger(__name__)

@@ -54,8 +54,8 @@ if TYPE_CHECKING:
         PathOutputIndex,
     )
     from torch._inductor.cudagraph_utils import ModelType, OutputType
-    from torch._inductor.pygraph.record import BoundGraphNode
-    from torch._inductor.pygraph.select import Function
+    from torch._inductor.pygraph.capture.record import BoundGraphNode
+    from torch._inductor.pygraph.select.controller import Function
     from torch._inductor.utils import InputType
 
 

@@ -24,7 +24,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     VariableTracker,
 )
-from torch._inductor.pygraph import prefix
+from torch._inductor.pygraph.dynamo import prefix
 
 
 if TYPE_CHECKING:

@@ -35,17 +35,17 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
 from torch._inductor.lowering import register_lowering
 from torch._inductor.pattern_matcher import get_arg_value
-from torch._inductor.pygraph.deliver import (
-    MAX_DELIVERED_BYTES,
-    offsets,
-    PIECE_BYTES,
-)
 from torch._inductor.pygraph.report import (
     BRINGS_CPU_VALUES,
     COPIES_TO_CPU,
     CPU_VALUES,
     CpuValue,
     innermost,
+)
+from torch._inductor.pygraph.values.deliver import (
+    MAX_DELIVERED_BYTES,
+    offsets,
+    PIECE_BYTES,
 )
 from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op, is_gpu
 from torch._inductor.virtualized import V
@@ -137,7 +137,7 @@ def own(wrapper: PythonWrapperCodegen, name: str, type: str, *args: str) -> None
 
     while isinstance(wrapper, SubgraphPythonWrapperCodegen):
         wrapper = wrapper.parent_wrapper
-    wrapper.add_import_once(f"from torch._inductor.pygraph.deliver import {type}")
+    wrapper.add_import_once(f"from torch._inductor.pygraph.values.deliver import {type}")
     wrapper.header.writeline(f"{name} = {type}({', '.join(args)})")
 
 

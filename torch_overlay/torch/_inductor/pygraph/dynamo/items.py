@@ -25,7 +25,7 @@ import torch
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import CallMethodItemSource
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._inductor.pygraph.prefix import obstacles
+from torch._inductor.pygraph.dynamo.prefix import obstacles
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 

@@ -27,21 +27,21 @@ import types
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.binding import (
+from torch._inductor.pygraph.graph.binding import (
     kernel_function,
     parameter_layout,
     set_kernel_parameters,
     WORD_BYTES,
 )
-from torch._inductor.pygraph.driver import bindings, check
-from torch._inductor.pygraph.prelude import SLOT, Write
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.prelude import SLOT, Write
 
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch._inductor.cudagraph_utils import ModelType
-    from torch._inductor.pygraph.prelude import ReadParameters
+    from torch._inductor.pygraph.graph.prelude import ReadParameters
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 

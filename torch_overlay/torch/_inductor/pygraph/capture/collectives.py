@@ -30,8 +30,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._inductor.pygraph.binding import BindingError, graph_nodes
-from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.graph.binding import BindingError, graph_nodes
+from torch._inductor.pygraph.graph.driver import bindings, check
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -55,12 +55,11 @@ from torch._inductor.cudagraph_trees import (
     get_manager,
     thread_containers,
 )
-from torch._inductor.pygraph import store
-from torch._inductor.pygraph.collectives import has_collectives
-from torch._inductor.pygraph.driver import DriverError
-from torch._inductor.pygraph.memory import room
-from torch._inductor.pygraph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.replay import (
+from torch._inductor.pygraph.capture.collectives import has_collectives
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
+from torch._inductor.pygraph.replay.steady import (
     CompiledReplays,
     has_trees,
     InputHeld,
@@ -80,6 +79,7 @@ from torch._inductor.pygraph.report import (
     TABLE,
     UNDECIDED,
 )
+from torch._inductor.pygraph.select import store
 from torch._inductor.utils import (
     align_inputs_from_check_idxs,
     remove_unaligned_input_idxs,
@@ -233,7 +233,7 @@ class Function:
         self.restored: OrderedSet[int] = OrderedSet()
 
     def node_type(self) -> type[CUDAGraphNode]:
-        from torch._inductor.pygraph import record
+        from torch._inductor.pygraph.capture import record
 
         return record.BoundGraphNode if self.binds_inputs else record.CopyGraphNode
 
@@ -253,7 +253,7 @@ class Function:
         Called before trees end a path, which takes its outputs away. False if the function
         has to run uncaptured this time.
         """
-        from torch._inductor.pygraph import record
+        from torch._inductor.pygraph.capture import record
 
         if not self.is_capturable:
             return False
@@ -291,7 +291,7 @@ class Function:
         """
         Called when a recording failed, before its call runs uncaptured, or was interrupted.
         """
-        from torch._inductor.pygraph import record
+        from torch._inductor.pygraph.capture import record
 
         if manager.current_node is not None:
             # The allocator knows by now what the path left alive, and can not be told twice.
@@ -1271,7 +1271,7 @@ def deploy(
         decide(function, NO_GRAPH, "forced")
         return uncaptured
 
-    from torch._inductor.pygraph.record import apart, forget, functions_around
+    from torch._inductor.pygraph.capture.record import apart, forget, functions_around
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         manager = manager_of(device_index)

@@ -13,7 +13,7 @@ import ctypes
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.placeholder import tensor_at
+from torch._inductor.pygraph.graph.placeholder import tensor_at
 
 
 if TYPE_CHECKING:

@@ -28,7 +28,7 @@ from torch._functorch._aot_autograd.runtime_wrappers import (
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._functorch._aot_autograd.utils import normalize_as_list
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.direct import boxed_replay, natives, replay
+from torch._inductor.pygraph.calls.direct import boxed_replay, natives, replay
 
 
 if TYPE_CHECKING:

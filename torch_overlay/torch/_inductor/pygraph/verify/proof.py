@@ -18,7 +18,7 @@ import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.placeholder import UNWRITTEN
+from torch._inductor.pygraph.graph.placeholder import UNWRITTEN
 from torch.utils._ordered_set import OrderedSet
 
 

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.codecache import write_atomic
-from torch._inductor.pygraph.binding import (
+from torch._inductor.pygraph.graph.binding import (
     BindingError,
     find_kernel_words,
     graph_nodes,
@@ -38,15 +38,15 @@ from torch._inductor.pygraph.binding import (
     kernel_parameters,
     set_kernel_parameters,
 )
-from torch._inductor.pygraph.driver import bindings, check, DriverError
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from torch._inductor.pygraph.placeholder import PlaceholderMap
-    from torch._inductor.pygraph.table import Table
+    from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
+    from torch._inductor.pygraph.graph.table import Table
 
 
 log = logging.getLogger(__name__)

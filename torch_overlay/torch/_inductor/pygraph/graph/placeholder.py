@@ -21,7 +21,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings, check
 
 
 if TYPE_CHECKING:
