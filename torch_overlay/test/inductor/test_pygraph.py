@@ -23,6 +23,9 @@ from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.pygraph.graph.memory import segments_of
+from torch._inductor.pygraph.select import deploy, timing
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.verify.diagnose import Verdict
 from torch._inductor.test_case import run_tests, TestCase
 from torch.nn.attention import sdpa_kernel, SDPBackend
 from torch.testing._internal.common_utils import (
@@ -682,10 +685,9 @@ class ProofTest(PyGraphTestCase):
         self.assertGreaterEqual(counters["pygraph"]["unbound"], 2)
 
     def test_node_that_may_hide_an_input(self):
-        from torch._inductor.pygraph.graph.binding import BindingError
 
         def kernel_update(*args):
-            raise BindingError("the graph holds a node of another kind")
+            raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind="other"))
 
         with mock.patch("torch._inductor.pygraph.graph.binding.kernel_update", kernel_update):
             self.check_copied(lambda x: x * 2, lambda: (randn(64),))
@@ -761,7 +763,7 @@ class ProofTest(PyGraphTestCase):
 
     def test_rehearsal_out_of_memory(self):
         with mock.patch(
-            "torch._inductor.pygraph.capture.record.Rehearsal._run",
+            "torch._inductor.pygraph.verify.rehearsal.Rehearsal._first_run",
             side_effect=torch.OutOfMemoryError("no memory"),
         ):
             entry = self.check_copied(lambda x: x * 2, lambda: (randn(64),))
@@ -779,7 +781,7 @@ class ProofTest(PyGraphTestCase):
                 side_effect=ImportError("no cuda-bindings"),
             ),
             mock.patch(
-                "torch._inductor.pygraph.capture.record.arena",
+                "torch._inductor.pygraph.capture.layout.arena",
                 side_effect=ImportError("no cuda-bindings"),
             ),
         ):
@@ -1119,16 +1121,14 @@ class TrainingTest(PyGraphTestCase):
 
     def test_forward_without_graph(self):
         "Activations of an uncaptured forward move; trees take them for static."
-        from torch._inductor.pygraph.select import controller as select
+        original = deploy.deploy
 
-        original = select.deploy
-
-        def deploy(*args, **kwargs):
+        def forced(*args, **kwargs):
             if not kwargs["is_backward"]:
                 kwargs["force"] = "no_graph"
             return original(*args, **kwargs)
 
-        with mock.patch.object(select, "deploy", deploy):
+        with mock.patch.object(deploy, "deploy", forced):
             module = MLP().to(DEVICE)
             compiled = torch.compile(module, options=FORCED)
             plain = torch.compile(lambda x: module(x))
@@ -1274,8 +1274,8 @@ class LittleMemoryTest(PyGraphTestCase):
     def test_proof_that_fails(self):
         "What was captured for it is gone when the call runs uncaptured."
         with mock.patch(
-            "torch._inductor.pygraph.capture.record.BoundGraphNode._difference",
-            lambda self: "it differs",
+            "torch._inductor.pygraph.capture.bound.verify",
+            lambda *args: Verdict(Reason.of(Code.ONLY_CLOSE)),
         ):
             self.check_limited(self.infer, 1.02, 6, pygraph_force="node_update")
         self.assertEqual(counters["pygraph"]["bound_inputs"], 0)
@@ -1293,11 +1293,9 @@ class SelectionTest(PyGraphTestCase):
         return entry
 
     def test_device_bound_function_is_not_recorded(self):
-        from torch._inductor.pygraph.select import controller as select
-
         before = self.recordings()
-        cost = select.Cost(*map(select.Estimate, (1000.0, 10.0, 1000.0)))
-        with mock.patch.object(select.Samples, "cost", lambda self: cost):
+        cost = timing.Cost(*map(timing.Estimate, (1000.0, 10.0, 1000.0)))
+        with mock.patch.object(timing.Samples, "cost", lambda self: cost):
             entry = self.run_until_decided(
                 torch.compile(lambda x: x.sin() + 1, options={"pygraph": True}),
                 lambda: (randn(64),),
@@ -1319,16 +1317,14 @@ class SelectionTest(PyGraphTestCase):
 
     @parametrize("graph_wins", (False, True))
     def test_choice_follows_the_times(self, graph_wins):
-        from torch._inductor.pygraph.select import controller as select
-
         graph = (60.0, 20.0, 9.0) if graph_wins else (99.0, 49.5, 10.0)
         costs = iter(
             [
-                select.Cost(*map(select.Estimate, times))
+                timing.Cost(*map(timing.Estimate, times))
                 for times in ((100.0, 50.0, 10.0), graph, graph, (100.0, 50.0, 10.0))
             ]
         )
-        with mock.patch.object(select.Samples, "cost", lambda self: next(costs)):
+        with mock.patch.object(timing.Samples, "cost", lambda self: next(costs)):
             entry = self.run_until_decided(
                 torch.compile(lambda x: x * 2, options={"pygraph": True}),
                 lambda: (randn(64),),
@@ -1337,12 +1333,10 @@ class SelectionTest(PyGraphTestCase):
         self.assertEqual(entry.choice, "node_update" if graph_wins else "no_graph")
 
     def test_graph_that_lost_gives_its_memory_back(self):
-        from torch._inductor.pygraph.select import controller as select
-
-        losing = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
+        losing = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
         compiled = torch.compile(lambda x: x * 2, options={"pygraph": True})
         x = randn(1 << 26)
-        with mock.patch.object(select.Samples, "cost", lambda self: next(losing)):
+        with mock.patch.object(timing.Samples, "cost", lambda self: next(losing)):
             for _ in range(MOST_CALLS):
                 y = compiled(x)
         manager = trees.get_manager(x.device.index)

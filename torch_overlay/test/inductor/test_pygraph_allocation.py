@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from torch._inductor import compile_fx, cudagraph_trees as trees
-from torch._inductor.pygraph.capture import allocation, record
+from torch._inductor.pygraph.capture import allocation, copying
 from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
@@ -368,7 +368,7 @@ class CopyGraphNodeTest(TestCase):
     ) -> list[Any]:
         "Outputs of the call that records, with those of later calls checked against them."
         aliases = aliases or {}
-        node = object.__new__(record.CopyGraphNode)
+        node = object.__new__(copying.CopyGraphNode)
         node.output_storage_alias = [
             aliases.get(i, trees.UnaliasedStorage) for i in range(len(outputs))
         ]

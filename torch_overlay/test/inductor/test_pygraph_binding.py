@@ -23,9 +23,11 @@ from hypothesis import given, settings, strategies as st
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.capture import record
-from torch._inductor.pygraph.graph import binding, driver, placeholder, prelude, table
-from torch._inductor.pygraph.graph.binding import BindingError, NodeUpdateBinding
+from torch._inductor.pygraph.capture import layout
+from torch._inductor.pygraph.graph import binding, driver, memory, placeholder, prelude, table
+from torch._inductor.pygraph.graph.binding import (
+    NodeUpdateBinding,
+)
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
     GUARD_BYTES,
@@ -36,7 +38,8 @@ from torch._inductor.pygraph.graph.placeholder import (
     PlaceholderMap,
 )
 from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
-from torch._inductor.pygraph.verify import proof
+from torch._inductor.pygraph.types.reason import RefusedError
+from torch._inductor.pygraph.verify import proof, state
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -613,7 +616,7 @@ class BindingTest(TestCase):
                 self.assertEqual(model.held[0], [block(address)])
             self.assertEqual(model.sets, [0, 0, 0])
 
-    @parametrize("alignment", record.ALIGNMENTS)
+    @parametrize("alignment", layout.ALIGNMENTS)
     def test_offsets_up_to_the_guards(self, alignment):
         "Padded convolutions start before the tensor; ends lie past it."
         places = place(PAGE_BYTES, 100, 100, alignment=alignment)
@@ -625,7 +628,7 @@ class BindingTest(TestCase):
             bound.update([OTHER, NEAR, OTHER])
             self.assertEqual(model.held[0], [u64(NEAR + offset) for offset in offsets])
 
-    @parametrize("alignment", record.ALIGNMENTS)
+    @parametrize("alignment", layout.ALIGNMENTS)
     def test_offsets_that_align_better(self, alignment):
         """
         A kernel with wide loads may have been chosen for such an address, and where an input
@@ -641,7 +644,7 @@ class BindingTest(TestCase):
             ]
             for node in nodes:
                 if node is nodes[0] and alignment < MAX_ALIGNMENT:
-                    with self.assertRaisesRegex(BindingError, "less aligned"):
+                    with self.assertRaisesRegex(RefusedError, "less aligned"):
                         with self.bound(places, node):
                             pass
                     continue
@@ -776,7 +779,7 @@ class BindingTest(TestCase):
         places = place(4096)
         table = [OTHER] * 512
         table[position] = places.placeholders[0].address + 16
-        with self.assertRaisesRegex(BindingError, "copied from the host"):
+        with self.assertRaisesRegex(RefusedError, "copied from the host"):
             with self.bound(places, MemcpyNode(OTHER, u64(*table))):
                 pass
 
@@ -789,7 +792,7 @@ class BindingTest(TestCase):
         self.assertEqual(binding.read_host_memory(address, 4).raw, b"here")
         del view
         page.close()
-        with self.assertRaisesRegex(BindingError, "gone"):
+        with self.assertRaisesRegex(RefusedError, "gone"):
             binding.read_host_memory(address, 4)
 
     def test_large_host_copy_is_not_read(self):
@@ -809,7 +812,7 @@ class BindingTest(TestCase):
             try:
                 with self.bound(place(64), Node(name)) as (_, bound):
                     self.assertEqual((bound.num_nodes, bound.updates), (1, []))
-            except BindingError as e:
+            except RefusedError as e:
                 self.assertEqual(str(e), f"the graph holds a {kind.name} node")
             else:
                 allowed.append(name)
@@ -821,7 +824,7 @@ class BindingTest(TestCase):
     @parametrize("kind", ("HOST", "GRAPH", "CONDITIONAL"))
     def test_refused_node_after_bound_ones(self, kind):
         places = place(64)
-        with self.assertRaisesRegex(BindingError, kind):
+        with self.assertRaisesRegex(RefusedError, kind):
             with self.bound(
                 places, KernelNode(u64(places.placeholders[0].address)), Node(kind)
             ):
@@ -1189,7 +1192,7 @@ class PreludeTest(TestCase):
         places = place(64, alignment=16)
         (x,) = (p.address for p in places.placeholders)
         with modelled(KernelNode(u64(x)), KernelNode(u64(x + 16))) as model:
-            with self.assertRaisesRegex(BindingError, "less aligned"):
+            with self.assertRaisesRegex(RefusedError, "less aligned"):
                 Prelude(GRAPH, places, 0)
             self.assertEqual((model.updatable, len(model.nodes)), ([], 2))
 
@@ -1218,7 +1221,7 @@ class PreludeTest(TestCase):
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
             model.failing = call
-            with self.assertRaisesRegex(BindingError, "no prelude could be added"):
+            with self.assertRaisesRegex(RefusedError, "no prelude could be added"):
                 Prelude(GRAPH, places, 0)
 
     @parametrize("others", (False, True))
@@ -1481,7 +1484,7 @@ class PlaceholderTest(TestCase):
                     st.sampled_from((PAGE_BYTES - 256, PAGE_BYTES - 1, PAGE_BYTES)),
                     st.integers(0, 1 << 26),
                 ),
-                st.sampled_from(record.ALIGNMENTS),
+                st.sampled_from(layout.ALIGNMENTS),
             ),
             min_size=1,
             max_size=8,
@@ -1721,13 +1724,13 @@ instantiate_parametrized_tests(PlaceholderMapTest)
 
 
 class PoolTest(TestCase):
-    def ranges(self, *segments: tuple[int, int, tuple[int, int]]) -> record.PoolRanges:
+    def ranges(self, *segments: tuple[int, int, tuple[int, int]]) -> memory.PoolRanges:
         snapshot = [
             {"address": start, "total_size": size, "segment_pool_id": pool}
             for start, size, pool in segments
         ]
         with mock.patch("torch.cuda.memory_snapshot", return_value=snapshot) as taken:
-            ranges = record.PoolRanges((0, 1))
+            ranges = memory.PoolRanges((0, 1))
         taken.assert_called_once_with((0, 1), include_traces=False)
         return ranges
 
@@ -1761,13 +1764,13 @@ class PoolTest(TestCase):
         ),
     )
     def test_common_alignment(self, pointers, alignment):
-        self.assertEqual(record.common_alignment(pointers), alignment)
+        self.assertEqual(layout.common_alignment(pointers), alignment)
 
     @given(st.lists(st.integers(0, 1 << 48), min_size=1))
     def test_common_alignment_divides_all(self, pointers):
-        alignment = record.common_alignment(pointers)
+        alignment = layout.common_alignment(pointers)
         self.assertTrue(all(p % alignment == 0 for p in pointers))
-        for larger in record.ALIGNMENTS[: record.ALIGNMENTS.index(alignment)]:
+        for larger in layout.ALIGNMENTS[: layout.ALIGNMENTS.index(alignment)]:
             self.assertTrue(any(p % larger for p in pointers))
 
 
@@ -2203,14 +2206,14 @@ class SavedInputTest(TestCase):
     def test_restores_the_memory(self, make):
         t = make()
         before = t.clone()
-        saved = record.SavedInput(t)
+        saved = state.SavedInput(t)
         t.untyped_storage().fill_(0x55)
         saved.restore(t)
         self.assertEqual(t, before, atol=0, rtol=0)
 
     def test_leaves_what_lies_outside(self):
         base = torch.zeros(16)
-        saved = record.SavedInput(base[4:8])
+        saved = state.SavedInput(base[4:8])
         base.fill_(1)
         saved.restore(base[4:8])
         self.assertEqual(base, torch.tensor([1.0] * 4 + [0.0] * 4 + [1.0] * 8))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.capture import collectives, record
+from torch._inductor.pygraph.capture import bound, collectives
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (
@@ -147,7 +147,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
     def test_one_rank_fails(self):
         "Its proof: neither deploys the graph, nor runs a collective that the other does not."
         wrong = mock.patch.object(
-            record.BoundGraphNode, "_difference", return_value="made up"
+            bound.BoundGraphNode, "_difference", return_value="made up"
         )
         with self.ranks():
             if self.rank == 1:

@@ -26,7 +26,7 @@ from torch._inductor.pygraph import report
 from torch._inductor.pygraph.graph import prelude, table
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
-from torch._inductor.pygraph.select import controller as select
+from torch._inductor.pygraph.select import selection, timing
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
@@ -507,10 +507,10 @@ class ReplayTest(PyGraphTestCase):
     def test_selection(self, wins):
         "Of the two ways to set nodes, both of which were recorded."
         times = [99.0, 50.0, 20.0 if wins else 60.0]
-        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in times])
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in times])
         with (
-            mock.patch.object(select, "PRELUDE_FROM_NODES", 1),
-            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+            mock.patch.object(selection, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             self.check(MLP().cuda(), lambda: (randn(8, 64),), None, calls=200, exact=False)
         (entry,) = report()

@@ -36,10 +36,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.capture import allocation, collectives, record
-from torch._inductor.pygraph.capture.record import HostGenerators, SavedInput
+from torch._inductor.pygraph.capture import allocation, bound, collectives, copying, layout
 from torch._inductor.pygraph.graph import placeholder
-from torch._inductor.pygraph.graph.binding import BindingError
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
     Placeholder,
@@ -50,10 +48,20 @@ from torch._inductor.pygraph.graph.placeholder import (
 )
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.replay import steady as replay
-from torch._inductor.pygraph.replay.steady import StreamOrder
-from torch._inductor.pygraph.select import controller as select, store
+from torch._inductor.pygraph.select import deploy, selection, store, timing
+from torch._inductor.pygraph.trees import queries
+from torch._inductor.pygraph.trees.threads import (
+    StreamOrder,
+)
+from torch._inductor.pygraph.types import candidate
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values import deliver
+from torch._inductor.pygraph.verify import diagnose, fingerprint, rehearsal
 from torch._inductor.pygraph.verify.proof import Proof
+from torch._inductor.pygraph.verify.state import (
+    HostGenerators,
+    SavedInput,
+)
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
@@ -488,15 +496,16 @@ def modelled_device() -> Iterator[ModelledDevice]:
         @staticmethod
         def _of_output(output: Any) -> Any:
             return (
-                record_proof.fingerprint(output)
+                fingerprint.fingerprint(output)
                 if isinstance(output, torch.Tensor)
                 else None
             )
 
+    def mark_unwritten(t: torch.Tensor) -> None:
+        fingerprint.mark_unwritten(on_host(t))
+
     def hosted(value: Any) -> Any:
         return on_host(value) if isinstance(value, torch.Tensor) else value
-
-    from torch._inductor.pygraph.verify import proof as record_proof
 
     def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
         if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in dsts):
@@ -563,30 +572,45 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "_use_cuda_memory_pool_manager": device.allocate_to_pool,
             },
         ),
+        (layout, {"arena": lambda index, poison: device.arenas[poison]}),
+        (copying, {"room": device.room}),
         (
-            record,
+            bound,
             {
-                "arena": lambda index, poison: device.arenas[poison],
                 "take_damage": take_damage,
-                "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
+                "mark_unwritten": mark_unwritten,
                 "NodeUpdateBinding": ModelledBinding,
-                "OwnPool": lambda index: ModelledOwnPool(device),
                 "PoolRanges": lambda pool: ModelledPool(device),
+                "clone_preserve_strides": device.clone,
+            },
+        ),
+        (
+            rehearsal,
+            {
+                "mark_unwritten": mark_unwritten,
+                "OwnPool": lambda index: ModelledOwnPool(device),
                 "Proof": HostProof,
                 "RngState": ModelledRng,
                 "SavedInput": SavedInput,
-                "clone_preserve_strides": device.clone,
+                "fill_free": device.fill_free,
+            },
+        ),
+        (
+            diagnose,
+            {
+                "take_damage": take_damage,
+                "Proof": HostProof,
                 "fill_free": device.fill_free,
                 "room": device.room,
             },
         ),
-        (select, {"room": device.room}),
+        (selection, {"room": device.room}),
         (
             allocation,
             {
                 "copy_by_kernel": lambda to, t: device.launch(host_copy, to, t),
                 "empty_strided_cuda": device.empty_strided,
-                "mark_unwritten": lambda t: record_proof.mark_unwritten(on_host(t)),
+                "mark_unwritten": mark_unwritten,
                 "native": types.SimpleNamespace(compiled=None),
             },
         ),
@@ -1338,20 +1362,20 @@ class RecordTest(TestCase):
         "There is no memory to see whether it does, once the function was rehearsed."
         failures = {
             "repeats_itself": mock.patch.object(
-                record.Rehearsal,
+                rehearsal.Rehearsal,
                 "repeats_itself",
                 side_effect=torch.OutOfMemoryError("out of memory"),
             ),
-            "room": mock.patch.object(record, "room", lambda *args: 0),
+            "room": mock.patch.object(copying, "room", lambda *args: 0),
         }
-        difference = record.BoundGraphNode._difference
+        difference = bound.BoundGraphNode._difference
 
         def failing(node):
             failures[method].start()
             self.addCleanup(failures[method].stop)
             return difference(node)
 
-        with mock.patch.object(record.BoundGraphNode, "_difference", failing):
+        with mock.patch.object(bound.BoundGraphNode, "_difference", failing):
             count = itertools.count().__next__
             seen = self.numbers_of_the_host(count, 6, "node_update")
         self.assertEqual(seen, sorted(set(seen)))
@@ -1959,7 +1983,7 @@ class RecordTest(TestCase):
 
         with (
             mock.patch.object(node, "pool_ranges", [t.data_ptr() for t in pooled]),
-            mock.patch.object(record, "clone_preserve_strides", staged),
+            mock.patch.object(bound, "clone_preserve_strides", staged),
             self.assertRaises(torch.OutOfMemoryError),
         ):
             tensors = [*pooled, self.randn()]
@@ -1986,7 +2010,7 @@ class RecordTest(TestCase):
                 if end == "unavailable":
                     raise PreludeUnavailable("no compiler")
                 if end == "broken":
-                    raise BindingError("no node")
+                    raise RefusedError(Reason.of(Code.ERROR, error="no node"))
 
             def upload(self, executable: Any) -> None:
                 self.is_uploaded = True
@@ -1994,7 +2018,7 @@ class RecordTest(TestCase):
             def failure(self) -> str | None:
                 return "no update" if end == "on the device" else None
 
-        with mock.patch.object(record, "Prelude", Prelude), self.failing_once(end):
+        with mock.patch.object(bound, "Prelude", Prelude), self.failing_once(end):
             self.check(self.ADD, force=force)
         self.assertEqual(len(made), 1)
         self.assertEqual(made[0].table is not None, force == "table")
@@ -2036,11 +2060,11 @@ class RecordTest(TestCase):
                 return "no update" if end == "on the device" else None
 
         times = [99.0, 50.0, 20.0 if end == "wins" else 60.0]
-        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in times])
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in times])
         with (
-            mock.patch.object(record, "Prelude", Prelude),
-            mock.patch.object(select, "PRELUDE_FROM_NODES", 1),
-            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+            mock.patch.object(bound, "Prelude", Prelude),
+            mock.patch.object(selection, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             fn = self.check(self.ADD, force=None, calls=170)
         (entry,) = report()
@@ -2056,8 +2080,8 @@ class RecordTest(TestCase):
 
     def test_prelude_of_what_cannot_be_captured(self):
         with (
-            mock.patch.object(record, "Prelude", side_effect=AssertionError),
-            mock.patch.object(record, "Rehearsal", side_effect=RuntimeError("out")),
+            mock.patch.object(bound, "Prelude", side_effect=AssertionError),
+            mock.patch.object(bound, "Rehearsal", side_effect=RuntimeError("out")),
         ):
             self.check(self.ADD, force="prelude")
         (entry,) = report()
@@ -2079,7 +2103,7 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
 
     @contextlib.contextmanager
-    def remembered(self, choice: str = select.NODE_UPDATE) -> Iterator[store.Entry]:
+    def remembered(self, choice: str = candidate.NODE_UPDATE) -> Iterator[store.Entry]:
         "An earlier process bound it, or copied its inputs, and it was faster."
         with tempfile.TemporaryDirectory() as directory:
             entry = store.Entry(Path(directory), {}, {})
@@ -2096,16 +2120,16 @@ class RecordTest(TestCase):
         ):
             calls = 3 if hidden is None else 200
             self.check(self.ADD, force=None, code_hash="c", calls=calls)
-            kept = entry.load(select.CANDIDATES)
+            kept = entry.load(candidate.CANDIDATES)
         (function,) = report()
         self.assertEqual(function.choice, kept.choice)
         self.assertEqual(function.remembered, hidden is None)
-        self.assertEqual(function.choice == select.NODE_UPDATE, hidden is None)
+        self.assertEqual(function.choice == candidate.NODE_UPDATE, hidden is None)
         self.assertEqual(counters["pygraph"]["reselected"], int(hidden is not None))
 
     def test_remembered_copies(self):
         "They are no more than it was decided with."
-        with self.remembered(select.COPY):
+        with self.remembered(candidate.COPY):
             self.check(self.ADD, force=None, code_hash="c", calls=12)
         (function,) = report()
         self.assertEqual((function.choice, function.copied_bytes), ("copy", 64))
@@ -2128,9 +2152,9 @@ class RecordTest(TestCase):
             self.remembered() as entry,
         ):
             self.check(self.ADD, make, force=None, code_hash="c", calls=120)
-            kept = entry.load(select.CANDIDATES)
+            kept = entry.load(candidate.CANDIDATES)
         (function,) = report()
-        self.assertNotEqual(function.choice, select.NODE_UPDATE)
+        self.assertNotEqual(function.choice, candidate.NODE_UPDATE)
         self.assertEqual(function.choice, kept.choice)
         self.assertEqual(counters["pygraph"]["reselected"], 1)
 
@@ -2154,12 +2178,12 @@ class RecordTest(TestCase):
     @contextlib.contextmanager
     def selects_at_once(self, *us: float) -> Iterator[None]:
         "What is timed takes so long, in turns."
-        costs = [select.Cost(*[select.Estimate(t)] * 3) for t in us]
+        costs = [timing.Cost(*[timing.Estimate(t)] * 3) for t in us]
         times = itertools.cycle(costs)
         few = dict(WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1)
         with (
-            mock.patch.multiple(select, **few),
-            mock.patch.object(select.Samples, "cost", lambda _: next(times)),
+            mock.patch.multiple(timing, **few),
+            mock.patch.object(timing.Samples, "cost", lambda _: next(times)),
         ):
             yield
 
@@ -2222,7 +2246,7 @@ class RecordTest(TestCase):
                     call(w)
             self.assertEqual(report()[0].choice, choice)
             with self.selects_at_once(99.0):
-                with mock.patch.object(record, "room", lambda *_: 0):
+                with mock.patch.object(copying, "room", lambda *_: 0):
                     call(moved)
                 for _ in range(20):
                     call(w)
@@ -2377,7 +2401,7 @@ class RecordTest(TestCase):
             sin(out, x)
 
         body = "args.clear(); a = new(); launch(torch.Tensor.zero_, a); b = new(); fails(b, a); return (b,)"
-        with mock.patch.object(record, "clean_up_failed_capture"):
+        with mock.patch.object(copying, "clean_up_failed_capture"):
             fn = None
             for _ in range(5):
                 fn = fn or self.deploy(body, [], force=force)
@@ -2776,15 +2800,15 @@ class RecordTest(TestCase):
         ((backward,),) = forward.children.values()
         functions = [node.wrapped_function for node in (forward, backward)]
         for f, g in (functions, functions[::-1]):
-            self.assertEqual(list(record.functions_around(manager, f.id)), [g.pygraph])
+            self.assertEqual(list(queries.policies_around(manager, f.id)), [g.pygraph])
         (alone,) = [node for node in manager.get_roots() if not node.children]
         self.assertEqual(alone.wrapped_function.model, other.model)
-        around = record.functions_around(manager, alone.wrapped_function.id)
+        around = queries.policies_around(manager, alone.wrapped_function.id)
         self.assertEqual(len(around), 0)
         # A graph takes those that follow it with it. They are recorded anew.
         manager.current_node = None
-        record.drop(manager, functions[0].id)
-        self.assertIsNone(record.functions_around(manager, functions[1].id))
+        queries.drop(manager, functions[0].id)
+        self.assertIsNone(queries.policies_around(manager, functions[1].id))
 
     def test_even_graph_that_is_timed_in_fewer_calls(self):
         "The others become graphs when it is timed without one."
@@ -2792,17 +2816,17 @@ class RecordTest(TestCase):
         forwards: list[Deployed | None] = [None, None]
         backwards: list[Deployed | None] = [None, None]
 
-        def complete(samples: select.Samples) -> bool:
+        def complete(samples: timing.Samples) -> bool:
             return samples.calls >= (4 if samples.function in even else 16)
 
-        def cost(samples: select.Samples) -> select.Cost:
+        def cost(samples: timing.Samples) -> timing.Cost:
             us = 10.0 if samples.function.report.timings_us else 90.0
             us = 50.0 if samples.function in even else us
-            return select.Cost(*[select.Estimate(us)] * 3)
+            return timing.Cost(*[timing.Estimate(us)] * 3)
 
         with (
-            mock.patch.object(select.Samples, "complete", property(complete)),
-            mock.patch.object(select.Samples, "cost", cost),
+            mock.patch.object(timing.Samples, "complete", property(complete)),
+            mock.patch.object(timing.Samples, "cost", cost),
         ):
             for _ in range(60):
                 new_generation()
@@ -2848,7 +2872,11 @@ class RecordTest(TestCase):
         stays = True
         with (
             mock.patch.object(ModelledBinding, "hidden", 0),
-            mock.patch.object(select, "judge", lambda *args: (stays, "")),
+            mock.patch.object(
+                selection,
+                "judge",
+                lambda *args: (stays, Reason.of(Code.NOT_FASTER)),
+            ),
         ):
             # It is recorded for both.
             run(uncaptured, lambda: entry.external_inputs > 0)
@@ -3461,10 +3489,10 @@ class RecordTest(TestCase):
         timed = []
 
         def run(force: str | None, inputs: Iterator[Any]) -> None:
-            costs = [select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)]
+            costs = [timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)]
             with (
-                mock.patch.object(select.Samples, "cost", lambda samples: costs.pop(0)),
-                mock.patch.object(select.Samples, "_suffices", lambda samples: True),
+                mock.patch.object(timing.Samples, "cost", lambda samples: costs.pop(0)),
+                mock.patch.object(timing.Samples, "_suffices", lambda samples: True),
             ):
                 self.run_deep(force, inputs, calls=40)
             timed.append(4 - len(costs))
@@ -3474,8 +3502,8 @@ class RecordTest(TestCase):
         self.assertEqual([*dict.fromkeys(timed)], [0, 1, 2, 4])
 
     def test_graph_that_lost_gives_its_memory_back(self):
-        costs = iter([select.Cost(*[select.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
-        with mock.patch.object(select.Samples, "cost", lambda samples: next(costs)):
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
+        with mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)):
             self.check(self.ADD, force=None, calls=120)
         self.assertEqual(report()[0].choice, "no_graph")
         self.assertFalse(any(trees.get_manager(0).roots.values()))
@@ -3686,16 +3714,16 @@ class ProgramTest(RecordTest):
     def test_random_programs_while_selecting(self, times, steps):
         trees.reset_cudagraph_trees()
         trees.MarkStepBox.mark_step_counter = 0
-        costs = (select.Cost(*[select.Estimate(t)] * 3) for t in itertools.cycle(times))
+        costs = (timing.Cost(*[timing.Estimate(t)] * 3) for t in itertools.cycle(times))
         with (
             mock.patch.multiple(
-                select,
+                timing,
                 WARMUP_SAMPLES=0,
                 SAMPLES=1,
                 MAX_SAMPLES=1,
                 DEVICE_SAMPLES=1,
             ),
-            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+            mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             program = Program(self, None)
             program.run(steps)
@@ -3721,7 +3749,7 @@ class Deployed:
         self, model: Any, inputs: Sequence[Any], static: Sequence[int], **kwargs: Any
     ) -> None:
         self.model = model
-        self.current = select.deploy(
+        self.current = deploy.deploy(
             model, list(inputs), static, self.replace, stack_traces=None, **kwargs
         )
 

@@ -42,13 +42,17 @@ from torch._inductor.cudagraph_trees import (
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.calls.direct import Orders, orders
-from torch._inductor.pygraph.capture import record
+from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
+from torch._inductor.pygraph.graph import memory
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.replay.steady import (
     compiled_replay,
     is_steady,
     steady_replay,
+)
+from torch._inductor.pygraph.trees import threads
+from torch._inductor.pygraph.trees.threads import (
     stream_order_of,
     StreamOrder,
 )
@@ -87,7 +91,7 @@ class Graph:
         self.node.launch()
 
 
-class Node(record.BoundGraphNode):
+class Node(bound.BoundGraphNode):
     """
     Of a function (weight, x, 5) -> (x + weight, 5, a saved tensor, None, weight): weight is
     static, x is bound, and so is the first output.
@@ -130,7 +134,7 @@ class Node(record.BoundGraphNode):
         self.outputs_weakrefs = []
         self.allocators = [lambda: self.output]
         self.staged = []
-        self.pool_ranges = record.PoolRanges.__new__(record.PoolRanges)
+        self.pool_ranges = memory.PoolRanges.__new__(memory.PoolRanges)
         self.pool_ranges.bounds = []
         self.written_bound = ()
         self.graph = Graph(self)
@@ -343,7 +347,7 @@ class ReplayTest(TestCase):
             self.node.binding.pointers = list(pointers)
 
         self.node.binding.update.side_effect = update
-        with mock.patch.object(record, "clone_preserve_strides", clone):
+        with mock.patch.object(bound, "clone_preserve_strides", clone):
             self.assertTrue(self.call(x))
         self.assertEqual(x, torch.full((8,), 2.0))
         self.assertEqual(self.node.staged, [])
@@ -718,7 +722,7 @@ class CompiledReplayTest(ReplayTest):
     def test_thread_that_records(self):
         "What it calls meanwhile, on another device for one, is not replayed."
         for _ in range(2):
-            with record.without_trees():
+            with threads.without_trees():
                 self.assertFalse(self.call())
             self.assertTrue(self.call())
 

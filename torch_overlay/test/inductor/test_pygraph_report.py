@@ -32,19 +32,10 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.report import (
     __main__ as command,
     advice,
-    Blocker,
-    BRINGS_CPU_VALUES,
-    COPIES_TO_CPU,
-    COPY,
     describe_partition,
-    FunctionReport,
-    GraphReport,
     innermost,
     new_graph,
     new_report,
-    NO_GRAPH,
-    NODE_UPDATE,
-    PartitionReport,
     publish,
     Report,
     source_of_partition,
@@ -52,6 +43,19 @@ from torch._inductor.pygraph.report import (
     trace,
 )
 from torch._inductor.pygraph.report.text import format_bytes, format_us
+from torch._inductor.pygraph.types.candidate import (
+    COPY,
+    NO_GRAPH,
+    NODE_UPDATE,
+)
+from torch._inductor.pygraph.types.report import (
+    Blocker,
+    BRINGS_CPU_VALUES,
+    COPIES_TO_CPU,
+    FunctionReport,
+    GraphReport,
+    PartitionReport,
+)
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,

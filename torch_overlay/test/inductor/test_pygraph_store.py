@@ -24,15 +24,18 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.select import controller as select, store
-from torch._inductor.pygraph.select.controller import (
+from torch._inductor.pygraph.select import deploy, store, timing
+from torch._inductor.pygraph.select.selection import (
+    Selection,
+)
+from torch._inductor.pygraph.select.store import Decision, Entry
+from torch._inductor.pygraph.types import candidate
+from torch._inductor.pygraph.types.candidate import (
     CANDIDATES,
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
-    Selection,
 )
-from torch._inductor.pygraph.select.store import Decision, Entry
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -313,7 +316,7 @@ class RememberTest(DeployTestCase):
         for target, name, value in (
             (store, "cache_dir", lambda: directory.name),
             (store, "_driver", lambda: "580"),
-            (select, "cudagraphify", self.cudagraphify),
+            (deploy, "cudagraphify", self.cudagraphify),
         ):
             patch = mock.patch.object(target, name, value)
             patch.start()
@@ -349,7 +352,7 @@ class RememberTest(DeployTestCase):
 
     def test_graph(self):
         self.run_process()
-        with mock.patch.object(select.Samples, "call", None):
+        with mock.patch.object(timing.Samples, "call", None):
             ran = self.run_process(10)
         # The first call compiles, and tunes.
         self.assertEqual(ran, ["uncaptured", "record"] + ["replay"] * 8)
@@ -445,7 +448,7 @@ class RememberTest(DeployTestCase):
             seen.append(inputs[0].data_ptr() % 16)
             return model(inputs)
 
-        with mock.patch.object(select, "get_input_idxs_to_check", lambda *_: [0]):
+        with mock.patch.object(deploy, "get_input_idxs_to_check", lambda *_: [0]):
             self.run_process(model=aligned)
             self.recorded[0].unbind("output 0 differs")
             seen.clear()
@@ -513,7 +516,7 @@ class RememberTest(DeployTestCase):
         self.assertEqual(self.run_process(3, force=force), ran)
         self.assertEqual(self.choices()[-1], force)
         for function in self.recorded:
-            self.assertEqual(function.binds_inputs, force in select.BINDINGS)
+            self.assertEqual(function.binds_inputs, force in candidate.BINDINGS)
             bound = force if function.binds_inputs else NODE_UPDATE
             self.assertEqual(function.binding, bound)
         self.run_process(3)
@@ -570,14 +573,14 @@ PROGRAM = """
 import json, sys, torch
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.select import controller as select
+from torch._inductor.pygraph.select import timing
 
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(10)]).cuda()
 step = torch.compile(lambda x: model(x).relu().sum(), options={"pygraph": True})
-grads, timed = [], select.Samples.call
+grads, timed = [], timing.Samples.call
 calls = []
-select.Samples.call = lambda *args: calls.append(1) or timed(*args)
+timing.Samples.call = lambda *args: calls.append(1) or timed(*args)
 for i in range(440):
     model.zero_grad()
     step(torch.full((8, 64), i / 40, device="cuda")).backward()

@@ -367,9 +367,9 @@ class CaseRun:
 
     def again(self) -> dict[str, Any]:
         """What a process decides that need not be the first, and whether its results are right."""
-        select = importlib.import_module("torch._inductor.pygraph.select.controller")
+        timing = importlib.import_module("torch._inductor.pygraph.select.timing")
         timed_calls = 0
-        call = select.Samples.call
+        call = timing.Samples.call
 
         def counted(*args: Any) -> Any:
             nonlocal timed_calls
@@ -379,7 +379,7 @@ class CaseRun:
         reset_report()
         ring = [self._inputs() for _ in range(self.case.ring)]
         expected = [self._observe("no_cg", inputs) for inputs in ring]
-        with mock.patch.object(select.Samples, "call", counted):
+        with mock.patch.object(timing.Samples, "call", counted):
             found = self._settle("pygraph", ring, expected)
         entries = report()
         # It may not have been compared while it settled.

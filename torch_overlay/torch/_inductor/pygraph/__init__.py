@@ -37,10 +37,12 @@ what cannot be bound is copied, what cannot be captured runs uncaptured.
 """
 
 from torch._inductor.pygraph.report import (
-    FunctionReport,
     Report,
     report,
     reset_report,
+)
+from torch._inductor.pygraph.types.report import (
+    FunctionReport,
 )
 
 

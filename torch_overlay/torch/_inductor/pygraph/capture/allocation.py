@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_at
-from torch._inductor.pygraph.verify.proof import as_bytes, mark_unwritten
+from torch._inductor.pygraph.verify.fingerprint import as_bytes, mark_unwritten
 from torch.multiprocessing.reductions import StorageWeakRef
 
 

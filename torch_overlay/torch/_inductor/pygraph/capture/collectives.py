@@ -1,23 +1,24 @@
 """
 Graphs with collectives.
 
-Every rank has to run each collective as often as the others do, once a call, also in a
-call that records:
+Every rank has to run each collective once a call, as the other ranks do. That holds for a
+call that records, too:
 
-- The rehearsal leaves collectives out, and so does the replay that has to reproduce it: the
-  nodes that they captured are disabled meanwhile (cuGraphNodeSetEnabled). An all-reduce in
-  place that is left out is one that changes nothing.
-- The nodes of collectives themselves are not bound. What a collective is given lies in the
-  graphs' pool, or is an input that does not move, since NCCL may keep addresses where no
-  parameter shows them.
+- The rehearsal leaves collectives out. So does the replay that has to reproduce it, for
+  which the nodes of collectives are disabled (cuGraphNodeSetEnabled). An all-reduce in place
+  that is left out changes nothing.
 - Then the call's inputs are restored, and the whole graph runs once, as the call.
 
-And a collective that is captured needs others that are: NCCL may register the memory of a
-captured collective with the other ranks, while it is captured (NCCL_GRAPH_REGISTER), and
-then uses other kernels. So ranks agree, by the store of their group, that all of them
-capture, and that all of them deploy what they captured.
+Nodes of collectives are not bound: NCCL may keep addresses where no parameter shows them. So
+the operand of a collective lies in the graphs' pool, or is an input that does not move.
 
-Ranks time alike only on average, so a function with collectives is not selected by time.
+A captured collective needs captured collectives on the other ranks. NCCL may register the
+operand's memory with the other ranks during capture (NCCL_GRAPH_REGISTER), and then uses
+other kernels. So the ranks agree, through the store of their group, that all of them capture
+and that all of them deploy their graphs.
+
+The times that ranks measure agree only on average, so that a function with collectives is
+not selected by time.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._inductor.pygraph.graph.binding import BindingError, graph_nodes
+from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,25 +43,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
     from torch._inductor.utils import InputType
 
 
 log = logging.getLogger(__name__)
 
-# How long a rank waits for others to come to where it is: they may have more to compile.
+# How long a rank waits for the others, which may have more to compile.
 PATIENCE = datetime.timedelta(minutes=2)
 
-# Of the operators that wait for other ranks.
+# Namespaces of the operators that wait for other ranks.
 NAMESPACES = ("_c10d_functional", "symm_mem")
 
-# Those that return their operand, so that they can be left out.
+# Collectives that return their operand, so that they can be left out.
 IN_PLACE = ("all_reduce_", "wait_tensor")
 
-# How often this process has recorded a function: others do so as often.
+# How often this process recorded a function, by name. Other ranks record it as often.
 _recordings: Counter[str] = Counter()
 
-# Functions that not all ranks capture. Where each has sizes of its own, which it records in
-# calls that the others do not, it would wait for every one of them.
+# Functions that not all ranks capture. If ranks have sizes of their own, they record in
+# different calls, and each rank would wait for every one of the others' sizes.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
@@ -69,7 +72,7 @@ def has_collectives(model: ModelType) -> bool:
 
 
 def groups_of(model: ModelType) -> list[str]:
-    """The process groups of its collectives, which generated code names by literals."""
+    """Return the process groups of a function's collectives."""
     names = dist.distributed_c10d._world.pg_names.values()
     return [name for name in model.__code__.co_consts if name in names]
 
@@ -94,7 +97,7 @@ class _Collectives(TorchDispatchMode):
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
         if func.overloadpacket.__name__ not in IN_PLACE:
-            raise BindingError(f"{func} can not be left out of the proof")
+            raise RefusedError(Reason.of(Code.COLLECTIVE_NOT_OMITTABLE, op=str(func)))
         return self.collective(func, args, kwargs)
 
     def collective(
@@ -105,13 +108,13 @@ class _Collectives(TorchDispatchMode):
 
 class LeftOut(_Collectives):
     """
-    Returns what a collective is given, and runs none.
+    Run no collective: return its operand.
 
     Attributes:
-        operands: the storages of what they were given
+        operands: the storages of the operands
 
     Raises:
-        BindingError: one cannot be left out. None has run by then.
+        RefusedError: a collective cannot be left out. None has run by then.
     """
 
     def __init__(self) -> None:
@@ -127,27 +130,16 @@ class LeftOut(_Collectives):
 
 class Captured(_Collectives):
     """
-    Lets collectives be captured.
-
-    Args:
-        model: the function
-        name: what it is called, on all ranks alike
+    Note what collectives add to the graph that is being captured.
 
     Attributes:
-        addresses: of what they were given
-        nodes: what they added to the graph
-        captures: whether all ranks agreed to capture
+        addresses: of their operands
+        nodes: of the graph, by handle
     """
 
-    def __init__(self, model: ModelType, name: str, device_index: int) -> None:
+    def __init__(self, device_index: int) -> None:
         super().__init__()
         self.device_index = device_index
-        self.groups = groups_of(model)
-        self.model = model
-        _recordings[name] += 1
-        name = f"{name}/{_recordings[name]}"
-        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
-        self.captures = False
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
 
@@ -161,33 +153,121 @@ class Captured(_Collectives):
         self.addresses.add(args[0].data_ptr())
         return result
 
-    def agree(self) -> bool:
-        """Whether all ranks take the next step: first to capture, then to deploy."""
-        if len(self.groups) != 1 or self.model in _not_agreed:
-            # Of several groups, ranks of one may agree and those of the next one may not.
+
+class NoCollectives:
+    """
+    The steps of a recording, for a function without collectives.
+
+    Attributes:
+        is_any: whether there are collectives
+        is_retryable: whether the function may be recorded again with another binding
+        operands: storages that the graph needs in its pool, once it was rehearsed
+    """
+
+    is_any = False
+    is_retryable = True
+    operands: OrderedSet[StorageWeakRef] = OrderedSet()
+
+    def rehearsed(self, model: ModelType) -> ModelType:
+        """Return ``model`` for a rehearsal."""
+        return model
+
+    def agree_to_capture(self) -> None:
+        """
+        Raises:
+            RefusedError: another rank does not capture.
+        """
+
+    def captured(self, model: ModelType) -> ModelType:
+        """Return ``model`` for the capture."""
+        return model
+
+    def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
+        """
+        Leave collectives out of the next launches, which are compared with the rehearsal.
+
+        Raises:
+            RefusedError: a collective's operand is bound.
+            DriverError: a node could not be set.
+        """
+
+    def agree_to_deploy(self, executable: int) -> None:
+        """
+        Run collectives in the next launches again.
+
+        Raises:
+            RefusedError: another rank does not deploy its graph.
+            DriverError: a node could not be set.
+        """
+
+    def refuse(self) -> None:
+        """Tell the other ranks that this one does not go on."""
+
+
+class Collectives(NoCollectives):
+    """
+    The steps of a recording that all ranks take together.
+
+    Args:
+        model: the function
+        name: the function's name, the same on all ranks
+    """
+
+    is_any = True
+
+    def __init__(self, model: ModelType, name: str, device_index: int) -> None:
+        self.groups = groups_of(model)
+        self.model = model
+        _recordings[name] += 1
+        name = f"{name}/{_recordings[name]}"
+        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
+        self.left_out = LeftOut()
+        self.operands = self.left_out.operands
+        self.nodes = Captured(device_index)
+
+    def rehearsed(self, model: ModelType) -> ModelType:
+        return under(self.left_out, model)
+
+    def agree_to_capture(self) -> None:
+        if not self._agree():
+            if self._is_known_group():
+                _not_agreed.add(self.model)
+            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+        # Other ranks do not capture it again: this one may not be able to.
+        self.is_retryable = False
+
+    def captured(self, model: ModelType) -> ModelType:
+        return under(self.nodes, model)
+
+    def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
+        if any(map(placeholders.find, self.nodes.addresses)):
+            raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
+        self._enable(executable, enabled=False)
+
+    def agree_to_deploy(self, executable: int) -> None:
+        self._enable(executable, enabled=True)
+        if not self._agree():
+            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
+
+    def _is_known_group(self) -> bool:
+        # Ranks of one group may agree where those of another do not.
+        return len(self.groups) == 1 and self.model not in _not_agreed
+
+    def _agree(self) -> bool:
+        if not self._is_known_group():
             self.refuse()
             return False
         is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)
         if not is_agreed:
             self.to_agree_on.clear()
-            if not self.captures:
-                _not_agreed.add(self.model)
-        self.captures |= is_agreed
         return is_agreed
 
     def refuse(self) -> None:
-        """This rank does not take it."""
         for group in self.groups if self.to_agree_on else ():
             agree(group, self.to_agree_on[0], ready=False)
         self.to_agree_on.clear()
 
-    def enable(self, executable: int, *, enabled: bool) -> None:
-        """
-        Whether the next launches run them.
-
-        Raises:
-            DriverError: a node could not be set.
-        """
+    def _enable(self, executable: int, *, enabled: bool) -> None:
         cu = bindings()
         kind = cu.CUgraphNodeType
         kinds = (
@@ -195,8 +275,8 @@ class Captured(_Collectives):
             kind.CU_GRAPH_NODE_TYPE_MEMCPY,
             kind.CU_GRAPH_NODE_TYPE_MEMSET,
         )
-        for node in self.nodes.values():
-            # The others only order what other streams do.
+        for node in self.nodes.nodes.values():
+            # Nodes of other kinds only order the work of streams.
             if check(cu.cuGraphNodeGetType(node)) in kinds:
                 check(
                     cu.cuGraphNodeSetEnabled(
@@ -205,8 +285,16 @@ class Captured(_Collectives):
                 )
 
 
+def collectives_of(
+    model: ModelType, name: str, device_index: int
+) -> NoCollectives:
+    if not has_collectives(model):
+        return NoCollectives()
+    return Collectives(model, name, device_index)
+
+
 def nodes_so_far(device_index: int) -> dict[int, Any]:
-    """By address, those of the graph that the current stream is captured in."""
+    """Return the nodes of the graph that the current stream is captured in, by handle."""
     cu = bindings()
     stream = torch.cuda.current_stream(device_index).cuda_stream
     _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
@@ -215,20 +303,24 @@ def nodes_so_far(device_index: int) -> dict[int, Any]:
 
 def agree(group_name: str, what: str, *, ready: bool) -> bool:
     """
-    Whether all ranks of a group are ready for something, which has a name of its own. Waits
-    for those that have not come to it, unless this one is not ready.
+    Return whether all ranks of a group are ready for a step.
+
+    Waits for the other ranks, unless this one is not ready.
+
+    Args:
+        what: a name that the step has on all ranks and that no other step has
     """
     try:
         group = dist.distributed_c10d._resolve_process_group(group_name)
         _, store = dist.distributed_c10d._world.pg_map[group]
         return _agree(store, f"pygraph/{what}", group.size(), ready=ready)
     except (KeyError, RuntimeError, ValueError) as e:
-        log.info("ranks can not agree: %s", str(e).partition("\n")[0])
+        log.info("ranks cannot agree on %s: %s", what, str(e).partition("\n")[0])
         return False
 
 
 def _agree(store: dist.Store, key: str, size: int, *, ready: bool) -> bool:
-    # What is set first holds, for all.
+    # The value that is set first holds for all ranks.
     if not ready:
         store.compare_set(key, "", "no")
     elif store.add(f"{key}/ready", 1) == size:
@@ -237,6 +329,6 @@ def _agree(store: dist.Store, key: str, size: int, *, ready: bool) -> bool:
         try:
             store.wait([key], PATIENCE)
         except RuntimeError:
-            # DistStoreError, or of a FileStore no more than this.
+            # DistStoreError. A FileStore raises nothing more special than this.
             store.compare_set(key, "", "no")
     return store.get(key) == b"yes"

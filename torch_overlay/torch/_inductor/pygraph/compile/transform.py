@@ -36,11 +36,13 @@ from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
 from torch._inductor.lowering import register_lowering
 from torch._inductor.pattern_matcher import get_arg_value
 from torch._inductor.pygraph.report import (
+    innermost,
+)
+from torch._inductor.pygraph.types.report import (
     BRINGS_CPU_VALUES,
     COPIES_TO_CPU,
     CPU_VALUES,
     CpuValue,
-    innermost,
 )
 from torch._inductor.pygraph.values.deliver import (
     MAX_DELIVERED_BYTES,

@@ -24,6 +24,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -45,10 +46,6 @@ LAUNCH_PARAM_END = 0
 LAUNCH_PARAM_BUFFER_POINTER = 1
 
 WORD_BYTES = 8
-
-
-class BindingError(RuntimeError):
-    """The graph holds, or may hold, an input where it cannot be set."""
 
 
 class Word:
@@ -109,12 +106,12 @@ def find_kernel_words(
     Those of a parameter of a kernel.
 
     Raises:
-        BindingError: the kernel may have been chosen for an alignment that another call's
+        RefusedError: the kernel may have been chosen for an alignment that another call's
             input does not have.
     """
     words = find_words(buffer, placeholders)
     if any(placeholders.is_better_aligned(w.input, w.offset) for w in words):
-        raise BindingError("a kernel reads a part of an input that may be less aligned")
+        raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
     return words
 
 
@@ -196,7 +193,7 @@ def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
     since, so that it can not be read through a pointer.
 
     Raises:
-        BindingError: nothing is mapped there.
+        RefusedError: nothing is mapped there.
     """
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
@@ -204,7 +201,7 @@ def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
     except OSError:
         content = b""
     if len(content) != nbytes:
-        raise BindingError("what a copy from the host reads is gone")
+        raise RefusedError(Reason.of(Code.HOST_COPY_GONE))
     return ctypes.create_string_buffer(content, nbytes)
 
 
@@ -243,7 +240,7 @@ def memcpy_update(
         if nbytes <= MAX_HOST_COPY_BYTES:
             host = read_host_memory(int(params.srcHost), nbytes)
             if find_words(host, placeholders):
-                raise BindingError("an input's address is copied from the host")
+                raise RefusedError(Reason.of(Code.HOST_COPY_OF_ADDRESS))
     words = find_words(struct_buffer(params, MEMCPY_BYTES), placeholders)
     return struct_update(
         executable, node, params, words, cu.cuGraphExecMemcpyNodeSetParams
@@ -362,7 +359,7 @@ class NodeUpdateBinding:
             prelude: what the graph begins with, if it sets nodes itself
 
         Raises:
-            BindingError: a node may hide an input.
+            RefusedError: a node may hide an input.
             DriverError: a node's parameters could not be read.
         """
         cu = bindings()
@@ -392,7 +389,7 @@ class NodeUpdateBinding:
                 if update is not None:
                     self.updates.append(update)
             elif node_type not in no_parameters:
-                raise BindingError(f"the graph holds a {node_type.name} node")
+                raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=node_type.name))
         pointers = [p.address for p in placeholders.placeholders]
         # For each input the nodes to set when it moves.
         self.nodes_of: list[list[int]] = [[] for _ in pointers]

@@ -1,14 +1,15 @@
 """
-What recording takes of the device's memory, and whether it is there.
+How much device memory a recording takes, and whether it is free.
 
-A program may fill the device, and must not fail because it is recorded. While a graph is
-captured, the caching allocator gives back nothing of its cache, and what a capture that
-fails had allocated stays with the pool. So the function is rehearsed in a pool of its
-own, which shows what it takes, and where that is not free it is not captured.
+A program may fill the device, and must not fail because PyGraph records it. The caching
+allocator frees nothing of its cache during a capture, and a capture that fails leaves its
+allocations in the pool. So the function is rehearsed in a pool of its own, which shows how
+much it takes, and is not captured where less is free.
 """
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 from typing import Any, TYPE_CHECKING
 
@@ -23,10 +24,9 @@ if TYPE_CHECKING:
 
 
 def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
-    """Those of torch.cuda.memory_snapshot."""
-    # It drops a reference to each of its arguments that it never took: an integer that is
-    # not kept for ever is freed with the first call, while the pool's handle still has it.
-    # Reported with https://github.com/pytorch/pytorch/pull/196366.
+    """Return the segments of a pool, as torch.cuda.memory_snapshot describes them."""
+    # memory_snapshot drops a reference to each of its arguments that it never took. An
+    # integer that is not immortal would be freed while the pool's handle still has it.
     for argument in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
     return [
@@ -36,10 +36,26 @@ def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
     ]
 
 
+class PoolRanges:
+    """The address ranges of a memory pool's segments."""
+
+    def __init__(self, pool: _POOL_HANDLE) -> None:
+        self.bounds: list[int] = []
+        for segment in sorted(segments_of(pool), key=lambda s: s["address"]):
+            start = segment["address"]
+            self.bounds += (start, start + segment["total_size"])
+
+    def __contains__(self, address: int) -> bool:
+        # Bounds alternate between the start and the end of a segment.
+        return bisect.bisect_right(self.bounds, address) % 2 == 1
+
+
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     """
-    Bytes that the process can still allocate, in ``pool`` if one is given, once the
-    allocator gave back its cache, which this does.
+    Free the allocator's cache and return how many bytes the process can still allocate.
+
+    Args:
+        pool: count the free memory of this pool too
     """
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device_index)
@@ -50,7 +66,7 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
 
 
 def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
-    """Writes an int64 to all of a pool's memory that no tensor lies in."""
+    """Write an int64 to all of a pool's memory that no tensor lies in."""
     for segment in segments_of(pool):
         for block in segment["blocks"]:
             if block["state"] == "inactive":
@@ -60,10 +76,10 @@ def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
 
 class OwnPool:
     """
-    What this thread allocates meanwhile lies in a pool that goes with it.
+    A context in which this thread allocates in a pool that is released at the end.
 
     Attributes:
-        nbytes: what the pool had in the end, and so the most that was needed at a time
+        nbytes: bytes of the pool at the end, the most that were needed at a time
     """
 
     def __init__(self, device_index: int) -> None:
@@ -72,7 +88,7 @@ class OwnPool:
         self.nbytes = 0
 
     def __enter__(self) -> Self:
-        # The allocator does not do it for a pool.
+        # The allocator does not free its cache for a pool.
         torch.cuda.empty_cache()
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
         return self

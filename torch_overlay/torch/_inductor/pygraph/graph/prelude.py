@@ -31,7 +31,6 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch._inductor.codecache import write_atomic
 from torch._inductor.pygraph.graph.binding import (
-    BindingError,
     find_kernel_words,
     graph_nodes,
     kernel_function,
@@ -39,6 +38,7 @@ from torch._inductor.pygraph.graph.binding import (
     set_kernel_parameters,
 )
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
@@ -261,7 +261,7 @@ def kernels_that_read(
     The kernel nodes whose parameters hold an input.
 
     Raises:
-        BindingError: see find_kernel_words.
+        RefusedError: see find_kernel_words.
     """
     cu = bindings()
     for node, node_type in graph_nodes(graph):
@@ -332,7 +332,7 @@ class Prelude:
 
     Raises:
         PreludeUnavailable: there is none, and nothing changed.
-        BindingError: the graph was changed, and is of no use, or its inputs can not be bound.
+        RefusedError: the graph was changed, and is of no use, or its inputs can not be bound.
     """
 
     def __init__(
@@ -368,7 +368,8 @@ class Prelude:
         except PreludeUnavailable:
             raise
         except RuntimeError as e:
-            raise BindingError(f"no prelude could be added: {e}") from e
+            reason = Reason.of(Code.PRELUDE_NOT_ADDED, error=str(e))
+            raise RefusedError(reason) from e
 
     def _all_updates(self, readers: list[ReadParameters]) -> list[Write]:
         if not readers:
@@ -475,9 +476,9 @@ class Prelude:
         check(cu.cuGraphUpload(executable, cu.CUstream(stream.cuda_stream)))
         stream.synchronize()
 
-    def failure(self) -> str | None:
-        """What went wrong on the device since this was last asked, or None. Waits."""
+    def failure(self) -> Reason | None:
+        """Return what went wrong on the device since this was last asked, or None. Waits."""
         if self.error is None or (status := int(self.error.item())) == 0:
             return None
         self.error.zero_()
-        return f"cudaGraphKernelNodeSetParam failed on the device with {status}"
+        return Reason.of(Code.NODE_REFUSED_ON_DEVICE, status=status)

@@ -29,8 +29,6 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
-import threading
-import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -44,6 +42,8 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.trees.cached import caches_are_whole, is_lazy, renew
+from torch._inductor.pygraph.trees.threads import lock_of, stream_order_of
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
@@ -54,101 +54,9 @@ if TYPE_CHECKING:
         PathOutputIndex,
     )
     from torch._inductor.cudagraph_utils import ModelType, OutputType
-    from torch._inductor.pygraph.capture.record import BoundGraphNode
-    from torch._inductor.pygraph.select.controller import Function
+    from torch._inductor.pygraph.capture.bound import BoundGraphNode
+    from torch._inductor.pygraph.select.controller import Controller
     from torch._inductor.utils import InputType
-
-
-class InputHeld(Exception):
-    """
-    An input in the pool, which the graph overwrites as it did when it was recorded, is
-    still held: ``retain_graph=True`` in this step and not in that one. Or the graph reads
-    CPU values that another thread packs, or an input is not what lies at its address. The
-    call has to run uncaptured; its inputs are as they were.
-    """
-
-
-class NoTrees(dict[int, Any]):
-    """The containers of a thread while it records; see record.without_trees."""
-
-
-def has_trees() -> bool:
-    """Whether trees know this thread, and it may record, or replay, a function."""
-    containers = thread_containers()
-    return containers is not None and not isinstance(containers, NoTrees)
-
-
-_locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.Lock] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def lock_of(manager: CUDAGraphTreeManager) -> threading.Lock:
-    """
-    What a thread holds while it records or replays; another one runs uncaptured meanwhile,
-    and never waits, since the first may wait for it. Trees are of one thread, and of those
-    that autograd uses on its behalf; but it runs the backward of outputs on the CPU in the
-    thread that called it, and that of others in one of its own, both at the same time.
-
-    So does what a finalizer calls in the same thread, which the collector may run where a
-    replay allocates: of the path, the replay knows what it has seen before.
-    """
-    return _locks.setdefault(manager, threading.Lock())
-
-
-class StreamOrder:
-    """
-    Launches of one manager follow one another, on whichever streams they are: its graphs use
-    the same memory, and a replay reads the generator's state where the next one sets it.
-    Used by who has the manager's lock.
-
-    Attributes:
-        raw_stream: the last launch's
-    """
-
-    __slots__ = ("device_index", "raw_stream", "stream")
-
-    def __init__(self, device_index: int) -> None:
-        self.device_index = device_index
-        self.raw_stream: int | None = None
-        self.stream: torch.cuda.Stream | None = None
-
-    def follow(self) -> None:
-        """
-        Called before a launch, and before all that it writes, outside of captures. Another
-        stream waits for what the last one has to do by now, an uncaptured backward that
-        reads activations of the pool included.
-        """
-        raw_stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        if raw_stream == self.raw_stream:
-            return
-        stream = torch.cuda.current_stream(self.device_index)
-        if self.stream is not None:
-            try:
-                if not is_captured(self.stream):
-                    stream.wait_stream(self.stream)
-            except RuntimeError:
-                # It was the program's own, and is destroyed.
-                torch.cuda.synchronize(self.device_index)
-        self.stream, self.raw_stream = stream, raw_stream
-
-
-def is_captured(stream: torch.cuda.Stream) -> bool:
-    """
-    By the program. There is nothing to wait for then: the capture began when the device was
-    done, and what it has runs later. An event of it would draw others into it.
-    """
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-_stream_orders: weakref.WeakKeyDictionary[CUDAGraphTreeManager, StreamOrder] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def stream_order_of(manager: CUDAGraphTreeManager) -> StreamOrder:
-    return _stream_orders.setdefault(manager, StreamOrder(manager.device_index))
 
 
 def is_steady(node: BoundGraphNode) -> bool:
@@ -174,54 +82,6 @@ def is_steady(node: BoundGraphNode) -> bool:
                 node.static_output_tensors,
             )
         )
-    )
-
-
-def renew(t: torch.Tensor) -> None:
-    """
-    Called before a cached tensor is returned once more. Nobody has it any more, but who had
-    it last may have left what a new tensor has not: autograd's state, hooks, attributes.
-    """
-    if t.requires_grad:
-        t.detach_()
-    if t.grad is not None:
-        t.grad = None
-    if t._backward_hooks is not None:
-        t._backward_hooks = None
-    if t._post_accumulate_grad_hooks:
-        # Autograd keeps the dictionary itself.
-        t._post_accumulate_grad_hooks.clear()
-    if t.__dict__:
-        t.__dict__.clear()
-
-
-def is_lazy(t: torch.Tensor) -> bool:
-    "Whether it is not what lies at its address, but the conjugate or the negative of that."
-    return t.is_conj() or t.is_neg()
-
-
-def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
-    "Whether the program did not give other memory to a tensor that a node caches."
-    return t.untyped_storage().data_ptr() == metadata["data_ptr"]
-
-
-def caches_are_whole(node: CUDAGraphNode) -> bool:
-    """
-    Whether the tensors that a node caches are as they were recorded. Who had one last may have
-    changed its shape, in place, its memory or its type: renew does not undo that.
-    """
-    return all(
-        t is None
-        or (
-            has_own_memory(t, metadata)  # type: ignore[arg-type]
-            and t.storage_offset() == metadata["storage_offset"]  # type: ignore[index]
-            and t.size() == metadata["size"]  # type: ignore[index]
-            and t.stride() == metadata["stride"]  # type: ignore[index]
-            and t.dtype == metadata["dtype"]  # type: ignore[index]
-            and type(t) is torch.Tensor
-            and not (is_lazy(t) or t.has_names())
-        )
-        for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
     )
 
 
@@ -290,7 +150,7 @@ def steady_replay(
             or not last.all_outputs_are_dead()
         ):
             return general(inputs)
-        if node.wrapped_function.pygraph.is_outdated:
+        if node.wrapped_function.pygraph.state.is_outdated:
             return general(inputs)
         if not node.is_steady or not pointers_equal(
             inputs,  # type: ignore[arg-type]
@@ -428,7 +288,7 @@ def compiled_replay(
             for i in node.cudagraph_managed_idxs
             if not node.preserved_aliased_inputs[i]
         ],
-        function=node.wrapped_function.pygraph,
+        function=node.wrapped_function.pygraph.state,
         live_outputs=live_outputs,
         dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
         dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
@@ -458,7 +318,7 @@ class CompiledReplays:
 
     def __init__(
         self,
-        function: Function,
+        function: Controller,
         manager: CUDAGraphTreeManager,
         mode: CompilationMode,
         owner: object,

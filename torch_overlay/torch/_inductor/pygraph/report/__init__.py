@@ -14,18 +14,24 @@ trace         from the structured trace and JSON to a report
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import json
 import logging
 import os
 import re
 from collections.abc import Sequence
-from typing import Any, overload, TYPE_CHECKING
+from typing import overload, TYPE_CHECKING
 
 import torch
-from torch._guards import CompileContext, CompileId
-from torch._logging import trace_structured
+from torch._guards import CompileContext
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.report import (
+    Blocker,
+    BRINGS_CPU_VALUES,
+    CPU_VALUES,
+    FunctionReport,
+    GraphReport,
+    PartitionReport,
+)
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -36,128 +42,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
-NO_GRAPH = "no_graph"
-COPY = "copy"
-NODE_UPDATE = "node_update"
-PRELUDE = "prelude"
-TABLE = "table"
-
-UNDECIDED = "undecided"
-
-ARTIFACT = "pygraph_report"
-
-# Why something is not captured that nobody has to change anything about; see transform.py.
-BRINGS_CPU_VALUES = "brings CPU values to the GPU"
-
-# Of a copy in the other direction.
-COPIES_TO_CPU = "copies a result of the GPU to the CPU"
-
-# Where nodes of a graph keep the CpuValues that they bring there.
-CPU_VALUES = "pygraph_cpu_values"
-
 log = logging.getLogger(__name__)
-
-_numbers = itertools.count()
-
-
-@dataclasses.dataclass
-class FunctionReport:
-    """
-    One function (a graph, or one partition of it, for one set of sizes).
-
-    Times are microseconds a call of the function by itself, on the host or on the device,
-    whichever is longer (medians); bytes are per replay. ``stock_copied_bytes`` is what
-    cudagraph trees would copy, ``copied_bytes`` what the chosen candidate does.
-    ``kernel_nodes`` are the nodes of the last recording, of any kind, ``updated_nodes``
-    those that the host sets when all external inputs moved. Both bytes and nodes are 0 until it is recorded.
-
-    ``source`` is where it is in the program, ``compile_id`` names its graph, and
-    ``remembered`` says that an earlier process measured it.
-    """
-
-    name: str
-    mode: str
-    choice: str = UNDECIDED
-    reason: str = ""
-    timings_us: dict[str, float] = dataclasses.field(default_factory=dict)
-    external_inputs: int = 0
-    stock_copied_bytes: int = 0
-    copied_bytes: int = 0
-    kernel_nodes: int = 0
-    updated_nodes: int = 0
-    source: str = dataclasses.field(default="", repr=False)
-    compile_id: str = dataclasses.field(default="", repr=False)
-    sizes: list[int] = dataclasses.field(default_factory=list, repr=False)
-    remembered: bool = dataclasses.field(default=False, repr=False)
-    number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
-
-    @property
-    def is_graph(self) -> bool:
-        return self.choice not in (NO_GRAPH, UNDECIDED)
-
-    @property
-    def bound_inputs(self) -> int:
-        return self.external_inputs if self.is_graph and self.choice != COPY else 0
-
-    @property
-    def saved_us(self) -> float:
-        "What the choice saves in a call over no graph."
-        times = self.timings_us
-        return times.get(NO_GRAPH, 0) - times.get(self.choice, times.get(NO_GRAPH, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocker:
-    """An operator that cannot be captured."""
-
-    op: str
-    reason: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class CpuValue:
-    """
-    A value on the CPU that GPU code reads, and how it gets there: one of the ways that
-    transform.py lists. ``name`` is its own in the graph.
-    """
-
-    name: str
-    type: str
-    how: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionReport:
-    """
-    Consecutive kernels, captured together or, for the blockers among them, not.
-    ``cpu_values`` are those that they read, or bring to the GPU for others to read.
-    """
-
-    kernels: int
-    source: str
-    blockers: tuple[Blocker, ...] = ()
-    cpu_values: tuple[CpuValue, ...] = ()
-
-
-@dataclasses.dataclass
-class GraphReport:
-    """
-    One compiled graph. ``skip_reason`` is why all of it is not captured, if so;
-    ``partitions`` are those of Inductor, in their order.
-    """
-
-    compile_id: str
-    mode: str
-    device: str
-    skip_reason: str = ""
-    source: str = ""
-    partitions: list[PartitionReport] = dataclasses.field(default_factory=list)
-
-    @property
-    def cpu_values(self) -> OrderedSet[CpuValue]:
-        return OrderedSet(v for p in self.partitions for v in p.cpu_values)
 
 
 class Report(Sequence[FunctionReport]):
@@ -210,48 +95,19 @@ class Report(Sequence[FunctionReport]):
     def json(self) -> str:
         content = {
             "title": self.title,
-            "functions": [dataclasses.asdict(f) for f in self.functions],
-            "graphs": [dataclasses.asdict(g) for g in self.graphs],
+            "functions": [f.as_json() for f in self.functions],
+            "graphs": [g.as_json() for g in self.graphs],
         }
         return json.dumps(content, indent=1)
 
 
-_functions: list[FunctionReport] = []
-_graphs: list[GraphReport] = []
-
-
 def report() -> Report:
     """What was seen since the process started or :func:`reset_report` was called."""
-    return Report(_functions, _graphs)
+    return Report(journal.functions, journal.graphs)
 
 
 def reset_report() -> None:
-    _functions.clear()
-    _graphs.clear()
-
-
-def new_report(name: str, mode: str, **facts: Any) -> FunctionReport:
-    entry = FunctionReport(name, mode, **facts)
-    _functions.append(entry)
-    publish(entry)
-    return entry
-
-
-def drop_reports(entries: Iterable[FunctionReport]) -> None:
-    numbers = OrderedSet(entry.number for entry in entries)
-    _functions[:] = [f for f in _functions if f.number not in numbers]
-
-
-def publish(entry: FunctionReport | GraphReport) -> None:
-    """Writes to the structured trace; of one function, the last that is written holds."""
-    kind = "function" if isinstance(entry, FunctionReport) else "graph"
-    trace_structured(
-        "artifact",
-        metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},
-        payload_fn=lambda: json.dumps({kind: dataclasses.asdict(entry)}),
-        expect_trace_id=False,
-        compile_id=CompileId.from_string(entry.compile_id or None),
-    )
+    journal.clear()
 
 
 def new_graph(compiled: CompiledFxGraph) -> None:
@@ -269,8 +125,7 @@ def new_graph(compiled: CompiledFxGraph) -> None:
         source=innermost(trace) or next((p.source for p in partitions if p.source), ""),
         partitions=partitions,
     )
-    _graphs.append(entry)
-    publish(entry)
+    journal.add(entry)
     log_uncaptured(entry)
 
 

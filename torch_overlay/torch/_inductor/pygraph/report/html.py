@@ -6,7 +6,6 @@ import string
 from html import escape
 from typing import TYPE_CHECKING
 
-from torch._inductor.pygraph.report import NO_GRAPH
 from torch._inductor.pygraph.report.text import (
     change,
     facts,
@@ -22,12 +21,20 @@ from torch._inductor.pygraph.report.text import (
     totals,
     which,
 )
+from torch._inductor.pygraph.types.candidate import (
+    NO_GRAPH,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch._inductor.pygraph.report import FunctionReport, Report
+    from torch._inductor.pygraph.report import (
+        Report,
+    )
+    from torch._inductor.pygraph.types.report import (
+        FunctionReport,
+    )
 
 
 _STYLE = """

@@ -7,8 +7,8 @@ import textwrap
 from collections import Counter
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.report import (
-    BRINGS_CPU_VALUES,
+from torch._inductor.pygraph.report.advice import advice
+from torch._inductor.pygraph.types.candidate import (
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
@@ -16,13 +16,21 @@ from torch._inductor.pygraph.report import (
     TABLE,
     UNDECIDED,
 )
-from torch._inductor.pygraph.report.advice import advice
+from torch._inductor.pygraph.types.report import (
+    BRINGS_CPU_VALUES,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch._inductor.pygraph.report import FunctionReport, GraphReport, Report
+    from torch._inductor.pygraph.report import (
+        Report,
+    )
+    from torch._inductor.pygraph.types.report import (
+        FunctionReport,
+        GraphReport,
+    )
 
 
 LABELS = {
@@ -188,7 +196,7 @@ def kernels(report: Report) -> tuple[int, int]:
 def change(f: FunctionReport) -> str:
     """What the user could change about a choice, empty if nothing."""
     bound = f.is_graph and f.choice != COPY
-    return "" if bound else advice(f.reason)
+    return "" if bound else next((r.advice for r in f.reasons if r.advice), "")
 
 
 def render(report: Report, width: int) -> str:

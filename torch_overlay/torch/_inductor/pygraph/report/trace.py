@@ -6,15 +6,9 @@ import json
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.report import (
-    ARTIFACT,
-    Blocker,
-    CpuValue,
-    FunctionReport,
-    GraphReport,
-    PartitionReport,
-    Report,
-)
+from torch._inductor.pygraph.report import Report
+from torch._inductor.pygraph.types.journal import ARTIFACT
+from torch._inductor.pygraph.types.report import FunctionReport, GraphReport
 
 
 if TYPE_CHECKING:
@@ -50,8 +44,8 @@ def _of_json(path: Path) -> Report:
     try:
         content = json.loads(path.read_text())
         return Report(
-            [FunctionReport(**f) for f in content["functions"]],
-            [_graph(g) for g in content["graphs"]],
+            [FunctionReport.from_json(f) for f in content["functions"]],
+            [GraphReport.from_json(g) for g in content["graphs"]],
             content["title"],
         )
     except (ValueError, LookupError, TypeError) as e:
@@ -65,11 +59,11 @@ def _of_log(path: Path) -> Report | None:
     for record, payload in _artifacts(path):
         try:
             if "function" in payload:
-                function = FunctionReport(**payload["function"])
+                function = FunctionReport.from_json(payload["function"])
                 functions[function.number] = function
             else:
-                graphs.append(_graph(payload["graph"]))
-        except (LookupError, TypeError) as e:
+                graphs.append(GraphReport.from_json(payload["graph"]))
+        except (LookupError, TypeError, ValueError) as e:
             raise ValueError(f"{path} has a {ARTIFACT} of another version: {e!r}") from e
         if "rank" in record:
             title = f"rank {record['rank']}"
@@ -100,17 +94,3 @@ def _whole(text: str) -> dict[str, Any] | None:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _graph(content: dict[str, Any]) -> GraphReport:
-    partitions = [
-        PartitionReport(
-            **{
-                **p,
-                "blockers": tuple(Blocker(**b) for b in p["blockers"]),
-                "cpu_values": tuple(CpuValue(**v) for v in p["cpu_values"]),
-            }
-        )
-        for p in content["partitions"]
-    ]
-    return GraphReport(**{**content, "partitions": partitions})

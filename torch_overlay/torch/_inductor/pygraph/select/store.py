@@ -1,25 +1,26 @@
 """
 Decisions of earlier processes.
 
-What select.py measured for a function is kept in a file beside Inductor's caches, so that
-the next process deploys it without measuring. The file's name is a hash of all that makes
-the function what it is:
+The decision on a function is kept in a file beside Inductor's caches, so that the next
+process deploys the function without measuring. The file's name is a hash of everything that
+identifies the function:
 
-- the code that Inductor generated for the graph. FxGraphCache and AOTAutogradCache hand
-  out the same code again; their keys would do less well: two graphs that differ in their
-  guards share one, and a graph that cannot be cached has none
-- which part of that code it is, whether it belongs to a forward, a backward or inference,
-  and the sizes, strides and dtypes it is called with
+- the code that Inductor generated for the graph. FxGraphCache and AOTAutogradCache return
+  the same code again. Their keys would not do: two graphs that differ in their guards share
+  a key, and a graph that cannot be cached has none
+- the function's name in that code, its mode, and the sizes, strides and dtypes that it is
+  called with
 - the device's name and capability, so that machines may share a directory
 
-The file also says in which environment it was measured (versions, driver, CPU). One from
-another is ignored, and overwritten by what is measured next. So is what cannot be read.
+The file also says in which environment the function was measured (versions, driver, CPU).
+A file of another environment, or one that cannot be read, is ignored and overwritten by the
+next decision.
 
-A file is written whole or not at all, by a rename, and never locked: of processes that
-decide at once the last one's decision stays, and each is right.
+A file is written by a rename, so that it is whole, and never locked. If processes decide at
+the same time, the last decision stays, and each is right.
 
-A decision says what to try first. Captures are still proven, inputs are still bound or
-copied as they have to be, so that even a wrong one costs time and nothing else.
+A decision says what to try first. Captures are still proven, and inputs are still bound or
+copied as they have to be. A wrong decision costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor import config
 from torch._inductor.codecache import torch_key, write_atomic
+from torch._inductor.pygraph.types.reason import Reason
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
@@ -51,30 +53,30 @@ log = logging.getLogger(__name__)
 
 def is_enabled() -> bool:
     """
-    Whether decisions are kept: where Inductor keeps the graphs that they belong to.
+    Return whether decisions are kept, which they are where Inductor keeps its graphs.
 
-    Without its local cache a process would decide on code that the next one compiles, and
-    possibly tunes, anew.
+    Without Inductor's local cache, the next process compiles, and possibly tunes, other
+    code.
     """
     return bool(config.fx_graph_cache) and not config.force_disable_caches
 
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """A candidate, why it was chosen, and what was measured: microseconds per call."""
+    """A candidate, why it was chosen, and the measured microseconds per call."""
 
     choice: str
-    reason: str
+    reasons: list[Reason]
     timings_us: dict[str, float]
 
 
 class Entry:
     """
-    Where the decision on one function is kept.
+    The file of the decision on one function.
 
     Args:
-        function: what makes the function what it is
-        environment: what a decision also depends on, and is not kept apart by
+        function: what identifies the function
+        environment: what a decision also depends on. There is one file for all environments
     """
 
     def __init__(
@@ -86,13 +88,13 @@ class Entry:
         self.environment = environment
 
     def load(self, candidates: Container[str]) -> Decision | None:
-        """The decision if there is one for one of the candidates."""
+        """Return the decision, or None if there is none for one of the candidates."""
         try:
             decision = self._parse(self.path.read_bytes(), candidates)
         except FileNotFoundError:
             return None
         except Exception as e:
-            # Whatever the file holds, it must not fail the program.
+            # The file must not fail the program, whatever it holds.
             reason = f"{type(e).__name__}: {e}".partition("\n")[0]
             log.info("ignoring the decision in %s: %s", self.path, reason)
             return None
@@ -108,7 +110,7 @@ class Entry:
             raise ValueError(f"measured with another {', '.join(changed)}")
         decision = Decision(
             choice=kept["choice"],
-            reason=str(kept["reason"]),
+            reasons=[Reason.from_json(reason) for reason in kept["reasons"]],
             timings_us={str(k): float(v) for k, v in kept["timings_us"].items()},
         )
         if decision.choice not in candidates:
@@ -119,12 +121,14 @@ class Entry:
         content = {
             "function": self.function,
             "environment": self.environment,
-            **dataclasses.asdict(decision),
+            "choice": decision.choice,
+            "reasons": [reason.as_json() for reason in decision.reasons],
+            "timings_us": decision.timings_us,
         }
         try:
             write_atomic(str(self.path), json.dumps(content, indent=1), make_dirs=True)
         except OSError as e:
-            log.info("the decision can not be kept in %s: %s", self.path, e)
+            log.info("the decision cannot be kept in %s: %s", self.path, e)
 
 
 def entry_for(
@@ -136,7 +140,7 @@ def entry_for(
     device_index: int,
 ) -> Entry | None:
     """
-    The entry of one function, None if there is no place for it.
+    Return the entry of one function, or None if there is no directory for it.
 
     Args:
         code_hash: of the code that Inductor generated for the graph
@@ -167,7 +171,7 @@ def entry_for(
         "triton": triton_key() if HAS_TRITON else None,
         "driver": _driver(),
         "CPU": _cpu(),
-        # With them replays take longer.
+        # Replays take longer with these settings.
         "debugging": [
             os.environ.get("CUDA_LAUNCH_BLOCKING", "0"),
             config.triton.force_cudagraph_sync,
@@ -197,12 +201,12 @@ def _first_line(path: str, start: str) -> str | None:
 
 
 def _driver() -> str:
-    # The runtime only knows which CUDA version the driver supports.
+    # The runtime knows only which CUDA version the driver supports.
     return _first_line("/proc/driver/nvidia/version", "NVRM") or str(
         torch._C._cuda_getDriverVersion()
     )
 
 
 def _cpu() -> str:
-    # It launches what is not in a graph.
+    # The CPU launches kernels that are not in a graph.
     return _first_line("/proc/cpuinfo", "model name") or platform.machine()

@@ -1,0 +1,1 @@
+"""Small and large values on the CPU that GPU code reads."""

@@ -1,0 +1,545 @@
+"""
+A node of CUDA graph trees that leaves nothing of the caller's in the graphs' pool.
+
+A BoundGraphNode captures the function with placeholders in the place of the inputs that trees
+would copy at every replay. A replay sets the nodes whose addresses changed and launches. The
+buffers that become outputs are bound to new memory in each call (allocation.py). Everything
+else is CUDAGraphNode's: liveness, generations, checkpoints of the pool, static and managed
+inputs. The pool holds what partitions, and a forward and its backward, hand on.
+
+A mutated external input needs no care: the graph writes the caller's memory, as the
+uncaptured function does. An output that aliases an external input is rebuilt on the input of
+the call.
+
+The copies of trees also separate an input from the pool. An external input that lies in the
+pool, such as the output of a function that is not PyGraph's, is staged: it is copied first,
+as trees do.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.cudagraph_trees import (
+    AliasesBoundMemory,
+    RecordingRefused,
+    UnaliasedStorage,
+)
+from torch._inductor.cudagraph_utils import CheckInvariantStatus
+from torch._inductor.pygraph.capture.allocation import (
+    Copied,
+    PlacedAllocations,
+    with_allocator,
+)
+from torch._inductor.pygraph.capture.collectives import collectives_of, NoCollectives
+from torch._inductor.pygraph.capture.copying import CopyGraphNode
+from torch._inductor.pygraph.capture.layout import (
+    BoundMemory,
+    common_alignment,
+    OutputLayout,
+    TracedRun,
+)
+from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.placeholder import (
+    PlaceholderMap,
+    storage_extent,
+    take_damage,
+    tensor_at,
+)
+from torch._inductor.pygraph.graph.prelude import Prelude, PreludeUnavailable
+from torch._inductor.pygraph.graph.table import Table
+from torch._inductor.pygraph.replay.steady import is_steady
+from torch._inductor.pygraph.trees.cached import NotReplayed
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.function import Refused
+from torch._inductor.pygraph.types.reason import (
+    Code,
+    first_line,
+    Reason,
+    RefusedError,
+)
+from torch._inductor.pygraph.verify.diagnose import GraphRun, verify
+from torch._inductor.pygraph.verify.fingerprint import mark_unwritten
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal
+from torch._inductor.pygraph.verify.state import write
+from torch._inductor.utils import clone_preserve_strides
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
+
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.utils import InputType
+
+
+class BoundGraphNode(CopyGraphNode):
+    """
+    See the module's docstring.
+
+    What is bound is numbered alike everywhere: the external inputs in the order of
+    ``bound_input_idxs``, then the outputs' allocations. In addresses, the words of CPU
+    values follow.
+
+    Attributes:
+        call_tensors: what is bound, in the current call
+        input_pointers: addresses of the external inputs in the last call
+        alignment: that external inputs must have, in bytes
+        allocators: what makes the outputs' allocations in each call
+        pool_ranges: where the graphs' pool lies
+        written_bound: external inputs that the graph writes, by their number
+        staged: (number, input, copy that the graph reads) of the current call
+        is_steady: whether the node can be replayed without trees (replay/). It changes with
+            the tensors that the node caches
+
+    Raises:
+        RecordingRefused: the inputs cannot be bound, or the proof failed.
+    """
+
+    binds_values = True
+    binding: NodeUpdateBinding
+    call_tensors: list[torch.Tensor]
+    input_pointers: list[int]
+    alignment: int
+    allocators: list[Callable[[], torch.Tensor]]
+    pool_ranges: PoolRanges
+    written_bound: OrderedSet[int]
+    staged: list[tuple[int, torch.Tensor, torch.Tensor]]
+    is_steady: bool = False
+
+    # While it is recorded.
+    collectives = NoCollectives()
+    memory: BoundMemory
+    layout: OutputLayout
+    rehearsal: Rehearsal | None = None
+    has_prelude = False
+
+    # Recording, in the order in which CUDAGraphNode's constructor calls it
+
+    def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
+        function = self.wrapped_function
+        self.collectives = collectives_of(
+            function.model, self.request.spec.rank_name, self.device
+        )
+        super()._bind_inputs(inputs)
+        self.staged = []
+        # Integers are sizes. Each combination of them has a function of its own, with
+        # nothing to copy or bind.
+        external = {
+            i: t
+            for i in self.non_static_input_idx
+            if isinstance(t := inputs[i], torch.Tensor)
+        }
+        self.non_static_input_idx = [*external]
+        bound = [
+            i
+            for i, t in external.items()
+            if t.is_cuda and t.device.index == self.device
+        ]
+        self._learned(external_inputs=len(bound))
+        if any(not t.is_cuda and t.numel() > 0 for t in external.values()):
+            # The graph would replay the values of this call.
+            self._refuse(Reason.of(Code.CPU_INPUT), inputs, is_capturable=False)
+        if self.cudagraph_managed_idxs:
+            if any(i in self.cudagraph_managed_idxs for i in function.mutated_input_idxs):
+                # Capture has to let go of managed inputs, so that the mutation could not be
+                # undone.
+                self._refuse(Reason.of(Code.MUTATED_GRAPH_OUTPUT), inputs)
+            if self.collectives.is_any:
+                # The proof overwrites managed inputs, and the call runs the graph again.
+                self._refuse(Reason.of(Code.COLLECTIVE_AFTER_GRAPH), inputs)
+        try:
+            external_inputs = self._leave_pool(bound, inputs)
+            self._align(external_inputs)
+            self._rehearse(inputs)
+            self.memory, self.call_tensors = BoundMemory.place(
+                external_inputs, self.alignment, self.layout, self.device
+            )
+            self.allocators = self.memory.allocators
+            # After the outputs have their memory, in which nothing of the pool can lie.
+            if (lack := self._lack_of_memory(self._needed_bytes())) is not None:
+                raise RefusedError(lack, is_capturable=False)
+            self.collectives.agree_to_capture()
+        except RecordingRefused:
+            raise
+        except RefusedError as e:
+            self._refuse(e.reason, inputs, is_capturable=e.is_capturable)
+        except torch.OutOfMemoryError:
+            # Copies may not fit either.
+            reason = Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE)
+            self._refuse(reason, inputs, is_capturable=False)
+        except Exception as e:
+            # If the error is the program's own, the uncaptured run raises it again.
+            error = f"{type(e).__name__}: {first_line(e)}"
+            self._refuse(Reason.of(Code.ERROR, error=error), inputs)
+        return bound
+
+    def _leave_pool(
+        self, bound: list[int], inputs: list[InputType]
+    ) -> list[torch.Tensor]:
+        """Return the external inputs. Those in the pool are replaced by copies."""
+        pool = PoolRanges(self.cuda_graphs_pool)
+        for i in bound:
+            t: torch.Tensor = inputs[i]  # type: ignore[assignment]
+            if t.data_ptr() in pool:
+                if i in self.wrapped_function.mutated_input_idxs:
+                    self._refuse(Reason.of(Code.MUTATED_POOL_INPUT), inputs)
+                inputs[i] = self.call_inputs[i] = clone_preserve_strides(t)
+        return [inputs[i] for i in bound]  # type: ignore[misc]
+
+    def _align(self, external_inputs: list[torch.Tensor]) -> None:
+        self.input_pointers = [t.data_ptr() for t in external_inputs]
+        self.alignment = min(
+            self.request.alignment, common_alignment(self.input_pointers)
+        )
+        external_bytes = sum(map(storage_extent, external_inputs))
+        self._learned(alignment=self.alignment, external_bytes=external_bytes)
+
+    def _rehearse(self, inputs: list[InputType]) -> None:
+        function, request = self.wrapped_function, self.request
+        run = TracedRun(function.model, self.collectives.operands)
+
+        def inspect(outputs: OutputType) -> list[int]:
+            self.layout = OutputLayout.of(
+                run,
+                outputs,
+                request.owned_output_idxs,
+                known=[*inputs, *function.constants],
+                external=[inputs[i] for i in self.non_static_input_idx],
+                device=torch.device("cuda", self.device),
+            )
+            return [
+                i
+                for i, t in enumerate(outputs)
+                if isinstance(t, torch.Tensor)
+                and t.numel() > 0
+                and not run.trace.holds(t)
+            ]
+
+        self.rehearsal = Rehearsal(
+            function.model,
+            self.collectives.rehearsed(run),
+            inspect,
+            inputs,
+            device_index=self.device,
+            managed=OrderedSet(self.cudagraph_managed_idxs),
+            mutated=list(function.mutated_input_idxs),
+            reused=request.spec.reused_input_idxs,
+        )
+        self._learned(needed_bytes=self.rehearsal.needed_bytes)
+
+    def _needed_bytes(self) -> int:
+        if self.rehearsal is None:
+            return self.request.needed_bytes
+        return self.rehearsal.needed_bytes + self.layout.copied_bytes
+
+    def _refuse(
+        self,
+        reason: Reason,
+        inputs: list[InputType],
+        *,
+        is_capturable: bool = True,
+        restored: frozenset[int] = frozenset(),
+    ) -> NoReturn:
+        self.collectives.refuse()
+        if self.rehearsal is None:
+            super()._refuse(
+                reason, inputs, is_capturable=is_capturable, restored=restored
+            )
+        raise RecordingRefused(
+            Refused(
+                reason,
+                is_capturable=is_capturable and self.collectives.is_retryable,
+                has_prelude=self.has_prelude,
+                facts=self.facts,
+                rerun=self.rehearsal.rerun,
+            )
+        )
+
+    def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
+        if idx not in self.bound_input_idxs:
+            return super()._recording_input(idx, inp)
+        k = self.bound_input_idxs.index(idx)
+        address = self.memory.placeholders.placeholders[k].address
+        return tensor_at(address, inp, self.device)
+
+    def _new_graph(self) -> torch.cuda.CUDAGraph:
+        # The nodes of the captured graph are the handles of the executable graph's.
+        return torch.cuda.CUDAGraph(keep_graph=True)
+
+    def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
+        placed = PlacedAllocations(self.memory.allocations, self.device)
+        model = self.collectives.captured(with_allocator(model, placed))
+        self.copied = Copied(model, self.memory.copies, self.device)
+        return super()._record(self.copied, inputs)
+
+    def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
+        storage_address = output.untyped_storage().data_ptr()
+        hit = self.memory.placeholders.find(storage_address)
+        if hit is None:
+            return None
+        k, _ = hit
+        address = storage_address + output.storage_offset() * output.element_size()
+        like = self.call_tensors[k]
+        offset = address - self.memory.placeholders.placeholders[k].address
+        is_whole = (
+            offset == 0
+            and output.shape == like.shape
+            and output.stride() == like.stride()
+            and output.dtype == like.dtype
+        )
+        return AliasesBoundMemory(k, offset, is_whole)
+
+    def _first_replay(self) -> None:
+        if self.graph is None or self.recording_outputs is None:
+            raise AssertionError("nothing was recorded")
+        with torch.cuda.device(self.device):
+            try:
+                self._bind_graph(self.graph)
+                self._prove(self.graph)
+            except RefusedError as e:
+                self._refuse(
+                    e.reason, self.call_inputs, is_capturable=e.is_capturable
+                )
+            except DriverError as e:
+                reason = Reason.of(Code.DRIVER, error=str(e))
+                self._refuse(reason, self.call_inputs)
+        self._count()
+        self._recorded()
+
+    def _bind_graph(self, graph: torch.cuda.CUDAGraph) -> None:
+        """
+        Bind the captured graph to the tensors of the call.
+
+        Raises:
+            RefusedError, DriverError: the graph is of no use with this binding.
+        """
+        placeholders = PlaceholderMap(
+            [*self.memory.placeholders.placeholders, *self.values.placeholders()]
+        )
+        prelude = self._add_prelude(graph, placeholders)
+        try:
+            graph.instantiate()
+        except RuntimeError as e:
+            reason = Reason.of(Code.INSTANTIATE_FAILED, error=first_line(e))
+            raise RefusedError(reason) from e
+        if prelude is not None:
+            prelude.upload(graph.raw_cuda_graph_exec())
+        self.binding = NodeUpdateBinding(
+            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, prelude
+        )
+        words = range(len(self.call_tensors), len(placeholders.placeholders))
+        if not all(self.binding.nodes_of[k] for k in words):
+            raise RefusedError(Reason.of(Code.CPU_VALUE_NOT_FOUND))
+        self.collectives.set_aside(
+            graph.raw_cuda_graph_exec(), self.memory.placeholders
+        )
+        # Forget the damage of others.
+        take_damage(self.device)
+        pointers = [t.data_ptr() for t in self.call_tensors] + self.values.words()
+        self.binding.update(pointers)
+
+    def _add_prelude(
+        self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap
+    ) -> Prelude | None:
+        binding = self.request.binding
+        if binding == NODE_UPDATE:
+            return None
+        table = None
+        if binding == TABLE:
+            table = Table(self.wrapped_function.model, self.device)
+        self.has_prelude = True
+        try:
+            return Prelude(graph.raw_cuda_graph(), placeholders, self.device, table)
+        except PreludeUnavailable as e:
+            # The graph is as it was captured, and the host can set its nodes.
+            self.has_prelude = False
+            reason = Reason.of(Code.NO_PRELUDE, binding=binding, error=str(e))
+            self._learned(no_prelude=reason)
+            return None
+
+    def _prove(self, graph: torch.cuda.CUDAGraph) -> None:
+        """
+        Run the bound graph once and compare it with the rehearsal.
+
+        Raises:
+            RefusedError, DriverError: the graph must not be used.
+        """
+        if self.rehearsal is None or self.recording_outputs is None:
+            raise AssertionError("nothing was rehearsed")
+        self.recording_outputs = list(self.recording_outputs)
+        self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
+        self._mark_outputs()
+        try:
+            self.run_graph()
+        except RuntimeError as e:
+            reason = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
+            raise RefusedError(reason) from e
+        for i, alias in enumerate(self.output_storage_alias):
+            if isinstance(alias, AliasesBoundMemory):
+                self.recording_outputs[i] = self._alias_of_bound_memory(
+                    alias,
+                    self.outputs_metadata[i],  # type: ignore[arg-type]
+                )
+        run = GraphRun(
+            self.recording_outputs, self.run_graph, self.cuda_graphs_pool, self.device
+        )
+        verdict = verify(self.rehearsal, run)
+        reason = verdict.reason
+        if (prelude := self.binding.prelude) is not None:
+            reason = prelude.failure() or reason
+        if reason is not None:
+            raise RefusedError(reason, is_capturable=verdict.is_capturable)
+        if self.collectives.is_any:
+            self.collectives.agree_to_deploy(graph.raw_cuda_graph_exec())
+            # The call itself: other ranks wait for its collectives.
+            self.rehearsal.restore()
+            self.run_graph()
+
+    def _mark_outputs(self) -> None:
+        """Mark the memory of outputs, so that it shows what the graph does not write."""
+        for t in self.call_tensors[len(self.bound_input_idxs) :]:
+            mark_unwritten(t)
+        if self.cudagraph_managed_idxs:
+            # An output may lie where a managed input was, which the graph has yet to read.
+            return
+        unaliased = [
+            output
+            for output, alias in zip(
+                self.recording_outputs,  # type: ignore[arg-type]
+                self.output_storage_alias,
+            )
+            if alias is UnaliasedStorage and isinstance(output, torch.Tensor)
+        ]
+        for t in (*unaliased, *self.copied.sources):
+            # Outside of the pool it is an operator's own memory. The operator may have
+            # computed it once for all calls.
+            if t.data_ptr() in self.pool_ranges:
+                mark_unwritten(t)
+
+    def _recorded(self) -> None:
+        function = self.wrapped_function
+        # A backward may write over an activation. A gradient that lies there is rebuilt
+        # from the input.
+        reused = self.request.spec.reused_input_idxs
+        self.written_bound = OrderedSet(
+            k
+            for k, i in enumerate(self.bound_input_idxs)
+            if i in function.mutated_input_idxs or i in reused
+        )
+        self.rehearsal = None
+        self.collectives = NoCollectives()
+        self.call_tensors = []
+        del self.memory, self.layout, self.copied
+        self._learned(
+            num_nodes=self.binding.num_nodes, updated_nodes=len(self.binding.updates)
+        )
+        super()._recorded()
+
+    def _count(self) -> None:
+        counts = counters["pygraph"]
+        if (prelude := self.binding.prelude) is not None:
+            counts["device_updated_nodes"] += len(prelude.nodes)
+            if prelude.table is not None:
+                counts["indirect_kernels"] += prelude.table.num_kernels
+        counts["bound_inputs"] += len(self.bound_input_idxs)
+        counts["bound_outputs"] += len(self.allocators)
+        counts["updated_nodes"] += len(self.binding.updates)
+
+    # Replay, by trees
+
+    def _alias_of_bound_memory(
+        self, alias: AliasesBoundMemory, metadata: dict[str, Any]
+    ) -> torch.Tensor:
+        bound = self.call_tensors[alias.index]
+        if alias.is_whole:
+            # If it is an input, the caller's own object: autograd watches its version
+            # counter.
+            return bound
+        offset = bound.storage_offset() * bound.element_size() + alias.offset
+        metadata = {
+            **metadata,
+            "storage_offset": offset // metadata["dtype"].itemsize,
+        }
+        return self._reconstruct_from_tensor_metadata(metadata, bound.untyped_storage())
+
+    def check_invariants(
+        self, inputs: list[InputType]
+    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+        pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
+        if pointers != self.input_pointers:
+            if functools.reduce(operator.or_, pointers, 0) % self.alignment:
+                status = CheckInvariantStatus.BoundInputAlignmentMismatch
+                return status, lambda: f"{status}"
+            self.input_pointers = pointers
+        return super().check_invariants(inputs)
+
+    def _copy_inputs_and_remove_from_src(
+        self, dsts: list[InputType], srcs: list[InputType]
+    ) -> None:
+        super()._copy_inputs_and_remove_from_src(dsts, srcs)
+        if self.rehearsal is not None:
+            # The node is being recorded, at placeholders.
+            return
+        # Before the allocations: the collector may run a finalizer there that packs other
+        # values.
+        words = self.values.words()
+        outputs = [allocate() for allocate in self.allocators]
+        self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
+        pointers = self.input_pointers + [t.data_ptr() for t in outputs] + words
+        if pointers != self.binding.pointers:
+            try:
+                self.move(self.call_tensors, pointers)
+            except DriverError as e:
+                # The call is about to run uncaptured, on all of its inputs.
+                raise NotReplayed(self.restore_managed(srcs), e) from e
+
+    def move(self, tensors: list[torch.Tensor], pointers: list[int]) -> None:
+        """
+        Bind the tensors of a call, which lie at ``pointers``.
+
+        Raises:
+            DriverError: a node refused. The graph must not be launched then.
+        """
+        copies = []
+        for k in range(len(self.bound_input_idxs)):
+            if pointers[k] in self.pool_ranges:
+                staged = clone_preserve_strides(tensors[k])
+                pointers[k] = staged.data_ptr()
+                counters["pygraph"]["staged_inputs"] += 1
+                copies.append((k, tensors[k], staged))
+        self.binding.update(pointers)
+        # The copies live until the launch. The caching allocator orders later uses of their
+        # memory. If the update raises, nothing is written back.
+        self.staged = copies
+
+    def run_graph(self) -> None:
+        super().run_graph()
+        if self.staged:
+            for k, original, staged in self.staged:
+                if k in self.written_bound:
+                    write(original, staged)
+            self.staged = []
+
+    def _initialize_cached_tensors(self) -> None:
+        super()._initialize_cached_tensors()
+        self.is_steady = is_steady(self)
+        if not self.is_steady:
+            # Trees replay it, which is slower.
+            counters["pygraph"]["unsteady_recordings"] += 1
+
+    def remove_node_cached_tensors(self) -> None:
+        super().remove_node_cached_tensors()
+        self.is_steady = False
+
+    def run(self, new_inputs: list[InputType]) -> OutputType:
+        outputs = super().run(new_inputs)
+        self.call_tensors = []
+        return outputs

@@ -1,0 +1,456 @@
+"""
+A node of CUDA graph trees whose outputs belong to the caller.
+
+Trees return outputs in the graphs' pool, where the next replay overwrites them. A
+CopyGraphNode copies them out of the pool. It copies its external inputs into the pool, as
+trees do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import threading
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.cudagraph_trees import (
+    AliasesBoundMemory,
+    CompilationMode,
+    CUDAGraphNode,
+    RecordingRefused,
+)
+from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.graph.placeholder import storage_extent
+from torch._inductor.pygraph.trees.cached import (
+    caches_are_whole,
+    has_own_memory,
+    is_lazy,
+    NotReplayed,
+    renew,
+)
+from torch._inductor.pygraph.trees.queries import empty_capture
+from torch._inductor.pygraph.trees.threads import without_trees
+from torch._inductor.pygraph.types.function import (
+    RecordingFacts,
+    RecordingRequest,
+    Refused,
+)
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason
+from torch._inductor.pygraph.values.deliver import CapturedValues, delivers_of
+from torch._inductor.pygraph.verify.state import HostGenerators
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import NoReturn
+
+    from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
+    from torch._inductor.cudagraph_utils import (
+        CheckInvariantStatus,
+        ModelType,
+        OutputType,
+        PlaceholderInfo,
+    )
+    from torch._inductor.pygraph.trees.policy import GraphPolicy
+    from torch._inductor.utils import InputType
+
+
+def is_saved_activation(info: PlaceholderInfo) -> bool:
+    """
+    Whether a backward's input is a tensor that the forward computed.
+
+    AOTAutograd names a backward's placeholders after the forward's nodes: inputs of the
+    forward are primals_*, gradients of its outputs tangents_*.
+    """
+    return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
+
+
+def apart(outputs: OutputType, restored: frozenset[int]) -> OutputType:
+    """
+    Return the outputs of an uncaptured run on inputs that were let go and rebuilt.
+
+    A gradient may be written over an activation. It is copied then: to trees the activation
+    is dead, and the next graphs write its memory.
+
+    Args:
+        restored: see NotReplayed
+    """
+    if not restored:
+        return outputs
+    return [
+        o.clone()
+        if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in restored
+        else o
+        for o in outputs
+    ]
+
+
+class CopyGraphNode(CUDAGraphNode):
+    """
+    See the module's docstring.
+
+    Attributes:
+        request: what the recording is to be like
+        facts: what it found out until now
+        call_inputs: the inputs of the call that records, None for managed ones
+        returned_from_pool: outputs in the pool that each call copies: (output, first output
+            that is the same tensor) in one list for each storage
+        returned_inputs: the static input that an output is, by output
+        empty_outputs: what makes outputs without elements, by output
+        managed_metadata: (input, metadata) of inputs that earlier graphs of the path left in
+            the pool
+        values: the CPU values that the graph takes
+        thread_of_values: the only thread that may replay the graph, since the graph reads
+            memory that this thread packs
+
+    Raises:
+        RecordingRefused: there is no recording.
+    """
+
+    request: RecordingRequest
+    facts = RecordingFacts()
+    call_inputs: list[InputType]
+    returned_from_pool: list[list[tuple[int, int]]]
+    returned_inputs: dict[int, int]
+    empty_outputs: dict[int, Callable[[], torch.Tensor]]
+    managed_metadata: list[tuple[int, dict[str, Any]]]
+    values: CapturedValues
+    thread_of_values: int | None = None
+    binds_values = False
+
+    def __init__(self, *args: Any) -> None:
+        with without_trees():
+            super().__init__(*args)
+        if self.non_static_input_idx and torch.is_inference_mode_enabled():
+            # Later calls could else copy their inputs only in inference mode.
+            with torch.inference_mode(False):
+                self.reconstructed_inputs = [
+                    self._reconstruct_from_tensor_metadata(self._tensor_metadata(t))
+                    if isinstance(t, torch.Tensor)
+                    else t
+                    for t in self.reconstructed_inputs
+                ]
+
+    @property
+    def policy(self) -> GraphPolicy:
+        return self.wrapped_function.pygraph
+
+    def _learned(self, **facts: Any) -> None:
+        self.facts = dataclasses.replace(self.facts, **facts)
+
+    def _declared_static_idxs(
+        self, inputs: list[InputType], mode: CompilationMode | None
+    ) -> Sequence[int]:
+        declared = super()._declared_static_idxs(inputs, mode)
+        managed = OrderedSet(self.cudagraph_managed_idxs)
+        if mode == CompilationMode.BACKWARD:
+            # Trees take every saved tensor for static, because a recorded forward leaves its
+            # activations in the pool. They move in every step if the forward is no graph.
+            placeholders = self.wrapped_function.placeholders
+            declared = [
+                i
+                for i in declared
+                if i in managed or not is_saved_activation(placeholders[i])
+            ]
+        self.request = self.policy.request(
+            inputs,
+            {
+                i: t
+                for i in declared
+                if i not in managed and isinstance(t := inputs[i], torch.Tensor)
+            },
+        )
+        if (refusal := self.request.refusal) is not None:
+            self._refuse(refusal, inputs, is_capturable=False)
+        static = OrderedSet(self.request.static_input_idxs)
+        return [
+            i
+            for i in declared
+            if i in managed or i in static or not isinstance(inputs[i], torch.Tensor)
+        ]
+
+    def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
+        self.managed_metadata = [
+            (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
+            for i in self.cudagraph_managed_idxs
+        ]
+        if (lack := self._lack_of_memory(self._needed_bytes())) is not None:
+            self._refuse(lack, inputs, is_capturable=False)
+        managed = OrderedSet(self.cudagraph_managed_idxs)
+        # Managed inputs have to die during capture as they will in replay.
+        self.call_inputs = [None if i in managed else t for i, t in enumerate(inputs)]
+        return super()._bind_inputs(inputs)
+
+    def _refuse(
+        self,
+        reason: Reason,
+        inputs: list[InputType],
+        *,
+        is_capturable: bool = True,
+        restored: frozenset[int] = frozenset(),
+    ) -> NoReturn:
+        # The closure must not keep the node, which has to be gone before the function runs.
+        model = self.wrapped_function.model
+        raise RecordingRefused(
+            Refused(
+                reason,
+                is_capturable=is_capturable,
+                has_prelude=False,
+                facts=self.facts,
+                rerun=lambda: apart(model(inputs), restored),
+            )
+        )
+
+    def _needed_bytes(self) -> int:
+        """Return the device memory that the capture takes, or 0 if that is not known."""
+        request = self.request
+        if not request.needed_bytes:
+            return 0
+        # Inputs get copies in the pool. Outputs, a part of what a call takes, get copies
+        # outside of it.
+        return 2 * request.needed_bytes + request.external_bytes
+
+    def _lack_of_memory(self, needed: int) -> Reason | None:
+        """Return why there is not enough memory for the capture, or None."""
+        if not needed:
+            return None
+        free = room(self.device, self.cuda_graphs_pool)
+        if free >= needed:
+            return None
+        return Reason.of(
+            Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20
+        )
+
+    def check_invariants(
+        self, inputs: list[InputType]
+    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+        if self.thread_of_values not in (None, threading.get_ident()):
+            raise NotReplayed
+        if any(
+            isinstance(t := inputs[i], torch.Tensor) and is_lazy(t)
+            for i in (*self.non_static_input_idx, *self.bound_input_idxs)
+        ):
+            raise NotReplayed
+        try:
+            return super().check_invariants(inputs)
+        except RuntimeError:
+            # Trees let go of the inputs to see whether they die.
+            raise NotReplayed(self.restore_managed(inputs)) from None
+
+    def restore_managed(self, inputs: list[InputType]) -> frozenset[int]:
+        """
+        Rebuild managed inputs that were let go. Nothing has overwritten their memory.
+
+        Returns their addresses, as NotReplayed has them.
+        """
+        for i, metadata in self.managed_metadata:
+            inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
+        return frozenset(metadata["data_ptr"] for _, metadata in self.managed_metadata)
+
+    def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
+        copied_bytes = sum(
+            storage_extent(inputs[i])  # type: ignore[arg-type]
+            for i in self.non_static_input_idx
+            if isinstance(inputs[i], torch.Tensor)
+        )
+        self._learned(has_captured=True, copied_bytes=copied_bytes)
+        stream = torch.cuda.current_stream(self.device)
+        own = delivers_of(self.wrapped_function.model)
+        self.values = CapturedValues(own, is_bound=self.binds_values)
+        # A rehearsal has seen already whether the function draws on the host.
+        is_rehearsed = self.request.needed_bytes or self.facts.needed_bytes
+        host = None if is_rehearsed else HostGenerators()
+        try:
+            with self.values:
+                outputs = super()._record(model, inputs)
+        except Exception as e:
+            failure = first_line(e)
+        else:
+            if host is not None and not host.equals(HostGenerators()):
+                host.restore()
+                self._give_up(Reason.of(Code.HOST_RANDOM))
+            if any(isinstance(t, torch.Tensor) and is_lazy(t) for t in outputs):
+                # Later calls rebuild outputs from addresses, sizes and strides.
+                self._give_up(Reason.of(Code.LAZY_OUTPUT))
+            if self.values.delivers and not self.binds_values:
+                self.thread_of_values = threading.get_ident()
+            return outputs
+        clean_up_failed_capture(self, stream)
+        self._give_up(Reason.of(Code.CAPTURE_FAILED, error=failure))
+
+    def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
+        try:
+            return super()._recording_input(idx, inp)
+        except torch.OutOfMemoryError:
+            # The exception holds the copies that were made, so that the refusal is raised
+            # behind it.
+            pass
+        self._give_up(Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE))
+
+    def _first_replay(self) -> None:
+        try:
+            super()._first_replay()
+        except RuntimeError as e:
+            failure = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
+        else:
+            self._recorded()
+            return
+        self._give_up(failure)
+
+    def _recorded(self) -> None:
+        """Called when the recording is complete."""
+        self.call_inputs = []
+        self.policy.recorded(self.facts)
+
+    def _give_up(self, reason: Reason) -> NoReturn:
+        """Refuse the recording with any binding, once managed inputs have died."""
+        restored = self.restore_managed(self.call_inputs)
+        self._refuse(reason, self.call_inputs, is_capturable=False, restored=restored)
+
+    def _add_first_outputs(
+        self,
+        outputs: OutputType,
+        static_input_persistent_storage_ptrs: dict[int, StorageWeakRefWrapper],
+    ) -> None:
+        """
+        Take note of outputs that lie in a static input, or nowhere.
+
+        Trees return the recorded object for these. Each call has to return an object of its
+        own: autograd watches the version counter of a parameter that is saved, and gives a
+        history to a tensor without elements.
+        """
+        super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
+        self.returned_inputs, self.empty_outputs = {}, {}
+        for i, t in enumerate(self.static_output_tensors):
+            if t is None:
+                continue
+            same = [
+                j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t
+            ]
+            if same:
+                self.returned_inputs[i] = same[0]
+            elif t.numel() == 0:
+                like = Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+                self.empty_outputs[i] = like.allocator(self.device)
+            else:
+                continue
+            # A stand-in, so that the recording does not keep the tensor alive.
+            self.static_output_tensors[i] = torch.empty(0, device="cpu")
+
+    def run_graph(self) -> None:
+        if not self.binds_values:
+            self.values.write()
+        super().run_graph()
+
+    def _initialize_cached_tensors(self) -> None:
+        """
+        Take a cached tensor for alive while C++ holds it.
+
+        Trees take it for dead, and so would take what autograd saved for a backward: a
+        second forward would overwrite the activations of the first.
+        """
+        # Later backwards could else write their gradients only in inference mode.
+        with torch.inference_mode(False):
+            super()._initialize_cached_tensors()
+        node_ref = weakref.ref(self)
+        for i, ref in enumerate(self.outputs_weakrefs):
+            if ref is not None and ref.extra_ref_check is not None:
+                ref.extra_ref_check = functools.partial(
+                    CopyGraphNode._is_only_cached, node_ref, i, ref.extra_ref_check
+                )
+
+    def reconstruct_outputs(self) -> OutputType:
+        if not caches_are_whole(self):
+            # Trees make them anew.
+            self.remove_node_cached_tensors()
+        for t in self.cached_tensor_outputs:
+            if t is not None:
+                renew(t)
+        return super().reconstruct_outputs()
+
+    @staticmethod
+    def _is_only_cached(
+        node_ref: weakref.ref[CopyGraphNode], i: int, check: Callable[[], bool]
+    ) -> bool:
+        node = node_ref()
+        return (
+            node is not None
+            and node.cached_tensor_outputs[i]._use_count() == 1  # type: ignore[union-attr]
+            and has_own_memory(node.cached_tensor_outputs[i], node.outputs_metadata[i])  # type: ignore[arg-type]
+            and check()
+        )
+
+    def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
+        outputs = super().run_first_inputs(new_inputs)
+        sharing: dict[int, list[int]] = {}
+        for i, (alias, metadata) in enumerate(
+            zip(self.output_storage_alias, self.outputs_metadata)
+        ):
+            if (
+                isinstance(metadata, dict)
+                and self.static_output_tensors[i] is None
+                and not isinstance(alias, AliasesBoundMemory)
+            ):
+                sharing.setdefault(metadata["data_ptr"], []).append(i)
+        owned = self.request.owned_output_idxs
+        self.returned_from_pool = [
+            [(i, next(j for j in idxs if outputs[j] is outputs[i])) for i in idxs]
+            for idxs in sharing.values()
+            if not owned.isdisjoint(idxs)
+        ]
+        counters["pygraph"]["copied_outputs"] += len(self.returned_from_pool)
+        return self._copied_from_pool(outputs)
+
+    def run(self, new_inputs: list[InputType]) -> OutputType:
+        if self.facts.copied_bytes:
+            self.policy.copied(self.facts.copied_bytes)
+        own = {i: new_inputs[j] for i, j in self.returned_inputs.items()}
+        own |= {i: make() for i, make in self.empty_outputs.items()}
+        outputs = super().run(new_inputs)
+        for i, t in own.items():
+            outputs[i] = t
+        return self._copied_from_pool(outputs)
+
+    def _copied_from_pool(self, outputs: OutputType) -> OutputType:
+        if not self.returned_from_pool:
+            return outputs
+        outputs = list(outputs)
+        for idxs in self.returned_from_pool:
+            i, _ = idxs[0]
+            storage = outputs[i].untyped_storage().clone()  # type: ignore[union-attr]
+            for i, first in idxs:
+                # The same tensor needs one version counter: the program may write an output
+                # that is saved for a backward as well.
+                outputs[i] = (
+                    outputs[first]
+                    if first < i
+                    else self._reconstruct_from_tensor_metadata(
+                        self.outputs_metadata[i],  # type: ignore[arg-type]
+                        storage,
+                    )
+                )
+        return outputs
+
+
+def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> None:
+    """
+    Undo what torch.cuda.graph leaves behind when the driver invalidated the capture.
+
+    The capturing stream is current, allocations go to the pool, and the generators are in
+    their state of a capture, which only the end of a capture changes.
+    """
+    torch.cuda.set_stream(stream)
+    if torch._C._cuda_isCurrentStreamCapturing():
+        raise RuntimeError("the stream is still captured")
+    try:
+        torch._C._cuda_endAllocateToPool(node.device, node.cuda_graphs_pool)
+    except RuntimeError:
+        # The failure came before the capture or after it.
+        pass
+    empty_capture(node.device, node.stream, torch.cuda.graph_pool_handle())

@@ -1,0 +1,392 @@
+"""
+From a compiled function to what is called in its place.
+
+CUDA graph trees call ``deploy`` for the first inputs of each set of sizes. The object that
+it returns runs the function uncaptured, records it, replays it, and replaces itself by what
+selection decides on.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING, TypeVar
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.compile_fx import get_input_idxs_to_check
+from torch._inductor.cudagraph_trees import (
+    CompilationMode,
+    cudagraphify,
+    CUDAGraphTreeManager,
+    get_manager,
+    thread_containers,
+)
+from torch._inductor.pygraph.capture.collectives import has_collectives
+from torch._inductor.pygraph.capture.copying import apart
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.replay.steady import CompiledReplays, steady_replay
+from torch._inductor.pygraph.select import store
+from torch._inductor.pygraph.select.controller import Controller
+from torch._inductor.pygraph.select.selection import Selection
+from torch._inductor.pygraph.trees.cached import NotReplayed
+from torch._inductor.pygraph.trees.queries import forget, policies_around
+from torch._inductor.pygraph.trees.threads import (
+    has_trees,
+    lock_of,
+    manager_of,
+    stream_order_of,
+)
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.candidate import (
+    CANDIDATES,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PRELUDE,
+    UNDECIDED,
+)
+from torch._inductor.pygraph.types.function import FunctionSpec
+from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.report import FunctionReport
+from torch._inductor.utils import (
+    align_inputs_from_check_idxs,
+    remove_unaligned_input_idxs,
+)
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.utils import InputType
+
+
+T = TypeVar("T")
+
+
+def deploy(
+    model: ModelType,
+    inputs: list[InputType],
+    static_input_idxs: Sequence[int],
+    replace: Callable[[ModelType], None],
+    *,
+    device_index: int,
+    is_backward: bool,
+    is_inference: bool,
+    returned_output_idxs: OrderedSet[int],
+    reused_input_idxs: OrderedSet[int],
+    mutated_input_idxs: tuple[int, ...] = (),
+    force: str | None = None,
+    code_hash: str | None = None,
+    source: str = "",
+    **kwargs: Any,
+) -> ModelType:
+    """
+    Return what cudagraph_trees.cudagraphify_impl is to call for one set of sizes.
+
+    Args:
+        replace: called with a cheaper equivalent of what this returns, once there is one
+        returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
+        reused_input_idxs: see cudagraph_utils.PyGraphOptions
+        force: one of CANDIDATES, to skip the selection; config.pygraph_force
+        code_hash: of the generated code, if decisions on it are kept
+        source: the lines of the program
+        kwargs: further arguments of cudagraph_trees.cudagraphify
+
+    Raises:
+        ValueError: there is no candidate ``force``.
+    """
+    if force is not None and force not in CANDIDATES:
+        raise ValueError(
+            f"config.pygraph_force is {force!r}: use one of {', '.join(CANDIDATES)}"
+        )
+    mode = (
+        CompilationMode.BACKWARD
+        if is_backward
+        else CompilationMode.INFERENCE
+        if is_inference
+        else CompilationMode.FORWARD
+    )
+    spec = FunctionSpec(
+        getattr(model, "__name__", "graph"),
+        mode.name.lower(),
+        str(kwargs.get("compile_id") or ""),
+        device_index,
+        torch.distributed.is_available() and torch.distributed.is_initialized(),
+        returned_output_idxs,
+        reused_input_idxs,
+        tuple(mutated_input_idxs),
+    )
+    deployment = Deployment(
+        spec,
+        model,
+        mode,
+        inputs,
+        static_input_idxs,
+        replace,
+        force=force,
+        code_hash=code_hash,
+        source=source,
+        kwargs=kwargs,
+    )
+    return deployment.start(inputs) if has_trees() else deployment.wait()
+
+
+class Deployment:
+    """
+    The ways to run one function: uncaptured, recording it, replaying it.
+
+    Args:
+        inputs: of the first call
+        kwargs: further arguments of cudagraph_trees.cudagraphify
+    """
+
+    def __init__(
+        self,
+        spec: FunctionSpec,
+        model: ModelType,
+        mode: CompilationMode,
+        inputs: list[InputType],
+        static_input_idxs: Sequence[int],
+        replace: Callable[[ModelType], None],
+        *,
+        force: str | None,
+        code_hash: str | None,
+        source: str,
+        kwargs: dict[str, Any],
+    ) -> None:
+        self.spec = spec
+        self.model = model
+        self.mode = mode
+        self.replace = replace
+        self.force = force
+        self.code_hash = code_hash
+        self.source = source
+        self.kwargs = kwargs
+        self.sizes = [v for v in inputs if isinstance(v, int)]
+        self.to_check = get_input_idxs_to_check(inputs, static_input_idxs)
+        self.static_input_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
+        self.owner = thread_containers()
+
+    def _realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
+        # A bound or uncaptured input is written in place, so that a clone is copied back.
+        mutated = OrderedSet(self.spec.mutated_input_idxs)
+        return align_inputs_from_check_idxs(fn, self.to_check, mutated)
+
+    def _new_controller(self) -> Controller:
+        spec = self.spec
+        report = FunctionReport(
+            spec.name,
+            spec.mode,
+            source=self.source,
+            compile_id=spec.compile_id,
+            sizes=self.sizes,
+        )
+        journal.add(report)
+        return Controller(spec, report)
+
+    def wait(self) -> ModelType:
+        """Run the function uncaptured until a thread calls it that trees know."""
+        controller = self._new_controller()
+        controller.decide(NO_GRAPH, Reason.of(Code.UNKNOWN_THREAD))
+        run = self._realigned(self.model)
+
+        def run_or_start(inputs: list[InputType]) -> OutputType:
+            if not has_trees():
+                return run(inputs)
+            # The first caller was a thread of a pool, or an operator of a function that
+            # was being recorded.
+            journal.drop([controller.report])
+            self.owner = thread_containers()
+            fn = self.start(inputs)
+            self.replace(fn)
+            return fn(inputs)
+
+        return run_or_start
+
+    def start(self, inputs: list[InputType]) -> ModelType:
+        """Return what is to be called first."""
+        self.controller = controller = self._new_controller()
+        uncaptured = self.run_backward if self.spec.is_backward else self.model
+        self.uncaptured = self._realigned(uncaptured)
+        force, reason = self.force, Reason.of(Code.FORCED)
+        if force is None and has_collectives(self.model):
+            force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
+        if force is not None:
+            controller.bind_as(force)
+            controller.decide(force, reason)
+        if force == NO_GRAPH:
+            return self.uncaptured
+        entry = remembered = None
+        if self.code_hash is not None and force is None:
+            entry = store.entry_for(
+                self.code_hash,
+                self.spec.name,
+                self.spec.mode,
+                inputs,
+                self.static_input_idxs,
+                self.spec.device_index,
+            )
+        if entry is not None and (remembered := entry.load(CANDIDATES)) is not None:
+            counters["pygraph"]["remembered"] += 1
+            controller.remember(remembered.timings_us, remembered.choice)
+        self.selection = Selection(
+            controller,
+            self.uncaptured,
+            self._realigned(self.record),
+            self.replace,
+            self._locked(forget),
+            self._locked(policies_around),
+            is_forced=force is not None,
+            entry=entry,
+            remembered=remembered,
+        )
+        return self.selection
+
+    def run_backward(self, inputs: list[InputType]) -> OutputType:
+        """Run a backward uncaptured. See [Backward Generation Handling]."""
+        manager = None
+        # Other threads have another manager or none.
+        if thread_containers() is self.owner:
+            manager = get_manager(self.spec.device_index, create_if_none_exists=False)
+        if manager is not None:
+            manager.set_to_running_backward()
+            lock = lock_of(manager)
+            if not torch.cuda.is_current_stream_capturing() and lock.acquire(
+                blocking=False
+            ):
+                # The next launch waits for this stream: the backward may read activations of
+                # the pool.
+                try:
+                    stream_order_of(manager).follow()
+                finally:
+                    lock.release()
+        return self.model(inputs)
+
+    def record(self, inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
+        """
+        Record the function in a call. Return what replays it, and the outputs. While another
+        thread records, the call runs uncaptured and nothing replays it.
+        """
+        manager = manager_of(self.spec.device_index)
+        lock = lock_of(manager)
+        if not lock.acquire(blocking=False):
+            return None, self.uncaptured(inputs)
+        try:
+            stream_order_of(manager).follow()
+            fn, outputs = cudagraphify(
+                self.model,
+                inputs,
+                self.static_input_idxs,
+                device_index=self.spec.device_index,
+                is_backward=self.spec.is_backward,
+                is_inference=self.mode == CompilationMode.INFERENCE,
+                mutated_input_idxs=self.spec.mutated_input_idxs,
+                pygraph=self.controller,
+                **self.kwargs,
+            )
+        finally:
+            lock.release()
+        roots = manager.roots.get(self.controller.state.id)
+        replays = CompiledReplays(self.controller, manager, self.mode, self.owner)
+        replayer = Replayer(self, manager, fn, replays)
+        # Around both ways: the clone of a misaligned input that is mutated is copied back.
+        replayer.general = self._realigned(replayer)
+        if (compiled := replays.add(replayer.general)) is not None:
+            return compiled, outputs
+        if roots and self.controller.binds_inputs:
+            replayer.replay = steady_replay(roots[0], manager, self.mode, fn)
+        return replayer.general, outputs
+
+    def _locked(
+        self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T]
+    ) -> Callable[[FunctionID | None], T | None]:
+        """
+        Return ``fn`` of the calling thread's trees. It returns None while another thread
+        records.
+        """
+        device_index = self.spec.device_index
+
+        def of_id(id: FunctionID | None) -> T | None:
+            manager = get_manager(device_index)
+            lock = lock_of(manager)
+            if not lock.acquire(blocking=False):
+                return None
+            try:
+                return fn(manager, id)
+            finally:
+                lock.release()
+
+        return of_id
+
+
+class Replayer:
+    """
+    Replays the recordings of a function, or runs it uncaptured where that is not possible.
+
+    Args:
+        replay: runs trees, or one recording that is known in advance
+
+    Attributes:
+        general: this object behind the alignment of inputs
+    """
+
+    general: ModelType
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        manager: CUDAGraphTreeManager,
+        replay: ModelType,
+        replays: CompiledReplays,
+    ) -> None:
+        self.deployment = deployment
+        self.manager = manager
+        self.lock = lock_of(manager)
+        self.stream_order = stream_order_of(manager)
+        self.replay = replay
+        self.replays = replays
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        deployment = self.deployment
+        # A graph is updated and launched by the thread that recorded it, and by autograd's
+        # threads on its behalf. A graph that the program itself captures right now must not
+        # depend on the pool's memory. torch._dynamo.reset drops graphs, and a backward may
+        # come after it.
+        if (
+            thread_containers() is not deployment.owner
+            or self.manager.roots is None
+            or torch.cuda.is_current_stream_capturing()
+            or not self.lock.acquire(blocking=False)
+        ):
+            return deployment.uncaptured(inputs)
+        restored: frozenset[int] = frozenset()
+        try:
+            self.stream_order.follow()
+            outputs = self.replay(inputs)
+            if (compiled := self.replays.add(self.general)) is not None:
+                deployment.selection.shorten(compiled)
+            return outputs
+        except NotReplayed as e:
+            restored = e.restored
+            if e.error is None:
+                counters["pygraph"]["held_activations"] += 1
+            else:
+                self._failed(e.error)
+        except DriverError as e:
+            self._failed(e)
+        finally:
+            self.lock.release()
+        return apart(deployment.uncaptured(inputs), restored)
+
+    def _failed(self, error: DriverError) -> None:
+        """Nothing was launched: the driver refused to set a node."""
+        controller = self.deployment.controller
+        if (
+            controller.state.binding == PRELUDE
+            and controller.report.choice == UNDECIDED
+        ):
+            # The prelude is tried, against a graph that the host sets.
+            controller.prelude_failed(str(error))
+            return
+        controller.decide(NO_GRAPH, Reason.of(Code.REPLAY_FAILED, error=str(error)))
+        self.deployment.selection.retire()

@@ -1,0 +1,469 @@
+"""
+Which candidate a function is deployed as.
+
+A function goes through these steps, one call each or several:
+
+1. The first calls run uncaptured. The first one compiles and tunes, two more do not count,
+   the rest are timed.
+2. If the device is busy for ten times as long as the host needs to launch, a graph saves
+   little and costs memory. The function is not recorded.
+3. Otherwise one call records, and the next calls are timed as replays.
+4. The graph stays if it is faster by more than the noise. If it is not, or if it gains wall
+   time but loses as much device time, both are timed again, in the other order, if there is
+   memory for both. A graph that is not faster then is dropped. It stays if it is no slower
+   and a neighbour on its path is a graph: running this function uncaptured would allocate a
+   second copy of its memory.
+5. If many nodes of the graph are set in each call, the function is recorded once more with a
+   prelude that sets them, and that graph is timed as well.
+
+What is timed is what is deployed, called from where it will be called.
+
+A decision is kept for the next process (store.py), which skips step 2 and the timing of step
+3. It is made anew if inputs can no longer be bound, or if a graph copies more than when it
+was timed.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.cudagraph_trees import thread_containers
+from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.select import store
+from torch._inductor.pygraph.select.gradients import begin_call, end_call
+from torch._inductor.pygraph.select.judge import (
+    costs_nothing,
+    depends_on_host,
+    is_better_graph,
+    judge,
+)
+from torch._inductor.pygraph.select.timing import clock_us, Samples
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.candidate import (
+    BINDINGS,
+    COPY,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PRELUDE,
+    UNDECIDED,
+)
+from torch._inductor.pygraph.types.reason import Code, Reason
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.pygraph.select.controller import Controller
+    from torch._inductor.pygraph.select.timing import Cost
+    from torch._inductor.utils import InputType
+    from torch.utils._ordered_set import OrderedSet
+
+
+# For how many calls a graph that lost is kept while its outputs are alive, and how often a
+# graph that won is called before the rest of the allocator's cache is freed.
+RETIRE_CALLS = 4
+
+# For how many calls a graph that neither won nor lost waits for the decisions on its
+# neighbours, and a backward for the next step.
+MAX_WAITING_CALLS = 200
+
+# Step 2 of the module's docstring.
+DEVICE_BOUND = 10
+
+# Step 5. The host takes longer to set that many nodes than the prelude takes in front of the
+# graph, by enough to pay for one more recording (benchmark suite `bindings`).
+PRELUDE_FROM_NODES = 32
+
+# How many sizes of a function are kept that came once, and how many that were not recorded.
+MAX_SEEN_ONCE = 256
+MAX_UNRECORDED = 2048
+
+
+class Selection:
+    """
+    Runs a function through the steps of the module's docstring.
+
+    Args:
+        record: records the function with a call's inputs; returns what replays it, or None
+            while another thread records, and the outputs
+        deploy: called with what is to be called from then on
+        forget: drops what was recorded under an id; returns False while it cannot, None
+            while another thread records
+        around: returns the controllers of the functions around an id on its paths
+        entry: where the decision is kept, or None
+        remembered: the decision of an earlier process, or None
+    """
+
+    def __init__(
+        self,
+        controller: Controller,
+        uncaptured: ModelType,
+        record: Callable[[list[InputType]], tuple[ModelType | None, OutputType]],
+        deploy: Callable[[ModelType], None],
+        forget: Callable[[FunctionID | None], bool | None],
+        around: Callable[[FunctionID | None], OrderedSet[Any] | None],
+        *,
+        is_forced: bool,
+        entry: store.Entry | None = None,
+        remembered: store.Decision | None = None,
+    ) -> None:
+        self.controller = controller
+        self.state = controller.state
+        self.device_index = controller.spec.device_index
+        self.entry = entry
+        self.remembered = remembered
+        self.forget = forget
+        self.around = around
+        self.uncaptured = uncaptured
+        self.record = record
+        self.deploy = deploy
+        self.owner = thread_containers()
+        self.is_forced = is_forced
+        self.replay: ModelType | None = None
+        self.is_deployed = False
+        # Calls that were to record before it was known whether gradients outlive a step.
+        self.waits = 0
+        # Recordings that lost, until they are dropped.
+        self.losers: list[FunctionID | None] = []
+        # When the last call began, by clock_us. The time from then until a candidate is
+        # called is no part of the program: it ends with the decision.
+        self.entered = 0.0
+        self.calls = 0
+        # What runs the next calls, one each. Autograd's threads may call at the same time.
+        self.steps = self._steps()
+        self.lock = threading.Lock()
+
+    @property
+    def choice(self) -> str:
+        return self.state.report.choice
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        self.entered = clock_us()
+        self.calls += 1
+        if (
+            thread_containers() is not self.owner
+            or torch.cuda.is_current_stream_capturing()
+        ):
+            return self.uncaptured(inputs)
+        begin_call(self.controller)
+        outputs = (self._next_step() or self._chosen())(inputs)
+        if self.controller.spec.is_backward and self.replay is None:
+            end_call(self.controller, outputs)
+        return outputs
+
+    def _next_step(self) -> ModelType | None:
+        if not self.lock.acquire(blocking=False):
+            # The call of another thread takes a step, or the call from which a finalizer
+            # called this one.
+            return self.uncaptured
+        try:
+            return next(self.steps, None)
+        except BaseException:
+            # The program may catch an interrupt and go on.
+            self.steps = self._resumed()
+            raise
+        finally:
+            self.lock.release()
+
+    def _chosen(self) -> ModelType:
+        if self.replay is None or self.choice == NO_GRAPH:
+            return self.uncaptured
+        return self.replay
+
+    def _steps(self) -> Iterator[ModelType]:
+        # Compiles and tunes.
+        yield self.uncaptured
+        # A forced or remembered graph is tried until it is recorded: the program may free
+        # memory, another thread may end its recording.
+        if self.is_forced:
+            while not self.is_deployed:
+                yield functools.partial(self._record, then=self._deploy_forced)
+            return
+        if self.remembered is None:
+            yield from self._select()
+            return
+        if self.remembered.choice == NO_GRAPH:
+            self._decide(NO_GRAPH, *self.remembered.reasons)
+        while self.choice == UNDECIDED:
+            yield functools.partial(self._record, then=self._decide_as_remembered)
+        yield from self._stay()
+
+    def _resumed(self) -> Iterator[ModelType]:
+        """Return the steps that are left after one of them raised."""
+        self.controller.waits(False)
+        if self.is_forced:
+            return self._steps()
+        return self._finish() if self.choice != UNDECIDED else self._select()
+
+    def _deploy_forced(self) -> None:
+        if not self.is_deployed:
+            self.is_deployed = True
+            self.deploy(self._chosen())
+            journal.publish(self.state.report)
+
+    def _decide_as_remembered(self) -> None:
+        if self.remembered is None:
+            raise AssertionError("nothing is remembered")
+        if self.choice != UNDECIDED:
+            return
+        if not self.state.is_capturable:
+            self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
+        elif self.state.binding == self.remembered.choice:
+            self._decide(self.remembered.choice, *self.remembered.reasons)
+        else:
+            self._reselect()
+
+    def _select(self) -> Iterator[ModelType]:
+        # Of an earlier decision.
+        self._drop_losers()
+        yield from self._compare()
+        yield from self._finish()
+
+    def _finish(self) -> Iterator[ModelType]:
+        """Drop what lost, and deploy what stays."""
+        # Before a call, which takes memory of its own. What the last call returned may die
+        # only when the program gets the next outputs.
+        for _ in range(RETIRE_CALLS):
+            self._drop_losers()
+            if not self.losers:
+                break
+            yield self._chosen()
+        yield from self._stay()
+
+    def _drop_losers(self) -> None:
+        self.losers = [id for id in self.losers if not self.forget(id)]
+
+    def _compare(self) -> Iterator[ModelType]:
+        """Decide, and put recordings that the decision leaves unused into ``losers``."""
+        uncaptured = yield from self._time(NO_GRAPH)
+        host, device = uncaptured.host.us, uncaptured.device.us
+        if device > DEVICE_BOUND * host:
+            self._decide(
+                NO_GRAPH, Reason.of(Code.DEVICE_BOUND, host_us=host, device_us=device)
+            )
+            self._keep()
+            if self.replay is not None:
+                # It was recorded before it was decided anew.
+                self.losers.append(self.state.id)
+            return
+        yield self._record
+        while self.replay is None:
+            # The recording raised, or another thread was recording.
+            yield self._record
+        if not self.state.is_capturable:
+            # The decision is not kept: the cause may be something else in this process.
+            self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
+            # It may have been recorded with other inputs before.
+            self.losers.append(self.state.id)
+            return
+        graph = yield from self._time()
+        stays, *reasons = judge(graph, uncaptured)
+        is_doubtful = not stays or depends_on_host(graph, uncaptured)
+        if is_doubtful and self._can_run_uncaptured():
+            graph = yield from self._time()
+            uncaptured = yield from self._time(NO_GRAPH)
+            stays, *reasons = judge(graph, uncaptured)
+        if not stays and costs_nothing(graph, uncaptured):
+            stays = yield from self._joins()
+            if stays:
+                reasons.append(Reason.of(Code.JOINS_NEIGHBOURS))
+        if not stays:
+            self.losers.append(self.state.id)
+        elif self._sets_many_nodes():
+            yield from self._try_prelude(graph)
+        self._decide(self.state.binding if stays else NO_GRAPH, *reasons)
+        self._keep()
+
+    def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
+        """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
+        samples = Samples(self.device_index, self.state)
+        while not samples.complete:
+            run = self.uncaptured if choice == NO_GRAPH else self.replay
+            yield functools.partial(samples.call, run, self.entered)
+        cost = samples.cost()
+        self.controller.timed(choice or self.state.binding, cost.call.us)
+        return cost
+
+    def _joins(self) -> Generator[ModelType, None, bool]:
+        """Return whether a neighbour on its paths is a graph, once that is decided."""
+        self.controller.waits(True)
+        others: OrderedSet[Controller] | None = None
+        for _ in range(MAX_WAITING_CALLS):
+            # First a call: neighbours may have become graphs while this one was timed
+            # uncaptured.
+            yield self._chosen()
+            others = self.around(self.state.id)
+            if others is not None and all(
+                other.state.is_even or other.report.choice != UNDECIDED
+                for other in others
+            ):
+                break
+        self.controller.waits(False)
+        return self.state.binding != COPY and any(
+            other.report.choice in (COPY, *BINDINGS) for other in others or ()
+        )
+
+    def _can_run_uncaptured(self) -> bool:
+        """Return whether there is memory for it beside the graph's."""
+        needed = self.state.needed_bytes
+        return not needed or room(self.device_index) >= needed
+
+    def _sets_many_nodes(self) -> bool:
+        report = self.state.report
+        return (
+            self.state.binding == NODE_UPDATE
+            and report.updated_nodes >= PRELUDE_FROM_NODES
+            # Another recording of a forward needs another one of its backward.
+            and report.mode == "inference"
+        )
+
+    def _try_prelude(self, by_host: Cost) -> Iterator[ModelType]:
+        """Record the graph with a prelude, and keep the better one of the two."""
+        state, report = self.state, self.state.report
+        replay, id, recordings = self.replay, state.id, state.recordings
+        updated_nodes = report.updated_nodes
+        self.controller.bind_as(PRELUDE)
+        self.replay = None
+        yield self._record
+        samples = Samples(self.device_index, state)
+        while (
+            self.replay is not None
+            and state.binding == PRELUDE
+            and not samples.complete
+        ):
+            yield functools.partial(samples.call, self.replay, self.entered)
+        if samples.complete and state.binding == PRELUDE:
+            cost = samples.cost()
+            self.controller.timed(PRELUDE, cost.call.us)
+            if (
+                state.recordings > recordings
+                and state.is_capturable
+                and is_better_graph(cost, by_host)
+            ):
+                self.losers.append(id)
+                return
+        if state.id != id:
+            # The ids are equal if another thread had the lock and nothing was recorded.
+            self.losers.append(state.id)
+        self.replay = replay
+        self.controller.back_to(id, updated_nodes)
+
+    def _record(
+        self, inputs: list[InputType], then: Callable[[], None] | None = None
+    ) -> OutputType:
+        """Record in a call, and call ``then`` once it is recorded."""
+        if self.replay is not None:
+            # It could not be bound, and this call records it with copies.
+            outputs = self.replay(inputs)
+        elif not self.state.has_stepped and self.waits < MAX_WAITING_CALLS:
+            # Several layers have this code, and the first step is not over.
+            self.waits += 1
+            outputs = self.uncaptured(inputs)
+        else:
+            # cuBLAS's workspaces of the uncaptured calls. The graph has its own.
+            torch._C._cuda_clearCublasWorkspaces()
+            replay, outputs = self.record(inputs)
+            if replay is not None:
+                self.replay = replay
+            Samples.own_us += clock_us() - self.entered
+        if then is not None and self.replay is not None:
+            # Two threads may come here.
+            with self.lock:
+                then()
+        return outputs
+
+    def _decide(self, choice: str, *reasons: Reason) -> None:
+        self.controller.decide(choice, *reasons)
+        if choice != NO_GRAPH:
+            # A weak reference: trees keep the controller, this object keeps the replay, and
+            # the replay keeps trees. Graphs would outlive the code that calls them.
+            method = weakref.WeakMethod(self._reselect)
+
+            def reselect() -> None:
+                if (bound := method()) is not None:
+                    bound()
+
+            self.controller.reselect = reselect
+
+    def _keep(self) -> None:
+        if self.entry is not None:
+            report = self.state.report
+            self.entry.save(
+                store.Decision(report.choice, [*report.reasons], report.timings_us)
+            )
+
+    def _stay(self) -> Iterator[ModelType]:
+        if self.choice != NO_GRAPH:
+            # Outputs of the call that recorded, such as gradients, may be alive until a
+            # later call has begun.
+            for _ in range(RETIRE_CALLS):
+                yield self._chosen()
+        self.is_deployed = True
+        self.deploy(self._chosen())
+        # The memory of tuning, of what was dropped, and of uncaptured calls if it is a
+        # graph, is not needed again.
+        if self.replay is not None:
+            # A workspace of cuBLAS keeps the whole segment that it lies in. If nothing was
+            # recorded, none was dropped before: a graph of the program's own may use it.
+            torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+
+    def _reselect(self) -> None:
+        """
+        Measure again: the graph copies its inputs now, or more of them, and whether it is
+        still faster than no graph was not measured.
+        """
+        self.controller.undecide()
+        self.is_deployed = False
+        self.steps = self._select()
+        self.deploy(self)
+
+    def retire(self) -> None:
+        """Stop replaying the graph, once NO_GRAPH is decided."""
+        self.controller.reselect = None
+        self.is_deployed = False
+        self.losers.append(self.state.id)
+        self.steps = self._finish()
+        self.deploy(self)
+
+    def shorten(self, replay: ModelType) -> None:
+        """Deploy a shorter way to replay the same recordings."""
+        self.replay = replay
+        if self.is_deployed:
+            self.deploy(replay)
+
+
+def drop_seen_once(fns: dict[Any, ModelType]) -> None:
+    """
+    Drop sizes of a function that came once, if there are too many. Called before another
+    size is added: their number may have no end.
+
+    If the same sizes come in several layers of one step, none came once. Then the sizes that
+    came the longest ago go.
+
+    Args:
+        fns: what is deployed, by sizes
+    """
+    if len(fns) < MAX_SEEN_ONCE:
+        return
+    unrecorded = {
+        sizes: fn
+        # A copy: another thread may add some.
+        for sizes, fn in [*fns.items()]
+        if isinstance(fn, Selection) and fn.state.recordings == 0
+    }
+    dropped = [sizes for sizes, fn in unrecorded.items() if fn.calls == 1]
+    if len(dropped) < MAX_SEEN_ONCE:
+        if len(unrecorded) < MAX_UNRECORDED:
+            return
+        # Half of them: looking for them takes longer than keeping them.
+        by_age = sorted(unrecorded, key=lambda sizes: unrecorded[sizes].entered)
+        dropped = by_age[: len(by_age) // 2]
+    for sizes in dropped:
+        fns.pop(sizes, None)
+    journal.drop([unrecorded[sizes].state.report for sizes in dropped])

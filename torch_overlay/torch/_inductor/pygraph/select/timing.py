@@ -1,0 +1,296 @@
+"""
+Times of one candidate, taken in the program's own calls.
+
+Each call is run by one candidate, so that nothing runs twice, results are the program's, and
+everything around the function (a busy device, a cold cache) is part of the measurement.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+from typing import NamedTuple, TYPE_CHECKING
+
+import torch
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.types.function import FunctionState
+    from torch._inductor.utils import InputType
+
+# Calls of each candidate that come first and do not count: the allocator and the clocks
+# settle.
+WARMUP_SAMPLES = 2
+
+# Calls that are timed on the host. Further SAMPLES follow while they are faster than those
+# before and while the median's error exceeds PRECISION of it, up to MAX_SAMPLES.
+SAMPLES = 12
+MAX_SAMPLES = 96
+PRECISION = 0.01
+
+# Code that the process has seldom run takes longer: the interpreter specializes it as it
+# runs, and the processor has not seen it. Earlier calls do not count while the median of the
+# last SAMPLES is below this part of the median of those before.
+WARMER = 0.95
+
+# MIN_SAMPLES are enough if they take this long.
+MIN_SAMPLES = 6
+ENOUGH_US = 50_000.0
+
+# One of so many timed calls has an event, and each call that comes that long after the last.
+CALLS_PER_EVENT = 4
+EVENT_AFTER_US = 1_000.0
+
+# Calls after the timed ones that show the device's time.
+DEVICE_SAMPLES = 3
+
+# The device waits for so long before one of these calls: the host's time of the events plus
+# twice the function's, and at most what the driver can queue. Clocks are no faster.
+CYCLES_PER_US = 2000
+MIN_DELAY_US = 50.0
+MAX_DELAY_US = 10_000.0
+
+# A difference counts if one time is below this part of the other, and beyond so many
+# standard errors.
+MARGIN = 0.98
+CONFIDENCE = 2.0
+
+# At most so many calls that record do not count. A function that is called with several sets
+# of weights, or after several others, is recorded for each of them.
+MAX_RECORDING_CALLS = 200
+
+
+class Estimate(NamedTuple):
+    """A median in microseconds and its standard error."""
+
+    us: float
+    error: float = 0.0
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> Estimate:
+        median = statistics.median(samples)
+        if len(samples) < 2:
+            return cls(median, math.inf)
+        # The standard error of a median of normal samples, from quartiles, which outliers
+        # do not move.
+        low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+        return cls(median, 0.93 * (high - low) / math.sqrt(len(samples)))
+
+
+def noise(a: Estimate, b: Estimate) -> float:
+    """Return what the difference has to exceed to be more than chance."""
+    return CONFIDENCE * math.hypot(a.error, b.error)
+
+
+def is_less(a: Estimate, b: Estimate) -> bool:
+    return a.us < MARGIN * b.us and b.us - a.us > noise(a, b)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """
+    What a call of one candidate takes.
+
+    Attributes:
+        program: from the start of a call to the start of the next, on the host's or the
+            device's clock, whichever shows more. The host clock misses a growing device
+            queue; the device clock misses host time while that queue drains. Timing and
+            recording do not count
+        host: of the function on the host
+        device: of the function on the device, with the launch queued ahead
+    """
+
+    program: Estimate
+    host: Estimate
+    device: Estimate
+
+    @property
+    def call(self) -> Estimate:
+        """The function by itself: host and device work at the same time."""
+        return max(self.host, self.device)
+
+
+class Start(NamedTuple):
+    """
+    The start of a timed call.
+
+    Attributes:
+        us: the host's clock in microseconds
+        own_us: what timing had taken of it until then
+        event: marks the place on the device, in some calls
+    """
+
+    us: float
+    own_us: float
+    event: torch.cuda.Event | None
+
+
+class Samples:
+    """
+    Consecutive calls of one candidate.
+
+    Two events around each call would measure it from an idle device. That adds the host's
+    work in front of a graph, and the launch, to the device's work, but a program that does
+    not wait overlaps them. So the first calls are timed on the host, with an event now and
+    then. The last few are queued on the device behind a delay, so that the device never
+    waits for the host in them.
+
+    Timing and recording are no part of the program, whichever function they are for, and are
+    subtracted.
+    """
+
+    # Microseconds that timing and recording of any function took until now.
+    own_us = 0.0
+
+    def __init__(self, device_index: int, state: FunctionState) -> None:
+        self.device_index = device_index
+        self.state = state
+        self.calls = 0
+        self.recording_calls = 0
+        # The starts of the timed calls, and of the one after them. None stands for a call
+        # that recorded.
+        self.starts: list[Start | None] = []
+        self.host: list[float] = []
+        self.timed_calls = 0
+        self.total_us = 0.0
+        self.host_is_timed = False
+        self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def call(
+        self, fn: ModelType, entered: float, inputs: list[InputType]
+    ) -> OutputType:
+        """Run and time a call that began at ``entered`` on ``clock_us``."""
+        recordings, timed = self.state.recordings, len(self.host)
+        own_us = Samples.own_us
+        outputs, end = self._call(fn, inputs, entered)
+        if (
+            self.state.recordings != recordings
+            and self.recording_calls < MAX_RECORDING_CALLS
+            # Another thread may compute the cost once it is complete.
+            and not self.complete
+        ):
+            self.recording_calls += 1
+            Samples.own_us = own_us + end - entered
+            del self.host[timed:]
+            self.starts.append(None)
+            self.device.clear()
+            self.host_is_timed = False
+        elif len(self.host) > timed:
+            self.timed_calls += 1
+            self.host_is_timed = self._suffices()
+        Samples.own_us += clock_us() - end
+        return outputs
+
+    def _call(
+        self, fn: ModelType, inputs: list[InputType], entered: float
+    ) -> tuple[OutputType, float]:
+        """Return the outputs, and when the host had them."""
+        self.calls += 1
+        if self.calls <= WARMUP_SAMPLES:
+            return fn(inputs), clock_us()
+        if self.host_is_timed:
+            return self._time_device(fn, inputs, entered)
+        last = self.starts[-1] if self.starts else None
+        is_marked = len(self.host) % CALLS_PER_EVENT == 0 or (
+            last is not None and entered - last.us > EVENT_AFTER_US
+        )
+        start = self._start(entered, is_marked)
+        outputs = fn(inputs)
+        end = clock_us()
+        if last is not None:
+            self.total_us += start.us - last.us
+        self.starts.append(start)
+        self.host.append(end - start.us)
+        return outputs, end
+
+    def _start(self, entered: float, is_marked: bool) -> Start:
+        event = _now(torch.cuda.current_stream(self.device_index)) if is_marked else None
+        now = clock_us()
+        Samples.own_us += now - entered
+        return Start(now, Samples.own_us, event)
+
+    def _time_device(
+        self, fn: ModelType, inputs: list[InputType], entered: float
+    ) -> tuple[OutputType, float]:
+        if not self.device:
+            self.starts.append(self._start(entered, True))
+        stream = torch.cuda.current_stream(self.device_index)
+        delay = min(MIN_DELAY_US + 2 * statistics.median(self.host), MAX_DELAY_US)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(delay * CYCLES_PER_US))
+        start = _now(stream)
+        outputs = fn(inputs)
+        self.device.append((start, _now(stream)))
+        return outputs, clock_us()
+
+    def _suffices(self) -> bool:
+        count = len(self.host)
+        if self.total_us + self.host[-1] > ENOUGH_US and count >= MIN_SAMPLES:
+            return True
+        if count % SAMPLES:
+            return False
+        if self.timed_calls >= MAX_SAMPLES:
+            return True
+        if count == SAMPLES:
+            return False
+        before, last = self.host[-2 * SAMPLES : -SAMPLES], self.host[-SAMPLES:]
+        if statistics.median(last) < WARMER * statistics.median(before):
+            del self.host[:-SAMPLES], self.starts[:-SAMPLES]
+            return False
+        median, error = Estimate.of(self.host)
+        return error <= PRECISION * median
+
+    @property
+    def complete(self) -> bool:
+        return len(self.device) >= DEVICE_SAMPLES
+
+    def cost(self) -> Cost:
+        """Wait for the device and return what a call takes."""
+        events = [start.event for start in self.starts if start and start.event]
+        for event in (*events, *itertools.chain.from_iterable(self.device)):
+            # The program may have called on several streams.
+            event.synchronize()
+        host = Estimate.of(self.host)
+        device = Estimate.of([a.elapsed_time(b) * 1e3 for a, b in self.device])
+        program = self._program()
+        return Cost(max(host if program is None else program, device), host, device)
+
+    def _program(self) -> Estimate | None:
+        """Return the time from call to call, or None if no two calls follow each other."""
+        on_host, timed, on_device = [], [], []
+        # The last start with an event, and how many calls ago it was.
+        marked: Start | None = None
+        calls = 0
+        for a, b in itertools.pairwise(self.starts):
+            if a is None or b is None:
+                marked = None
+                continue
+            on_host.append(b.us - b.own_us - a.us + a.own_us)
+            if a.event is not None:
+                marked, calls = a, 0
+            calls += 1
+            if marked is not None and b.event is not None:
+                timed.append((b.us - marked.us) / calls)
+                on_device.append(marked.event.elapsed_time(b.event) * 1e3 / calls)
+        if not on_host:
+            return None
+        if timed and is_less(Estimate.of(timed), device := Estimate.of(on_device)):
+            return device
+        # The device waits for the host, and so for what timing takes of the host.
+        return Estimate.of(on_host)
+
+
+def clock_us() -> float:
+    return time.perf_counter() * 1e6
+
+
+def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

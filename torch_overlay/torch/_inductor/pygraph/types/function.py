@@ -1,0 +1,170 @@
+"""
+What is known of a function, what its recording is asked for, and what the recording gives.
+
+A function is one compiled graph, or one partition of it, for one set of sizes. Everything
+here is frozen but FunctionState, which only the function's controller writes
+(select/controller.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from torch._inductor.pygraph.types.candidate import COPY, NODE_UPDATE
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.cudagraph_utils import FunctionID, OutputType
+    from torch._inductor.pygraph.types.reason import Reason
+    from torch._inductor.pygraph.types.report import FunctionReport
+
+
+@dataclasses.dataclass(frozen=True)
+class FunctionSpec:
+    """
+    What is known of a function when it is first called.
+
+    Args:
+        name: the function's name in the generated code
+        mode: "forward", "backward" or "inference"
+        compile_id: the name of its graph
+        device_index: the GPU
+        is_distributed: another stream may read a gradient that nobody holds any more
+        returned_output_idxs: outputs that the program gets; the other outputs of a forward
+            are what its backward needs
+        reused_input_idxs: inputs whose memory the code may use again
+        mutated_input_idxs: inputs that the program sees written
+    """
+
+    name: str
+    mode: str
+    compile_id: str
+    device_index: int
+    is_distributed: bool
+    returned_output_idxs: OrderedSet[int]
+    reused_input_idxs: OrderedSet[int]
+    mutated_input_idxs: tuple[int, ...] = ()
+
+    @property
+    def is_backward(self) -> bool:
+        """Whether the outputs that the program gets are gradients."""
+        return self.mode == "backward"
+
+    @property
+    def rank_name(self) -> str:
+        """A name that is the same on all ranks."""
+        return f"{self.compile_id}/{self.mode}/{self.name}"
+
+
+@dataclasses.dataclass
+class FunctionState:
+    """
+    What the controller of a function has learned and decided.
+
+    Attributes:
+        alignment: the least alignment of external inputs seen, in bytes
+        id: the name that trees gave the function's present recordings
+        binding: the candidate that the next recording is made for; COPY or one of BINDINGS
+        is_capturable: cleared for good when a capture failed
+        is_outdated: recordings are to be dropped before the next call
+        outputs_outlive: gradients were held beyond their step, or the outputs are none
+        has_stepped: whether gradients outlive their step is known
+        is_even: the graph measured no better than no graph, and waits for the decisions
+            on neighbouring functions
+        recordings: how many captures began
+        needed_bytes: device memory that a call takes, once it was rehearsed
+        moving_idxs: inputs that were declared static and that the program replaces
+    """
+
+    report: FunctionReport
+    alignment: int
+    outputs_outlive: bool
+    has_stepped: bool
+    id: FunctionID | None = None
+    binding: str = NODE_UPDATE
+    is_capturable: bool = True
+    is_outdated: bool = False
+    is_even: bool = False
+    recordings: int = 0
+    needed_bytes: int = 0
+    moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
+
+    @property
+    def binds_inputs(self) -> bool:
+        return self.binding != COPY
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordingRequest:
+    """
+    What one recording is to be like.
+
+    Args:
+        binding: COPY or one of BINDINGS
+        static_input_idxs: inputs that keep their address and that no graph of the path owns
+        alignment: at most this alignment of external inputs may be relied upon, in bytes
+        owned_output_idxs: outputs that get memory of their own in each call. The others stay
+            in the graphs' pool
+        needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
+        external_bytes: bytes of the external inputs of an earlier recording, or 0
+        refusal: why the function cannot be recorded at all
+    """
+
+    spec: FunctionSpec
+    binding: str
+    static_input_idxs: tuple[int, ...]
+    alignment: int
+    owned_output_idxs: OrderedSet[int]
+    needed_bytes: int
+    external_bytes: int
+    refusal: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordingFacts:
+    """
+    What a recording found out. None stands for what it did not look at.
+
+    Attributes:
+        has_captured: the capture began
+        alignment: of the external inputs, in bytes
+        needed_bytes: device memory that a call takes
+        external_inputs: how many inputs are bound
+        external_bytes: bytes of these
+        copied_bytes: bytes of inputs that each replay copies
+        num_nodes: nodes of the graph
+        updated_nodes: nodes that the host sets when all that is bound moved
+        no_prelude: why there is no prelude though one was asked for
+    """
+
+    has_captured: bool = False
+    alignment: int | None = None
+    needed_bytes: int | None = None
+    external_inputs: int | None = None
+    external_bytes: int | None = None
+    copied_bytes: int = 0
+    num_nodes: int | None = None
+    updated_nodes: int | None = None
+    no_prelude: Reason | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Refused:
+    """
+    A recording that was not made.
+
+    Args:
+        is_capturable: whether the function may be recorded with another binding
+        has_prelude: a prelude was added: without one the same binding may be possible
+        rerun: gives the outputs of the call, uncaptured
+    """
+
+    reason: Reason
+    is_capturable: bool
+    has_prelude: bool
+    facts: RecordingFacts
+    rerun: Callable[[], OutputType]

@@ -1,0 +1,199 @@
+"""
+Fingerprints of tensors, and whether two of them can be results of one function.
+
+A fingerprint takes at most 64 KiB, so that the outputs of an uncaptured run can be freed
+before the graph is captured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.graph.placeholder import UNWRITTEN
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+
+# Each tensor is summed in this many pieces. The elements left over are pieces of their own.
+CHUNKS = 1024
+
+# Elements that are summed at a time. A sum in a wider dtype converts its operand first,
+# which takes memory.
+MAX_ELEMENTS = 1 << 22
+
+# Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction
+# of Fingerprint.norm. NaN, the poison, is within no tolerance.
+TOLERANCE = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,
+    torch.float16: 1e-2,
+    torch.bfloat16: 2e-2,
+}
+
+# Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
+# more. The graph may then differ by OWN_DIFFERENCES times the largest difference between
+# uncaptured runs, and by at most MAX_DIFFERENCE of the norm. Memory that the graph does not
+# write differs by all of the norm.
+OWN_DIFFERENCES = 8
+MAX_DIFFERENCE = 0.3
+
+# The same bound for norms. A norm of nothing but errors differs by as much as the errors.
+MAX_NORM_DIFFERENCE = 0.9
+
+# Integer dtypes by element size. Not int64 for 8 bytes: sums wrap and weights are odd, so
+# that an even number of flipped signs would not be seen.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """
+    Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over.
+
+    Attributes:
+        bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight
+            depends on the place: the indices that a sort returns have the same plain sum
+            for any input.
+        total: float64 [chunks], sums of the elements; None if the dtype has no TOLERANCE
+        signed: float64 [chunks], sums with some signs flipped; None as total. The gradient
+            of a normalization always has the plain sum zero.
+        norm: float64 [chunks], the L1 norm plus sqrt(number of elements) times the median
+            of the chunks' mean magnitudes; None as total. The second term is the error of a
+            typical element: an element that is almost zero is no more exact than others.
+    """
+
+    bits: torch.Tensor
+    total: torch.Tensor | None
+    signed: torch.Tensor | None
+    norm: torch.Tensor | None
+    tolerance: float
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """Return the elements as one contiguous dimension, without a copy if they are dense."""
+    t = t.resolve_conj().resolve_neg()
+    if torch.is_complex(t):
+        t = torch.view_as_real(t)
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        return t.as_strided((t.numel(),), (1,))
+    # reshape returns a view if the elements are at one distance.
+    return t.reshape(-1).contiguous()
+
+
+def fingerprint(t: torch.Tensor) -> Fingerprint:
+    flat = _dense(t.detach())
+    body = flat.numel() // CHUNKS * CHUNKS
+    pieces = [flat[:body].view(CHUNKS, -1)] if body else []
+    if body != flat.numel():
+        pieces.append(flat[body:].view(-1, 1))
+    if not pieces:
+        empty = torch.empty(0, dtype=torch.int64, device=t.device)
+        return Fingerprint(empty, None, None, None, 0.0)
+    as_bits = _BITS[flat.element_size()]
+    # An 8-byte element is two int32.
+    weights = _weights(2 * pieces[0].shape[1], t.device)
+    bits = _sums(
+        pieces,
+        lambda p: (b := p.view(as_bits).long()).mul_(weights[: b.shape[1]]).sum(1),
+    )
+    tolerance = TOLERANCE.get(flat.dtype)
+    if tolerance is None:
+        return Fingerprint(bits, None, None, None, 0.0)
+    total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
+    signs = weights.sign().to(flat.dtype)
+    signed = _sums(
+        pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64)
+    )
+    norm = _sums(
+        pieces,
+        lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64),
+    )
+    counts = torch.cat([norm.new_full((len(p),), p.shape[1]) for p in pieces])
+    of_element = (norm / counts)[norm.isfinite()]
+    if of_element.numel():
+        # The median, since a mask may hold a few elements that stand for minus infinity.
+        norm = norm + counts.sqrt() * of_element.median()
+    return Fingerprint(bits, total, signed, norm, tolerance)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd int64 numbers that look random and are always the same (splitmix64)."""
+    weights = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        weights = (weights ^ weights >> shift) * factor
+    return weights | 1
+
+
+def _sums(
+    pieces: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Return ``sums`` of the rows of each piece, computed for some rows at a time."""
+    return torch.cat(
+        [sums(r) for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))]
+    )
+
+
+def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
+    # The program may compute NaN, which equals itself only as bits.
+    return torch.equal(expected.bits, actual.bits)
+
+
+def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
+    """
+    Return whether both can be results of one function.
+
+    Args:
+        others: results of further uncaptured runs, which show how much it varies by itself
+    """
+    if identical(expected, actual):
+        return True
+    if expected.total is None or expected.norm is None or actual.total is None:
+        return False
+    if expected.total.shape != actual.total.shape:
+        return False
+    allowed = expected.tolerance * expected.norm
+    result = allowed.isfinite()
+    # A sum that cancels out is small beside the norm, and so is the sum of unwritten memory.
+    # The signed sum and the norm tell these apart.
+    for name, most in (
+        ("total", MAX_DIFFERENCE),
+        ("signed", MAX_DIFFERENCE),
+        ("norm", MAX_NORM_DIFFERENCE),
+    ):
+        of = operator.attrgetter(name)
+        difference = (of(expected) - of(actual)).abs()
+        # NaN compares false, so a chunk with NaN in either is not within tolerance.
+        within = difference <= allowed
+        for other in others:
+            own = OWN_DIFFERENCES * (of(expected) - of(other)).abs().max()
+            within |= difference <= (most * expected.norm).clamp(max=own)
+        result &= within
+    return bool(result.all())
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    return _dense(t.detach()).view(torch.uint8)
+
+
+def mark_unwritten(t: torch.Tensor) -> None:
+    """
+    Fill a tensor's memory with UNWRITTEN before a run.
+
+    A function may return memory that it never wrote (``torch.empty``), or wrote in part. The
+    rest has to be the same for the uncaptured run and for the graph.
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        as_bytes(t).fill_(UNWRITTEN)
+
+
+def is_unwritten(t: torch.Tensor) -> bool:
+    # In pieces: comparing takes as much memory as it compares, and the first piece mostly
+    # tells.
+    return all(
+        bool((some == UNWRITTEN).all()) for some in as_bytes(t).split(MAX_ELEMENTS)
+    )
