@@ -386,7 +386,7 @@ class CopyGraphNodeTest(TestCase):
             for t in outputs
         ]
         node.wrapped_function = mock.Mock()
-        node.wrapped_function.pygraph.owned_output_idxs = OrderedSet(returned)
+        node.request = mock.Mock(owned_output_idxs=OrderedSet(returned))
 
         def rebuild(metadata, storage):
             t = torch.empty(0, dtype=metadata["dtype"])

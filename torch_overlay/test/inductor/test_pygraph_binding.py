@@ -39,7 +39,7 @@ from torch._inductor.pygraph.graph.placeholder import (
 )
 from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
 from torch._inductor.pygraph.types.reason import RefusedError
-from torch._inductor.pygraph.verify import proof, state
+from torch._inductor.pygraph.verify import fingerprint as fingerprints, proof, state
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -1815,7 +1815,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(expected: torch.Tensor, *others: torch.Tensor) -> bool:
-    return proof.same(*map(proof.fingerprint, (expected, *others)))
+    return fingerprints.same(*map(fingerprints.fingerprint, (expected, *others)))
 
 
 class ProofTest(TestCase):
@@ -1856,10 +1856,10 @@ class ProofTest(TestCase):
         t = torch.rand(64 * 1024, dtype=torch.float64).to(dtype)
         t[0] = 1
         next_value = t.clone()
-        next_value.view(proof._BITS[t.element_size()]).add_(1)
+        next_value.view(fingerprints._BITS[t.element_size()]).add_(1)
         self.assertFalse(torch.equal(t, next_value))
         self.assertTrue(same(t, next_value))
-        tolerance = proof.TOLERANCE[dtype]
+        tolerance = fingerprints.TOLERANCE[dtype]
         self.assertFalse(same(t, (t.double() * (1 + 3 * tolerance)).to(dtype)))
 
     # Sums of bits are equal where as many numbers become negative as become positive.
@@ -1901,7 +1901,7 @@ class ProofTest(TestCase):
         )
         noise = (t.double() * (1 + 1e-7 * torch.randn(t.shape))).to(dtype)
         unwritten = torch.empty_like(t)
-        proof.mark_unwritten(unwritten)
+        fingerprints.mark_unwritten(unwritten)
         for wrong in (unwritten, torch.zeros_like(t), -t, other, again):
             self.assertFalse(same(t, wrong))
             self.assertFalse(same(t, wrong, noise))
@@ -1928,10 +1928,10 @@ class ProofTest(TestCase):
 
     def test_large_tensor_takes_little_memory(self):
         "Sums of bfloat16 as float64 would take four times what it does."
-        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 14):
+        with mock.patch.object(fingerprints, "MAX_ELEMENTS", 1 << 14):
             t = torch.randn((1 << 20) + 7).to(torch.bfloat16)
-            expected = proof.fingerprint(t)
-        actual = proof.fingerprint(t)
+            expected = fingerprints.fingerprint(t)
+        actual = fingerprints.fingerprint(t)
         self.assertEqual(expected.bits, actual.bits)
         self.assertEqual(expected.total, actual.total)
         self.assertEqual(expected.signed, actual.signed)
@@ -1997,8 +1997,8 @@ class ProofTest(TestCase):
         once = torch.zeros(1024, 64).index_fill(1, torch.tensor(3), 1).to(dtype)
         for t in (rows, once):
             for other in (t.flip(1), t.roll(2, 1)):
-                marks = map(proof.fingerprint, (t, other))
-                self.assertFalse(proof.identical(*marks))
+                marks = map(fingerprints.fingerprint, (t, other))
+                self.assertFalse(fingerprints.identical(*marks))
             self.assertTrue(same(t, t.clone()))
         self.assertFalse(same(rows, rows.flip(1)))
 
@@ -2040,8 +2040,8 @@ class ProofTest(TestCase):
             torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
             torch.randn(40)[8:],
         ):
-            self.assertEqual(proof._dense(t).data_ptr(), t.data_ptr())
-            self.assertEqual(proof._dense(t).shape, (t.numel(),))
+            self.assertEqual(fingerprints._dense(t).data_ptr(), t.data_ptr())
+            self.assertEqual(fingerprints._dense(t).shape, (t.numel(),))
 
     @parametrize("dtype", (torch.int8, torch.float32, torch.float64, torch.int64))
     def test_elements_at_one_distance(self, dtype):
@@ -2051,7 +2051,7 @@ class ProofTest(TestCase):
             other = t.contiguous()
             other[-1] += 1
             self.assertFalse(same(t, other))
-            self.assertFalse(proof.is_unwritten(t))
+            self.assertFalse(fingerprints.is_unwritten(t))
 
     def test_expanded(self):
         t = torch.randn(64, 1).expand(64, 80)
@@ -2081,7 +2081,7 @@ class ProofTest(TestCase):
 
     def test_needs_grad(self):
         t = torch.randn(8, requires_grad=True)
-        self.assertFalse(proof.fingerprint(t).total.requires_grad)
+        self.assertFalse(fingerprints.fingerprint(t).total.requires_grad)
 
     # A lazy conjugate or negative has to be resolved first.
     def test_conjugate(self):
@@ -2104,8 +2104,8 @@ class ProofTest(TestCase):
         self.assertFalse(same(t, changed))
 
     def test_fingerprint_is_small(self):
-        mark = proof.fingerprint(torch.randn(1 << 20))
-        self.assertLessEqual(mark.bits.numel(), proof.CHUNKS + 1)
+        mark = fingerprints.fingerprint(torch.randn(1 << 20))
+        self.assertLessEqual(mark.bits.numel(), fingerprints.CHUNKS + 1)
         self.assertEqual(mark.bits.shape, mark.total.shape)
         self.assertEqual(mark.bits.shape, mark.signed.shape)
         self.assertEqual(mark.bits.shape, mark.norm.shape)
@@ -2124,16 +2124,16 @@ class ProofTest(TestCase):
 
         t = torch.randn(1 << 20)
         if not written:
-            proof.mark_unwritten(t)
-        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
-            self.assertEqual(proof.is_unwritten(t), not written)
+            fingerprints.mark_unwritten(t)
+        with mock.patch.object(fingerprints, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
+            self.assertEqual(fingerprints.is_unwritten(t), not written)
         self.assertEqual(largest.nbytes, 1 << 18)
         self.assertEqual(largest.count, 1 if written else 16)
-        self.assertTrue(proof.is_unwritten(torch.empty(0)))
+        self.assertTrue(fingerprints.is_unwritten(torch.empty(0)))
 
     def test_failure(self):
-        def of_output(output: Any) -> proof.Fingerprint | None:
-            return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None
+        def of_output(output: Any) -> fingerprints.Fingerprint | None:
+            return fingerprints.fingerprint(output) if isinstance(output, torch.Tensor) else None
 
         def proved(*inputs_and_outputs: list[Any]) -> proof.Proof:
             return proof.Proof(*inputs_and_outputs, mutated=[2])
@@ -2146,16 +2146,16 @@ class ProofTest(TestCase):
             # An input that is not mutated is not looked at, nor is what is no tensor.
             self.assertIsNone(checked.failure(proved([a, b + 1, c], [x, 4, None, y])))
             self.assertRegex(
-                checked.failure(proved([a, b, c], [x, 3, None, y * 2])),
+                str(checked.failure(proved([a, b, c], [x, 3, None, y * 2]))),
                 r"^output 3 \(torch.float32 \[2000\]\) differs",
             )
             self.assertRegex(
-                checked.failure(proved([a, b, c], [x + 1, 3, None, y * 2])),
+                str(checked.failure(proved([a, b, c], [x + 1, 3, None, y * 2]))),
                 "^output 0 .*differs",
             )
             c += 1
             self.assertRegex(
-                checked.failure(proved([a, b, c], [x, 3, None, y])),
+                str(checked.failure(proved([a, b, c], [x, 3, None, y]))),
                 "^mutated input 2 .*differs",
             )
 
@@ -2168,14 +2168,14 @@ class ProofTest(TestCase):
             on_device = placeholder.tensor_at(values[i].data_ptr(), values[i].to("meta"), 0)
             return proof.Proof([], [on_device], [], unmarked)
 
-        def on_host(t: torch.Tensor) -> proof.Fingerprint:
+        def on_host(t: torch.Tensor) -> fingerprints.Fingerprint:
             (value,) = [v for v in values if v.data_ptr() == t.data_ptr()]
             return fingerprint(value)
 
-        fingerprint = proof.fingerprint
+        fingerprint = fingerprints.fingerprint
         with (
-            mock.patch.object(proof, "fingerprint", on_host),
-            mock.patch.object(proof, "is_unwritten", lambda t: False),
+            mock.patch.object(fingerprints, "fingerprint", on_host),
+            mock.patch.object(fingerprints, "is_unwritten", lambda t: False),
         ):
             self.assertIsNone(proved(0).failure(proved(0)))
             self.assertIsNotNone(proved(0).failure(proved(1)))

@@ -521,9 +521,9 @@ def modelled_device() -> Iterator[ModelledDevice]:
         return any(damaged)
 
     def enable(
-        captured: collectives.Captured, graph: ModelledGraph, *, enabled: bool
+        captured: collectives.Collectives, graph: ModelledGraph, *, enabled: bool
     ) -> None:
-        for launch in captured.nodes.values():
+        for launch in captured.nodes.nodes.values():
             launch.enabled = enabled
 
     nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
@@ -622,7 +622,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "groups_of": lambda model: ["0"],
             },
         ),
-        (collectives.Captured, {"enable": enable}),
+        (collectives.Collectives, {"_enable": enable}),
         (torch, {"_foreach_copy_": foreach_copy}),
         (
             torch.Tensor,
@@ -1189,18 +1189,21 @@ class RecordTest(TestCase):
     @parametrize(
         "name, reason",
         (
-            ("of_an_input", "a collective is given an input"),
+            ("of_an_input", Reason.of(Code.COLLECTIVE_OF_INPUT)),
             (
                 "gathered",
-                "_c10d_functional.all_gather_into_tensor.default can not be left out"
-                " of the proof",
+                Reason.of(
+                    Code.COLLECTIVE_NOT_OMITTABLE,
+                    op="_c10d_functional.all_gather_into_tensor.default",
+                ),
             ),
         ),
+        name_fn=lambda name, reason: name,
     )
     def test_collectives_that_are_copied(self, name, reason):
         self.check_collectives(name)
         (entry,) = report()
-        self.assertEqual((entry.choice, entry.reason), ("copy", reason))
+        self.assertEqual((entry.choice, entry.reasons), ("copy", [reason]))
 
     @parametrize(
         "failure, choice",
@@ -1222,7 +1225,7 @@ class RecordTest(TestCase):
         refused = DriverError("refused")
         here = {
             "proof": mock.patch.object(ModelledBinding, "hidden", 0),
-            "nodes": mock.patch.object(collectives.Captured, "enable", side_effect=refused),
+            "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
         }
         with (
             mock.patch.object(collectives, "agree", agree),
@@ -1366,22 +1369,21 @@ class RecordTest(TestCase):
                 "repeats_itself",
                 side_effect=torch.OutOfMemoryError("out of memory"),
             ),
-            "room": mock.patch.object(copying, "room", lambda *args: 0),
+            "room": mock.patch.object(diagnose, "room", lambda *args: 0),
         }
-        difference = bound.BoundGraphNode._difference
 
-        def failing(node):
+        def failing(*args):
             failures[method].start()
             self.addCleanup(failures[method].stop)
-            return difference(node)
+            return diagnose.verify(*args)
 
-        with mock.patch.object(bound.BoundGraphNode, "_difference", failing):
+        with mock.patch.object(bound, "verify", failing):
             count = itertools.count().__next__
             seen = self.numbers_of_the_host(count, 6, "node_update")
         self.assertEqual(seen, sorted(set(seen)))
         (entry,) = report()
         self.assertEqual(entry.choice, "no_graph")
-        self.assertIn("no memory to see", entry.reason)
+        self.assertIs(entry.reasons[-1].code, Code.NO_MEMORY_FOR_PROOF)
 
     @parametrize("source", ("torch", "random", "numpy"))
     @parametrize("force", ("node_update", None))
@@ -1802,7 +1804,8 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
         if force:
             (entry,) = report()
-            self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+            self.assertEqual(entry.choice, force)
+            self.assertEqual(entry.reasons, [Reason.of(Code.FORCED)])
 
     @parametrize("times", (3, 6))
     def test_values_of_what_a_finalizer_calls(self, times):
@@ -2015,8 +2018,9 @@ class RecordTest(TestCase):
             def upload(self, executable: Any) -> None:
                 self.is_uploaded = True
 
-            def failure(self) -> str | None:
-                return "no update" if end == "on the device" else None
+            def failure(self) -> Reason | None:
+                failed = Reason.of(Code.NODE_REFUSED_ON_DEVICE, status=9)
+                return failed if end == "on the device" else None
 
         with mock.patch.object(bound, "Prelude", Prelude), self.failing_once(end):
             self.check(self.ADD, force=force)
@@ -2027,14 +2031,15 @@ class RecordTest(TestCase):
         self.assertEqual(counters["pygraph"]["bound_by_host"], end != "works")
         if end == "works":
             self.assertTrue(made[0].is_uploaded)
-            self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+            self.assertEqual(entry.choice, force)
+            self.assertEqual(entry.reasons, [Reason.of(Code.FORCED)])
             return
         reason = {
             "unavailable": "no compiler",
             "broken": "no node",
-            "instantiate": "it can not be instantiated: no memory",
-            "replay": "it can not be launched: no memory",
-            "on the device": "no update",
+            "instantiate": "the graph cannot be instantiated: no memory",
+            "replay": "the graph cannot be launched: no memory",
+            "on the device": "cudaGraphKernelNodeSetParam failed on the device with 9",
         }
         self.assertEqual(entry.choice, "node_update")
         self.assertEqual(entry.reason, f"no {force}: {reason[end]}")
@@ -2056,8 +2061,9 @@ class RecordTest(TestCase):
             def upload(self, executable: Any) -> None:
                 pass
 
-            def failure(self) -> str | None:
-                return "no update" if end == "on the device" else None
+            def failure(self) -> Reason | None:
+                failed = Reason.of(Code.NODE_REFUSED_ON_DEVICE, status=9)
+                return failed if end == "on the device" else None
 
         times = [99.0, 50.0, 20.0 if end == "wins" else 60.0]
         costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in times])
@@ -2107,7 +2113,7 @@ class RecordTest(TestCase):
         "An earlier process bound it, or copied its inputs, and it was faster."
         with tempfile.TemporaryDirectory() as directory:
             entry = store.Entry(Path(directory), {}, {})
-            entry.save(store.Decision(choice, "measured faster", {}))
+            entry.save(store.Decision(choice, [Reason.of(Code.NOT_FASTER)], {}))
             with mock.patch.object(store, "entry_for", lambda *args: entry):
                 yield entry
 
@@ -2508,7 +2514,7 @@ class RecordTest(TestCase):
         external = [*node.bound_input_idxs, *node.non_static_input_idx]
         self.assertEqual(external, [0, 1])
         # The first, as many more as may be, the one that tells, and the last.
-        self.assertEqual(node.wrapped_function.pygraph.recordings, limit + 3)
+        self.assertEqual(node.wrapped_function.pygraph.state.recordings, limit + 3)
 
     @parametrize("force", ("node_update", "copy"))
     def test_state_of_which_the_last_one_is_kept(self, force):
@@ -2528,7 +2534,7 @@ class RecordTest(TestCase):
         (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
         external = [*node.bound_input_idxs, *node.non_static_input_idx]
         self.assertEqual(external, [0, 1, 2])
-        self.assertLess(node.wrapped_function.pygraph.recordings, 12)
+        self.assertLess(node.wrapped_function.pygraph.state.recordings, 12)
 
     @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
     def test_buffer_that_is_new_in_each_call(self, force, choice):
@@ -2817,11 +2823,11 @@ class RecordTest(TestCase):
         backwards: list[Deployed | None] = [None, None]
 
         def complete(samples: timing.Samples) -> bool:
-            return samples.calls >= (4 if samples.function in even else 16)
+            return samples.calls >= (4 if samples.state in even else 16)
 
         def cost(samples: timing.Samples) -> timing.Cost:
-            us = 10.0 if samples.function.report.timings_us else 90.0
-            us = 50.0 if samples.function in even else us
+            us = 10.0 if samples.state.report.timings_us else 90.0
+            us = 50.0 if samples.state in even else us
             return timing.Cost(*[timing.Estimate(us)] * 3)
 
         with (
@@ -2834,7 +2840,7 @@ class RecordTest(TestCase):
                 for k in range(2):
                     if forwards[k] is None:
                         forwards[k] = self.deploy_forward(h, weight, None)
-                        even += [forwards[k].current.function] * k
+                        even += [forwards[k].current.state] * k
                     h, a, _ = forwards[k].call([h, weight])
                     pending.append(a)
                     del a
@@ -2842,12 +2848,12 @@ class RecordTest(TestCase):
                     inputs = [pending.pop(), weight, self.randn()]
                     if backwards[k] is None:
                         backwards[k] = self.deploy_backward(inputs, None)
-                        even += [backwards[k].current.function] * k
+                        even += [backwards[k].current.state] * k
                     backwards[k].call(inputs)
         self.assertEqual([e.choice for e in report()], ["node_update"] * 4)
         reasons = [f.report.reason for f in even]
         self.assertEqual(
-            reasons, ["not measured faster; its memory is that of other graphs"] * 2
+            reasons, ["not measured faster; it shares the memory of neighbouring graphs"] * 2
         )
 
     def test_backward_copies_more_without_its_forward(self):
@@ -2887,7 +2893,7 @@ class RecordTest(TestCase):
             self.assertEqual(counters["pygraph"]["reselected"], 0)
             stays = False
             run(uncaptured, lambda: entry.choice == "undecided")
-            self.assertEqual(entry.reason, "it copies 64 bytes, not 32")
+            self.assertEqual(entry.reason, "it copies 64 bytes, not 32 as timed")
             run(uncaptured, lambda: entry.choice != "undecided")
         self.assertEqual(entry.choice, "no_graph")
         self.assertEqual(counters["pygraph"]["reselected"], 1)
@@ -3025,7 +3031,7 @@ class RecordTest(TestCase):
                 del a
                 if backward is None:
                     backward = self.deploy_backward(inputs)
-                    function = backward.current.function
+                    function = backward.current.state
                 grad, grad_x = backward.call(inputs)
                 expected = value.cos() * on_host(t)
                 grads += [(grad, expected), (grad_x, expected * on_host(weight))]

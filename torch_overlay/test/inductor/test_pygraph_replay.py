@@ -107,7 +107,9 @@ class Node(bound.BoundGraphNode):
         self.rerecord_if_static_inputs_change = True
         self.live_indices_after_graph = []
         self.wrapped_function = types.SimpleNamespace(
-            pygraph=types.SimpleNamespace(is_outdated=False)
+            pygraph=types.SimpleNamespace(
+                state=types.SimpleNamespace(is_outdated=False)
+            )
         )
         self.cudagraph_managed_idxs = []
         self.expected_dead_indices_before_graph = []
@@ -269,7 +271,7 @@ class ReplayTest(TestCase):
             self.assertEqual(self.call(), steady, (state, live))
 
     def test_outdated_function(self):
-        function = self.node.wrapped_function.pygraph
+        function = self.node.wrapped_function.pygraph.state
         function.is_outdated = True
         self.assertFalse(self.call())
         function.is_outdated = False
@@ -1282,9 +1284,9 @@ class DirectTest(TestCase):
         self.check(compiled, layers=1, launches=0)
         node = self.record()
         self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
-        node.wrapped_function.pygraph.is_outdated = True
+        node.wrapped_function.pygraph.state.is_outdated = True
         self.check(compiled, layers=1, launches=0)
-        node.wrapped_function.pygraph.is_outdated = False
+        node.wrapped_function.pygraph.state.is_outdated = False
         self.check(compiled, layers=0, launches=1)
 
     def test_further_recording(self):
