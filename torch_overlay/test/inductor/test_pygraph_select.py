@@ -1757,6 +1757,19 @@ class DeployTest(DeployTestCase):
         self.assertEqual(self.call(4), ["uncaptured", "record", "replay", "replay"])
         self.assertEqual([r.choice for r in report()], [NODE_UPDATE])
 
+    def test_two_threads_call_after_one_that_trees_do_not_know(self):
+        "Both had what waits. Each records what it deploys, and for itself."
+        thread = threading.Thread(target=self.deploy, kwargs={"force": NODE_UPDATE})
+        thread.start()
+        thread.join()
+        for _ in range(2):
+            self.fn([torch.tensor(1)])
+        for selection in self.deployed[:2]:
+            selection([torch.tensor(1)])
+        recorded = [r["pygraph"] for r in self.recorded]
+        self.assertEqual(recorded, [s.controller for s in self.deployed[:2]])
+        self.assertIsNot(*recorded)
+
     def test_thread_that_imports_trees_ends(self):
         "What it gives back is what it took: functions have its containers."
         program = """if True:
