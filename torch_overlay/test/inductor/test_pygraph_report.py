@@ -35,19 +35,15 @@ from torch._inductor.pygraph.report import (
     describe_partition,
     innermost,
     new_graph,
-    new_report,
-    publish,
     Report,
     source_of_partition,
     span,
     trace,
 )
 from torch._inductor.pygraph.report.text import format_bytes, format_us
-from torch._inductor.pygraph.types.candidate import (
-    COPY,
-    NO_GRAPH,
-    NODE_UPDATE,
-)
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, NODE_UPDATE
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.report import (
     Blocker,
     BRINGS_CPU_VALUES,
@@ -67,6 +63,15 @@ from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from typing import Any
+
+FASTER = Reason.of(Code.FASTER_BY_ITSELF)
+
+
+def new_report(name: str, mode: str, **fields: Any) -> FunctionReport:
+    entry = FunctionReport(name, mode, **fields)
+    journal.add(entry)
+    return entry
 
 
 def modelled() -> Report:
@@ -77,7 +82,7 @@ def modelled() -> Report:
             "partition_0",
             "forward",
             NODE_UPDATE,
-            "measured faster",
+            [FASTER],
             {NO_GRAPH: 2721.8, NODE_UPDATE: 1319.2},
             external_inputs=2,
             stock_copied_bytes=16384,
@@ -90,7 +95,7 @@ def modelled() -> Report:
             "partition_0",
             "backward",
             NODE_UPDATE,
-            "measured faster",
+            [FASTER],
             {NO_GRAPH: 4094.3, NODE_UPDATE: 1662.8},
             external_inputs=4,
             stock_copied_bytes=62_525_444,
@@ -104,8 +109,7 @@ def modelled() -> Report:
             "partition_1",
             "forward",
             COPY,
-            "output 0 (torch.float32 [64, 128]) differs from the uncaptured function's; "
-            "measured faster",
+            [Reason.of(Code.DIFFERS, result="output 0 (torch.float32 [64, 128])"), FASTER],
             {NO_GRAPH: 320.0, COPY: 210.5},
             external_inputs=3,
             stock_copied_bytes=4_194_304,
@@ -117,7 +121,7 @@ def modelled() -> Report:
             "partition_0",
             "inference",
             NO_GRAPH,
-            "launching takes 83 us of the device's 1556",
+            [Reason.of(Code.DEVICE_BOUND, host_us=83.2, device_us=1556.4)],
             {NO_GRAPH: 1556.4},
             source=f"{train}:31-44 in evaluate",
             compile_id="1/0",
@@ -126,7 +130,10 @@ def modelled() -> Report:
             "partition_0",
             "inference",
             NO_GRAPH,
-            "capture failed: operation not permitted; it can not be captured",
+            [
+                Reason.of(Code.CAPTURE_FAILED, error="operation not permitted"),
+                Reason.of(Code.NOT_CAPTURABLE),
+            ],
             {NO_GRAPH: 112.0},
             source=f"{train}:90 in metrics",
             compile_id="2/0",
@@ -182,14 +189,14 @@ copied by a replay of each: 4.19 MB; by stock CUDA graphs: 66.7 MB
 1 of 6 measured by an earlier process
 
 1. models/bert.py:412-498 in forward                    backward, graph 0/0, partition_0
-   graph, inputs bound: measured faster (by an earlier process)
+   graph, inputs bound: measured faster, by itself (by an earlier process)
      no graph                4.09 ms  ################################################
    * graph, inputs bound     1.66 ms  ###################
    307 nodes captured, 4 of 4 external inputs bound, 1 node updated
    copied by each replay: 0 B; by stock CUDA graphs: 62.5 MB
 
 2. models/bert.py:412-498 in forward                     forward, graph 0/0, partition_0
-   graph, inputs bound: measured faster
+   graph, inputs bound: measured faster, by itself
      no graph                2.72 ms  ################################################
    * graph, inputs bound     1.32 ms  #######################
    181 nodes captured, 2 of 2 external inputs bound, 2 nodes updated
@@ -197,7 +204,7 @@ copied by a replay of each: 4.19 MB; by stock CUDA graphs: 66.7 MB
 
 3. models/bert.py:498-510 in <lambda>                    forward, graph 0/0, partition_1
    graph, inputs copied: output 0 (torch.float32 [64, 128]) differs from the uncaptured
-     function's; measured faster
+     function's; measured faster, by itself
      no graph                 320 us  ################################################
    * graph, inputs copied     210 us  ################################
    0 of 3 external inputs bound
@@ -207,11 +214,11 @@ copied by a replay of each: 4.19 MB; by stock CUDA graphs: 66.7 MB
      torch._dynamo.mark_static_address.
 
 4. project/train.py:31-44 in evaluate                  inference, graph 1/0, partition_0
-   no graph: launching takes 83 us of the device's 1556
+   no graph: launching takes 83 us of the device's 1556 us
    * no graph                1.56 ms  ################################################
 
 5. project/train.py:90 in metrics        inference, graph 2/0, partition_0, sizes 8, 128
-   no graph: capture failed: operation not permitted; it can not be captured
+   no graph: capture failed: operation not permitted; it cannot be captured
    * no graph                 112 us  ################################################
    change: An operator waits for the device or allocates outside of PyTorch. If it is a
      custom operator, tag it torch.Tag.cudagraph_unsafe: the rest is captured then.
@@ -251,7 +258,7 @@ PyGraph
             name=names,
             mode=st.sampled_from(["forward", "backward"]),
             choice=st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE, "undecided"]),
-            reason=names,
+            reasons=st.lists(st.builds(Reason.of, st.just(Code.ERROR), error=names)),
             timings_us=st.dictionaries(
                 st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE]), st.floats(1e-3, 1e9)
             ),
@@ -324,32 +331,39 @@ class AdviceTest(TestCase):
             "control flow operator: torch.while_loop",
             "index_put_ fallback with boolean indexing is not compatible with CUDA graphs",
             "disabling cudagraphs due to incompatible op aten._local_scalar_dense",
-            "an input lies on the CPU; it can not be captured",
-            "capture failed: operation not permitted; it can not be captured",
-            "an earlier graph's output is mutated",
-            "trees do not know this thread",
-            "output 0 (torch.float32 [4]) differs from the uncaptured function's",
-            "the graph wrote to an address it should not hold",
             "CUDA graphs were off when it was compiled",
         ),
     )
     def test_something_to_change(self, reason):
         self.assertNotEqual(advice.advice(reason), "")
 
-    def test_proof_that_failed_is_no_mutation_to_avoid(self):
-        failure = "{} differs from the uncaptured function's"
-        self.assertEqual(
-            advice.advice(failure.format("mutated input 0")),
-            advice.advice(failure.format("output 0 (torch.float32 [4])")),
-        )
-
     @parametrize(
-        "reason",
-        ("", "forced", "measured faster", "not measured faster")
-        + ("launching takes 83 us of the device's 1556",),
+        "code",
+        (
+            Code.CPU_INPUT,
+            Code.CAPTURE_FAILED,
+            Code.NOT_CAPTURABLE,
+            Code.MUTATED_GRAPH_OUTPUT,
+            Code.UNKNOWN_THREAD,
+            Code.DIFFERS,
+            Code.WROTE_PLACEHOLDER,
+        ),
     )
-    def test_nothing_to_change(self, reason):
-        self.assertEqual(advice.advice(reason), "")
+    def test_something_to_change_in_a_function(self, code):
+        self.assertNotEqual(Reason.of(code).advice, "")
+
+    def test_proof_that_failed_is_no_mutation_to_avoid(self):
+        results = ("mutated input 0", "output 0 (torch.float32 [4])")
+        of_input, of_output = (
+            Reason.of(Code.DIFFERS, result=result).advice for result in results
+        )
+        self.assertEqual(of_input, of_output)
+        self.assertNotEqual(of_input, Reason.of(Code.MUTATED_GRAPH_OUTPUT).advice)
+
+    def test_nothing_to_change(self):
+        self.assertEqual(advice.advice(""), "")
+        for code in (Code.FORCED, Code.FASTER, Code.NOT_FASTER, Code.DEVICE_BOUND):
+            self.assertEqual(Reason.of(code).advice, "")
 
 
 instantiate_parametrized_tests(AdviceTest)
@@ -481,9 +495,9 @@ class RunTest(TestCase):
             new_report("g", "backward")
             torch_logging.trace_structured("artifact", payload_fn=lambda: "other")
             for graph in modelled().graphs:
-                publish(graph)
+                journal.publish(graph)
             first.choice, first.timings_us = NODE_UPDATE, {NO_GRAPH: 2.0}
-            publish(first)
+            journal.publish(first)
             torch_logging.trace_structured("compile", payload_fn=lambda: "\n\n")
         (read,) = trace.load(self.directory)
         self.assertEqual(read.functions, list(report()))
@@ -520,7 +534,7 @@ class RunTest(TestCase):
     def test_nothing_is_written_without_a_trace(self):
         with mock.patch.object(torch_logging.trace_log, "handlers", []):
             with mock.patch.object(json, "dumps", None):
-                publish(FunctionReport("f", "forward"))
+                journal.publish(FunctionReport("f", "forward"))
 
     def test_processes(self):
         for rank in range(2):
@@ -581,7 +595,12 @@ class RunTest(TestCase):
 
     @parametrize(
         "payload",
-        ('{"function": {"name": "f", "mode": "forward", "of": 3}}', '{"graph": {}}', "[]"),
+        (
+            '{"function": {"name": "f", "mode": "forward", "reasons": [], "of": 3}}',
+            '{"function": {"name": "f", "mode": "forward", "reasons": [{"code": "OTHER"}]}}',
+            '{"graph": {}}',
+            "[]",
+        ),
     )
     def test_other_version(self, payload):
         record = '{"artifact": {"name": "pygraph_report"}}'

@@ -26,28 +26,31 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.cudagraph_utils import PlaceholderInfo, PyGraphOptions
 from torch._inductor.pygraph import FunctionReport, report, reset_report
-from torch._inductor.pygraph.capture import bound, copying, record
-from torch._inductor.pygraph.select import controller as select, deploy, judge, selection, timing
-from torch._inductor.pygraph.select.controller import (
-    Function,
-)
-from torch._inductor.pygraph.select.judge import (
-    judge,
-)
+from torch._inductor.pygraph.capture.bound import BoundGraphNode
+from torch._inductor.pygraph.capture.copying import CopyGraphNode, is_saved_activation
+from torch._inductor.pygraph.select import deploy, gradients, selection as selections, timing
+from torch._inductor.pygraph.select.controller import Controller, log
+from torch._inductor.pygraph.select.judge import costs_nothing, judge
 from torch._inductor.pygraph.select.selection import (
+    DEVICE_BOUND,
+    MAX_WAITING_CALLS,
+    PRELUDE_FROM_NODES,
+    RETIRE_CALLS,
     Selection,
 )
-from torch._inductor.pygraph.select.timing import (
-    Cost,
-    Estimate,
-)
-from torch._inductor.pygraph.types import candidate
+from torch._inductor.pygraph.select.store import Decision
+from torch._inductor.pygraph.select.timing import Cost, Estimate
+from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
+    BINDINGS,
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
     PRELUDE,
+    UNDECIDED,
 )
+from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -79,11 +82,49 @@ def cost(program: float, host: float, device: float, error: float = 0) -> Cost:
     return Cost(*[Estimate(us, error) for us in (program, host, device)])
 
 
-def new_function(name: str, mode: str = "inference") -> Function:
-    "One that returns one output, and writes over no input."
-    return Function(
-        FunctionReport(name, mode), OrderedSet([0]), reused_input_idxs=OrderedSet()
+def new_report(name: str, mode: str) -> FunctionReport:
+    entry = FunctionReport(name, mode)
+    journal.add(entry)
+    return entry
+
+
+def new_controller(name: str, mode: str = "inference") -> Controller:
+    "Of a function that returns one output, and writes over no input."
+    spec = FunctionSpec(
+        name,
+        mode,
+        compile_id="",
+        device_index=0,
+        is_distributed=False,
+        returned_output_idxs=OrderedSet([0]),
+        reused_input_idxs=OrderedSet(),
     )
+    return Controller(spec, FunctionReport(name, mode))
+
+
+DIFFERS = Reason.of(Code.DIFFERS, result="output 0")
+
+
+def refuse(
+    controller: Controller,
+    reason: Reason = DIFFERS,
+    *,
+    is_capturable: bool = True,
+    has_prelude: bool = False,
+) -> None:
+    "What trees do when a recording fails."
+    refused = Refused(reason, is_capturable, has_prelude, RecordingFacts(), rerun=list)
+    controller.refused(mock.Mock(), refused)
+
+
+def captured(controller: Controller, updated_nodes: int | None = None) -> None:
+    "What trees do when a recording is made."
+    facts = RecordingFacts(has_captured=True, updated_nodes=updated_nodes)
+    controller.recorded(facts)
+
+
+def codes(entry: FunctionReport) -> list[Code]:
+    return [reason.code for reason in entry.reasons]
 
 
 def launching(us: float, error: float = 0) -> Cost:
@@ -103,19 +144,19 @@ class DecisionTest(TestCase):
                 (
                     launching(50),
                     launching(100),
-                    "measured faster: 50.0 us from call to call, 100.0 without it",
+                    "measured faster: 50.0 us from call to call, 100.0 us without the graph",
                 ),
                 name="launch_bound",
             ),
-            subtest((launching(100), launching(100), "not measured faster"), name="same"),
-            subtest((launching(99), launching(100), "not measured faster"), name="alike"),
-            subtest((launching(97), launching(100), "measured faster"), name="faster"),
-            subtest((launching(101), launching(100), "not measured faster"), name="above"),
+            subtest((launching(100), launching(100), Code.NOT_FASTER), name="same"),
+            subtest((launching(99), launching(100), Code.NOT_FASTER), name="alike"),
+            subtest((launching(97), launching(100), Code.FASTER), name="faster"),
+            subtest((launching(101), launching(100), Code.NOT_FASTER), name="above"),
             subtest(
                 (
                     launching(103),
                     launching(100),
-                    "measured slower: 103.0 us from call to call, 100.0 without it",
+                    "measured slower: 103.0 us from call to call, 100.0 us without the graph",
                 ),
                 name="slower",
             ),
@@ -123,12 +164,12 @@ class DecisionTest(TestCase):
                 (
                     launching(80, error=10),
                     launching(100, error=10),
-                    "not measured faster: 20.0 us are within 28.3 of noise",
+                    "not measured faster: 20.0 us are within 28.3 us of noise",
                 ),
                 name="within_noise",
             ),
             subtest(
-                (launching(60, error=10), launching(100, error=10), "measured faster"),
+                (launching(60, error=10), launching(100, error=10), Code.FASTER),
                 name="beyond_noise",
             ),
             # A busy machine: the program's times say nothing, the function's own do.
@@ -136,7 +177,7 @@ class DecisionTest(TestCase):
                 (
                     Cost(Estimate(150, 40), Estimate(13.5, 0.6), Estimate(8, 0.2)),
                     Cost(Estimate(120, 40), Estimate(20.5, 0.9), Estimate(8, 0.2)),
-                    "measured faster, by itself",
+                    Code.FASTER_BY_ITSELF,
                 ),
                 name="noisy_program",
             ),
@@ -145,7 +186,7 @@ class DecisionTest(TestCase):
                 (
                     Cost(Estimate(12_000, 500), Estimate(100, 5), Estimate(3470, 1)),
                     Cost(Estimate(12_100, 500), Estimate(4000, 300), Estimate(3570, 1)),
-                    "measured faster, by itself",
+                    Code.FASTER_BY_ITSELF,
                 ),
                 name="noisy_host",
             ),
@@ -153,37 +194,37 @@ class DecisionTest(TestCase):
                 (
                     Cost(Estimate(12_100, 500), Estimate(4000, 300), Estimate(3570, 1)),
                     Cost(Estimate(12_000, 500), Estimate(3900, 300), Estimate(3470, 1)),
-                    "not measured faster",
+                    Code.NOT_FASTER,
                 ),
                 name="noisy_hosts",
             ),
             # The host is freed, and the device's work takes as long as it did.
             subtest(
-                (cost(80, 10, 80), cost(100, 60, 80), "measured faster"),
+                (cost(80, 10, 80), cost(100, 60, 80), Code.FASTER),
                 name="host_of_program_gains",
             ),
             # Both hide behind the rest of the program; the function itself gains.
             subtest(
-                (cost(1000, 10, 20), cost(1000, 60, 60), "measured faster, by itself"),
+                (cost(1000, 10, 20), cost(1000, 60, 60), Code.FASTER_BY_ITSELF),
                 name="function_gains",
             ),
             # The host launches the graph while the device runs the last one.
             subtest(
-                (cost(57, 30, 57), cost(363, 340, 60), "measured faster"),
+                (cost(57, 30, 57), cost(363, 340, 60), Code.FASTER),
                 name="overlap",
             ),
             # The same, but the program pays for it.
             subtest(
-                (cost(1100, 10, 20), cost(1000, 60, 60), "measured slower"),
+                (cost(1100, 10, 20), cost(1000, 60, 60), Code.SLOWER),
                 name="program_loses",
             ),
             # Another function was replayed in the same calls for the first time.
             subtest(
-                (cost(500, 70, 70), cost(1000, 60, 60), "measured slower, by itself"),
+                (cost(500, 70, 70), cost(1000, 60, 60), Code.SLOWER_BY_ITSELF),
                 name="neighbour_gains",
             ),
             subtest(
-                (cost(500, 60, 60), cost(1000, 60, 60), "not measured faster"),
+                (cost(500, 60, 60), cost(1000, 60, 60), Code.NOT_FASTER),
                 name="neighbour_alone_gains",
             ),
             # Calls of one size, each after many of others, which were compiled meanwhile.
@@ -191,50 +232,48 @@ class DecisionTest(TestCase):
                 (
                     cost(31_000, 130, 10),
                     cost(94_000, 100, 25),
-                    "measured faster on the device, and slower on the host",
+                    Code.SLOWER_ON_HOST,
                 ),
                 name="seldom_called",
             ),
             subtest(
-                (cost(1800, 20, 5), cost(900, 22, 10), "measured faster, by itself"),
+                (cost(1800, 20, 5), cost(900, 22, 10), Code.FASTER_BY_ITSELF),
                 name="neighbour_loses",
             ),
             # Updating nodes costs the host more than launching did, and the device less.
             subtest(
-                (cost(90, 70, 60), cost(100, 60, 90), "measured faster"),
+                (cost(90, 70, 60), cost(100, 60, 90), Code.FASTER),
                 name="device_gains",
             ),
             subtest(
-                (cost(100, 70, 90), cost(100, 60, 90), "measured slower, by itself"),
+                (cost(100, 70, 90), cost(100, 60, 90), Code.SLOWER_BY_ITSELF),
                 name="host_loses",
             ),
             subtest(
                 (
                     cost(100, 70, 80),
                     cost(100, 60, 90),
-                    "measured faster on the device, and slower on the host",
+                    Code.SLOWER_ON_HOST,
                 ),
                 name="program_shows_neither",
             ),
             # The host does its other work while the device runs the graph, if slower.
             subtest(
-                (cost(80, 40, 70), cost(100, 60, 60), "measured faster"),
+                (cost(80, 40, 70), cost(100, 60, 60), Code.FASTER),
                 name="host_gains",
             ),
             # The device's time does not depend on who launched.
             subtest(
-                (cost(1000, 5, 1000), cost(1000, 90, 1000), "not measured faster"),
+                (cost(1000, 5, 1000), cost(1000, 90, 1000), Code.NOT_FASTER),
                 name="device_bound",
             ),
         ),
     )
     def test_cases(self, graph, uncaptured, reason):
+        "A text where the case is about its numbers, else a code."
         chosen, why = judge(graph, uncaptured)
-        on_device = "measured faster on the device, and slower on the host"
-        faster = reason.startswith("measured faster") and reason != on_device
-        self.assertEqual(chosen, faster)
-        # Numbers are left out where the case is not about them.
-        self.assertTrue(why == reason or why.startswith(f"{reason}:"), why)
+        self.assertIn(reason, (why.code, why.text))
+        self.assertEqual(chosen, why.code in (Code.FASTER, Code.FASTER_BY_ITSELF))
 
     @parametrize(
         "graph,uncaptured,expected",
@@ -251,7 +290,7 @@ class DecisionTest(TestCase):
         ),
     )
     def test_costs_nothing(self, graph, uncaptured, expected):
-        self.assertEqual(judge.costs_nothing(graph, uncaptured), expected)
+        self.assertEqual(costs_nothing(graph, uncaptured), expected)
 
     @given(costs, costs)
     def test_never_chooses_what_gains_nothing(self, graph, uncaptured):
@@ -352,7 +391,7 @@ class Simulation:
     def patched(self) -> Iterator[Simulation]:
         clock = types.SimpleNamespace(perf_counter=lambda: self.host / 1e6)
         with (
-            mock.patch.object(select, "time", clock),
+            mock.patch.object(timing, "time", clock),
             mock.patch("torch.cuda.Event", self.event),
             mock.patch("torch.cuda.current_stream", lambda device=None: None),
             mock.patch("torch.cuda.stream", contextlib.nullcontext),
@@ -420,12 +459,13 @@ class SamplesTest(SelectTestCase):
         The cost, and after how many calls; (host, device) by call. In those of ``recording``
         the function is recorded.
         """
-        function = new_function("f")
-        samples = timing.Samples(0, function)
+        controller = new_controller("f")
+        samples = timing.Samples(0, controller.state)
         for i in range(MAX_TIMED):
 
             def fn(inputs: list[Any], i: int = i) -> list[Any]:
-                function.recordings += i in recording
+                if i in recording:
+                    captured(controller)
                 return self.candidate("fn", *times(i))(inputs)
 
             (y,) = samples.call(fn, timing.clock_us(), [torch.tensor(i)])
@@ -466,10 +506,7 @@ class SamplesTest(SelectTestCase):
 
     def test_timing_of_other_functions(self):
         "It is no part of the program either."
-        timed = [
-            timing.Samples(0, new_function(name))
-            for name in "fgh"
-        ]
+        timed = [timing.Samples(0, new_controller(name).state) for name in "fgh"]
         for _ in range(TIMED):
             for samples in timed:
                 samples.call(self.candidate("fn", 50, 10), timing.clock_us(), [torch.tensor(1)])
@@ -479,12 +516,12 @@ class SamplesTest(SelectTestCase):
     def test_recording_of_other_functions(self):
         "Nor is that: the call that is to record, or a later one that turns out to."
         for how in ("replay", "record"):
-            function, other = map(new_function, "fg")
-            samples = timing.Samples(0, function)
-            timed = timing.Samples(0, other)
+            controller, other = map(new_controller, "fg")
+            samples = timing.Samples(0, controller.state)
+            timed = timing.Samples(0, other.state)
 
-            def record(inputs: list[Any], other: Function = other) -> Any:
-                other.recordings += 1
+            def record(inputs: list[Any], other: Controller = other) -> Any:
+                captured(other)
                 self.simulation.work(20_000, 10)
                 return [inputs[0] + 1]
 
@@ -495,8 +532,7 @@ class SamplesTest(SelectTestCase):
                 None,
                 None,
                 None,
-                0,
-                False,
+                is_forced=False,
             )
             record_it.steps = itertools.repeat(record_it._record)
             for _ in range(TIMED):
@@ -545,11 +581,11 @@ class SamplesTest(SelectTestCase):
 
     def test_recording_that_ends_while_times_are_taken(self):
         "In another thread, as autograd has them, while this one waits for the device."
-        function, began, ends = new_function("f"), threading.Event(), threading.Event()
-        samples = timing.Samples(0, function)
+        controller, began, ends = new_controller("f"), threading.Event(), threading.Event()
+        samples = timing.Samples(0, controller.state)
 
         def record(inputs: list[Any]) -> list[Any]:
-            function.recordings += 1
+            captured(controller)
             began.set()
             ends.wait(10)
             return inputs
@@ -574,7 +610,7 @@ class SamplesTest(SelectTestCase):
 
     def test_function_that_goes_on_recording(self):
         "It pays for it in the end."
-        with mock.patch.object(select, "MAX_RECORDING_CALLS", 10):
+        with mock.patch.object(timing, "MAX_RECORDING_CALLS", 10):
             found, calls = self.sample(
                 lambda i: (1000, 10), (0, 0), range(MAX_TIMED)
             )
@@ -594,12 +630,12 @@ class SelectionTest(SelectTestCase):
         uncaptured: tuple[float, float] = (100, 10),
         graph: tuple[float, float] = (10, 10),
         forget: Callable[[], bool] = lambda: True,
-        around: Callable[[], OrderedSet[Function] | None] = OrderedSet,
+        around: Callable[[], OrderedSet[Controller] | None] = OrderedSet,
         record: Callable | None = None,
         is_forced: bool = False,
     ) -> Selection:
-        self.function = new_function("f")
-        self.function.id = "id"
+        self.controller = new_controller("f")
+        self.controller.added("id")
         self.deployed: list[Callable] = []
         self.forgotten: list[Any] = []
         self.uncaptured = self.candidate("uncaptured", *uncaptured)
@@ -614,14 +650,13 @@ class SelectionTest(SelectTestCase):
             return forget()
 
         return Selection(
-            self.function,
+            self.controller,
             self.uncaptured,
             record or record_it,
             self.deployed.append,
             forgotten,
             lambda id: around(),
-            0,
-            is_forced,
+            is_forced=is_forced,
         )
 
     def call(self, selection: Callable, times: int = 1) -> list[str]:
@@ -644,21 +679,27 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(freed, ["workspaces"])
         self.assertEqual(self.call(selection, TIMED), ["replay"] * TIMED)
         self.assertEqual((self.deployed, freed), ([], ["workspaces"]))
-        self.assertEqual(self.function.report.choice, "undecided")
+        self.assertEqual(self.controller.report.choice, UNDECIDED)
         # What the call that recorded returned may be alive for some more.
-        calls = selection.RETIRE_CALLS
-        self.assertEqual(self.call(selection, calls), ["replay"] * calls)
+        self.assertEqual(self.call(selection, RETIRE_CALLS), ["replay"] * RETIRE_CALLS)
         self.assertEqual((self.deployed, freed), ([], ["workspaces"]))
-        self.assertEqual(self.function.report.choice, NODE_UPDATE)
+        self.assertEqual(self.controller.report.choice, NODE_UPDATE)
         self.assertEqual(self.call(selection, 3), ["replay"] * 3)
         self.assertEqual(self.deployed, [self.replay])
         # A workspace would keep the segment that it lies in.
         self.assertEqual(freed, ["workspaces", "workspaces", "cache"])
-        timings = self.function.report.timings_us
-        timings.update({k: round(us) for k, us in timings.items()})
+        entry = self.controller.report
         self.assertExpectedInline(
-            str(self.function.report),
-            """FunctionReport(name='f', mode='inference', choice='node_update', reason='measured faster: 15.0 us from call to call, 105.0 without it', timings_us={'no_graph': 100, 'node_update': 10}, external_inputs=0, stock_copied_bytes=0, copied_bytes=0, kernel_nodes=0, updated_nodes=0)""",  # noqa: B950
+            entry.reason,
+            """measured faster: 15.0 us from call to call, 105.0 us without the graph""",
+        )
+        entry.timings_us.update({k: round(us) for k, us in entry.timings_us.items()})
+        (reason,) = entry.reasons
+        rounded = {name: round(us) for name, us in reason.details}
+        entry.reasons = [Reason.of(reason.code, **rounded)]
+        self.assertExpectedInline(
+            str(entry),
+            """FunctionReport(name='f', mode='inference', choice='node_update', reasons=[Reason(code=<Code.FASTER: 'FASTER'>, details=(('graph_us', 15), ('uncaptured_us', 105)))], timings_us={'no_graph': 100, 'node_update': 10}, external_inputs=0, stock_copied_bytes=0, copied_bytes=0, kernel_nodes=0, updated_nodes=0)""",  # noqa: B950
         )
         self.assertEqual(dict(counters["pygraph"]), {"node_update": 1})
 
@@ -671,11 +712,11 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.call(selection), ["forget", "uncaptured"])
         self.assertEqual(self.deployed, [self.uncaptured])
         self.assertEqual(self.call(selection, 3), ["uncaptured"] * 3)
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual(entry.choice, NO_GRAPH)
         self.assertExpectedInline(
             entry.reason,
-            """measured slower: 115.0 us from call to call, 105.0 without it""",
+            """measured slower: 115.0 us from call to call, 105.0 us without the graph""",
         )
         times = {candidate: round(us) for candidate, us in entry.timings_us.items()}
         self.assertEqual(times, {NO_GRAPH: 100, NODE_UPDATE: 110})
@@ -684,8 +725,9 @@ class SelectionTest(SelectTestCase):
     def test_outputs_of_a_graph_that_lost_are_kept(self):
         selection = self.selection(graph=(110, 10), forget=lambda: False)
         self.call(selection, 1 + TIMED + 1 + 3 * TIMED)
-        calls = selection.RETIRE_CALLS
-        self.assertEqual(self.call(selection, calls), ["forget", "uncaptured"] * calls)
+        self.assertEqual(
+            self.call(selection, RETIRE_CALLS), ["forget", "uncaptured"] * RETIRE_CALLS
+        )
         self.assertEqual(self.deployed, [])
         self.assertEqual(self.call(selection, 2), ["uncaptured"] * 2)
         self.assertEqual(self.deployed, [self.uncaptured])
@@ -696,8 +738,8 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(ran, ["uncaptured"] * ENOUGH)
         self.assertEqual(self.deployed, [self.uncaptured])
         self.assertExpectedInline(
-            self.function.report.reason,
-            """launching takes 10 us of the device's 1000""",
+            self.controller.report.reason,
+            """launching takes 10 us of the device's 1000 us""",
         )
         self.assertEqual(dict(counters["pygraph"]), {NO_GRAPH: 1})
         # A graph of the program's own may use cuBLAS's workspace.
@@ -705,7 +747,7 @@ class SelectionTest(SelectTestCase):
 
     @parametrize("ratio,recorded", ((0.5, True), (0.99, True), (1.01, False)))
     def test_device_bound_limit(self, ratio, recorded):
-        device = 10 * selection.DEVICE_BOUND * ratio
+        device = 10 * DEVICE_BOUND * ratio
         selection = self.selection(uncaptured=(10, device), graph=(1, device))
         self.assertEqual("record" in self.call(selection, ENOUGH), recorded)
 
@@ -717,7 +759,7 @@ class SelectionTest(SelectTestCase):
             with mock.patch.object(timing.Samples, "cost", mock.Mock(side_effect=costs)):
                 self.call(selection, ENOUGH)
             self.assertEqual(
-                self.function.report.choice, NODE_UPDATE if wins else NO_GRAPH
+                self.controller.report.choice, NODE_UPDATE if wins else NO_GRAPH
             )
 
     def with_prelude(
@@ -726,11 +768,9 @@ class SelectionTest(SelectTestCase):
         "Whether it becomes the graph that sets its nodes itself."
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            entry = self.function.report
-            binding = self.function.binding
-            self.function.id = f"id of {binding}"
-            entry.updated_nodes = 1 if binding == PRELUDE else selection.PRELUDE_FROM_NODES
-            self.function.recordings += 1
+            binding = self.controller.state.binding
+            self.controller.added(f"id of {binding}")
+            captured(self.controller, 1 if binding == PRELUDE else PRELUDE_FROM_NODES)
             if binding == PRELUDE:
                 on_record()
             replay = self.candidate("prelude", *prelude) if binding == PRELUDE else self.replay
@@ -741,14 +781,14 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.deployed, [])
         self.assertEqual(self.ran.count("record"), 2)
         self.assertEqual(self.call(selection)[0], "forget")
-        self.call(selection, selection.RETIRE_CALLS)
+        self.call(selection, RETIRE_CALLS)
         self.assertEqual(len(self.deployed), 1)
         return self.call(self.deployed[0], 3)
 
     def test_prelude_wins(self):
         self.assertEqual(self.with_prelude((10, 20)), ["prelude"] * 3)
         self.assertEqual(self.forgotten, ["id of node_update"])
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual((entry.choice, entry.updated_nodes), (PRELUDE, 1))
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
         self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
@@ -759,19 +799,19 @@ class SelectionTest(SelectTestCase):
         selection = self.selection(graph=(40, 30), forget=lambda: is_dropped)
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            self.function.id = f"id of {self.function.binding}"
-            self.function.report.updated_nodes = selection.PRELUDE_FROM_NODES
-            self.function.recordings += 1
+            binding = self.controller.state.binding
+            self.controller.added(f"id of {binding}")
+            captured(self.controller, PRELUDE_FROM_NODES)
             # That of the prelude is faster.
             outputs = self.candidate("record")(inputs)
-            us = 10 if self.function.binding == PRELUDE else 40
+            us = 10 if binding == PRELUDE else 40
             return self.candidate("replay", us, us / 2), outputs
 
         selection.record = record
         self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED)
         self.assertEqual(self.call(selection), ["forget", "replay"])
-        self.assertEqual(self.function.report.choice, PRELUDE)
-        self.function.unbind("it moved")
+        self.assertEqual(self.controller.report.choice, PRELUDE)
+        refuse(self.controller)
         self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
         self.assertEqual(self.forgotten, ["id of node_update"] * 2)
         self.assertEqual(self.deployed, [selection])
@@ -785,11 +825,10 @@ class SelectionTest(SelectTestCase):
         "What was captured before goes."
         selection = self.selection()
         self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NODE_UPDATE)
-        self.function.is_capturable = False
-        self.function.unbind("out of memory")
+        self.assertEqual(self.controller.report.choice, NODE_UPDATE)
+        refuse(self.controller, is_capturable=False)
         self.call(self.deployed[-1], ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
         self.assertEqual(self.deployed[-1], self.uncaptured)
         self.assertEqual(self.forgotten, ["id"])
 
@@ -797,7 +836,7 @@ class SelectionTest(SelectTestCase):
         "owner,name",
         (
             subtest((timing.Samples, "cost"), name="while_it_waits_for_the_device"),
-            subtest((select, "publish"), name="while_it_decides"),
+            subtest((journal, "publish"), name="while_it_decides"),
             subtest((torch.cuda, "empty_cache"), name="while_it_frees_memory"),
             subtest((None, "around"), name="while_it_waits_for_others"),
         ),
@@ -824,27 +863,27 @@ class SelectionTest(SelectTestCase):
                 with contextlib.suppress(KeyboardInterrupt):
                     self.call(selection)
         self.assertEqual(raised, 1)
-        self.assertNotEqual(self.function.report.choice, "undecided")
+        self.assertNotEqual(self.controller.report.choice, UNDECIDED)
         self.assertNotEqual(self.deployed, [])
-        self.assertFalse(self.function.is_even)
+        self.assertFalse(self.controller.state.is_even)
 
     def test_prelude_that_is_not_recorded(self):
         "Though the calls that would have been its replays were fast."
 
         def declined() -> None:
-            self.function.recordings -= 1
+            self.controller.state.recordings -= 1
 
         self.assertEqual(self.with_prelude((10, 20), declined), ["replay"] * 3)
-        self.assertEqual(self.function.report.choice, NODE_UPDATE)
+        self.assertEqual(self.controller.report.choice, NODE_UPDATE)
 
     def test_prelude_loses(self):
         self.assertEqual(self.with_prelude((40, 31)), ["replay"] * 3)
         self.assertEqual(self.forgotten, ["id of prelude"])
-        self.assertEqual(self.function.id, "id of node_update")
-        entry = self.function.report
+        self.assertEqual(self.controller.state.id, "id of node_update")
+        entry = self.controller.report
         self.assertEqual(entry.choice, NODE_UPDATE)
-        self.assertEqual(entry.updated_nodes, selection.PRELUDE_FROM_NODES)
-        self.assertEqual(self.function.binding, NODE_UPDATE)
+        self.assertEqual(entry.updated_nodes, PRELUDE_FROM_NODES)
+        self.assertEqual(self.controller.state.binding, NODE_UPDATE)
 
     def test_no_prelude(self):
         "Where the driver has none, the function stays what it is."
@@ -852,17 +891,19 @@ class SelectionTest(SelectTestCase):
         recorded = selection.record
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            self.function.report.updated_nodes = selection.PRELUDE_FROM_NODES
-            if self.function.binding == PRELUDE:
-                self.function.bind_by_host("a node refused")
+            self.controller.report.updated_nodes = PRELUDE_FROM_NODES
+            if self.controller.state.binding == PRELUDE:
+                error = Reason.of(Code.DRIVER, error="a node refused")
+                refuse(self.controller, error, has_prelude=True)
             return recorded(inputs)
 
         selection.record = record
         self.call(selection, ENOUGH)
         self.assertEqual(self.ran.count("record"), 2)
         self.assertEqual(self.deployed, [self.replay])
-        self.assertEqual(self.function.report.choice, NODE_UPDATE)
-        self.assertIn("a node refused", self.function.report.reason)
+        self.assertEqual(self.controller.report.choice, NODE_UPDATE)
+        self.assertEqual(codes(self.controller.report), [Code.NO_PRELUDE, Code.FASTER])
+        self.assertIn("no prelude: a node refused;", self.controller.report.reason)
 
     def test_recording_with_prelude_raises(self):
         "The graph that was there already stays, and what it was called."
@@ -870,9 +911,10 @@ class SelectionTest(SelectTestCase):
         recorded = selection.record
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            self.function.report.updated_nodes = selection.PRELUDE_FROM_NODES
-            self.function.id = f"id of {self.function.binding}"
-            if self.function.binding == PRELUDE:
+            self.controller.report.updated_nodes = PRELUDE_FROM_NODES
+            binding = self.controller.state.binding
+            self.controller.added(f"id of {binding}")
+            if binding == PRELUDE:
                 raise torch.OutOfMemoryError("out of memory")
             return recorded(inputs)
 
@@ -880,21 +922,21 @@ class SelectionTest(SelectTestCase):
         self.call(selection, 1 + TIMED + 1 + TIMED)
         with self.assertRaises(torch.OutOfMemoryError):
             self.call(selection)
-        calls = 1 + selection.RETIRE_CALLS
+        calls = 1 + RETIRE_CALLS
         self.assertEqual(self.call(selection, calls), ["forget"] + ["replay"] * calls)
         self.assertEqual(self.forgotten, ["id of prelude"])
         self.assertEqual(self.deployed, [self.replay])
-        entry, function = self.function.report, self.function
+        entry, state = self.controller.report, self.controller.state
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE})
-        found = (entry.choice, function.binding, function.id)
+        found = (entry.choice, state.binding, state.id)
         self.assertEqual(found, (NODE_UPDATE, NODE_UPDATE, "id of node_update"))
 
     def test_prelude_of_few_nodes_or_of_a_forward(self):
         for mode, nodes in (("inference", 0), ("forward", 1)):
             selection = self.selection(graph=(40, 30))
-            self.function.report.mode = mode
-            nodes += selection.PRELUDE_FROM_NODES - 1
-            self.function.report.updated_nodes = nodes
+            self.controller.report.mode = mode
+            nodes += PRELUDE_FROM_NODES - 1
+            self.controller.report.updated_nodes = nodes
             self.assertEqual(self.call(selection, ENOUGH).count("record"), 1)
 
     def test_machine_was_busy(self):
@@ -904,7 +946,7 @@ class SelectionTest(SelectTestCase):
             selection = self.selection()
             with mock.patch.object(timing.Samples, "cost", mock.Mock(side_effect=costs)):
                 self.call(selection, ENOUGH)
-            self.assertEqual(self.function.report.choice, NODE_UPDATE)
+            self.assertEqual(self.controller.report.choice, NODE_UPDATE)
             self.assertEqual(self.ran.count("record"), 1)
 
     def test_second_timing_decides(self):
@@ -912,8 +954,8 @@ class SelectionTest(SelectTestCase):
         selection = self.selection()
         with mock.patch.object(timing.Samples, "cost", mock.Mock(side_effect=costs)):
             self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
-        times = self.function.report.timings_us
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
+        times = self.controller.report.timings_us
         self.assertEqual((times[NODE_UPDATE], times[NO_GRAPH]), (19.9, 20))
 
     def test_what_loses_on_the_device_is_timed_twice(self):
@@ -923,15 +965,15 @@ class SelectionTest(SelectTestCase):
         costs = mock.Mock(side_effect=[cold, graph, graph, warm])
         with mock.patch.object(timing.Samples, "cost", costs):
             self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
 
     @parametrize(
         "choice,joins",
-        ((NODE_UPDATE, True), (COPY, True), (NO_GRAPH, False), ("undecided", False)),
+        ((NODE_UPDATE, True), (COPY, True), (NO_GRAPH, False), (UNDECIDED, False)),
     )
     def test_even_graph_follows_those_around_it(self, choice, joins):
         "Their memory is used anyway. It waits for them, unless they wait for it."
-        other, busy = new_function("other"), [None]
+        other, busy = new_controller("other"), [None]
         selection = self.selection(
             graph=(99, 10), around=lambda: busy.pop() if busy else OrderedSet([other])
         )
@@ -939,21 +981,20 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(self.call(selection, 5), ["replay"] * 5)
         self.assertEqual((self.deployed, self.forgotten), ([], []))
         other.report.choice = choice
-        other.is_even = choice == "undecided"
+        other.waits(choice == UNDECIDED)
         self.assertEqual(
             self.call(selection, 2), ["replay"] * 2 if joins else ["forget"] + ["uncaptured"] * 2
         )
-        self.assertEqual(self.function.report.choice, NODE_UPDATE if joins else NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NODE_UPDATE if joins else NO_GRAPH)
         self.assertEqual(
-            self.function.report.reason,
-            "not measured faster" + "; its memory is that of other graphs" * joins,
+            codes(self.controller.report), [Code.NOT_FASTER] + [Code.JOINS_NEIGHBOURS] * joins
         )
 
     def test_even_graph_does_not_wait_for_ever(self):
         selection = self.selection(
-            graph=(99, 10), around=lambda: OrderedSet([new_function("other")])
+            graph=(99, 10), around=lambda: OrderedSet([new_controller("other")])
         )
-        self.call(selection, 1 + TIMED + 1 + 3 * TIMED + selection.MAX_WAITING_CALLS)
+        self.call(selection, 1 + TIMED + 1 + 3 * TIMED + MAX_WAITING_CALLS)
         self.assertEqual(self.ran[-1], "replay")
         self.assertEqual(self.call(selection), ["forget", "uncaptured"])
 
@@ -965,34 +1006,34 @@ class SelectionTest(SelectTestCase):
         ),
     )
     def test_what_costs_anything_is_not_even(self, uncaptured, graph):
-        other = new_function("other")
+        other = new_controller("other")
         other.report.choice = NODE_UPDATE
         selection = self.selection(uncaptured, graph, around=lambda: OrderedSet([other]))
         self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
 
     def test_even_graph_that_copies(self):
         "Copies of its inputs are memory that nothing else has."
-        other = new_function("other")
+        other = new_controller("other")
         other.report.choice = NODE_UPDATE
         selection = self.selection(graph=(99, 10), around=lambda: OrderedSet([other]))
-        self.function.unbind("output 0 differs")
+        refuse(self.controller)
         self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
 
     def copying(self, nbytes: list[int]) -> Selection:
         "Of a function whose inputs are copied, ``nbytes[-1]`` of them in each replay."
 
         def record(inputs: list[Any]) -> Any:
-            if self.function.binds_inputs:
-                self.function.unbind("output 0 differs")
+            if self.controller.binds_inputs:
+                refuse(self.controller)
             return replay, self.candidate("record")(inputs)
 
         selection = self.selection(record=record)
         run = self.replay
 
         def replay(inputs: list[Any]) -> list[Any]:
-            self.function.note_copied_bytes(nbytes[-1])
+            self.controller.copied(nbytes[-1])
             return run(inputs)
 
         return selection
@@ -1002,25 +1043,25 @@ class SelectionTest(SelectTestCase):
         copied.append(24)
         selection = self.copying(copied)
         self.call(selection, ENOUGH)
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 24))
         self.assertEqual(len(self.deployed), 1)
         copied.append(2048)
         self.assertEqual(self.call(self.deployed[-1]), ["replay"])
         self.assertEqual(self.deployed[1:], [selection])
-        self.assertEqual(entry.choice, "undecided")
+        self.assertEqual(entry.choice, UNDECIDED)
         return selection
 
     def test_copies_more_than_it_was_timed_with(self):
         "The forward whose activations lay in the pool was not faster as a graph."
         selection = self.copying_more([])
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual(self.call(selection, TIMED), ["uncaptured"] * TIMED)
         self.call(selection, TIMED + 3)
         self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 2048))
         self.assertExpectedInline(
             entry.reason,
-            """it copies 2048 bytes, not 24; measured faster: 15.0 us from call to call, 105.0 without it""",  # noqa: B950
+            """it copies 2048 bytes, not 24 as timed; measured faster: 15.0 us from call to call, 105.0 us without the graph""",  # noqa: B950
         )
 
     def test_copies_more_and_less(self):
@@ -1029,7 +1070,7 @@ class SelectionTest(SelectTestCase):
         selection = self.copying_more(copied)
         copied.append(24)
         self.call(selection, ENOUGH)
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual((entry.choice, entry.copied_bytes), (COPY, 24))
         copied.append(2048)
         self.assertEqual(self.call(self.deployed[-1], 3), ["replay"] * 3)
@@ -1037,9 +1078,10 @@ class SelectionTest(SelectTestCase):
 
     def test_copies_so_much_more_that_it_loses(self):
         selection = self.copying_more([])
-        with mock.patch.object(select, "judge", lambda *args: (False, "slower")):
+        slower = Reason.of(Code.SLOWER_BY_ITSELF)
+        with mock.patch.object(selections, "judge", lambda *args: (False, slower)):
             self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
         self.assertEqual(self.deployed[-1], self.uncaptured)
         self.assertEqual(self.forgotten, ["id"])
 
@@ -1049,7 +1091,7 @@ class SelectionTest(SelectTestCase):
         self.uncaptured = self.candidate("uncaptured", 10, 1000)
         selection.uncaptured = self.uncaptured
         self.call(selection, ENOUGH)
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
         self.assertEqual(self.deployed[-1], self.uncaptured)
         self.assertEqual(self.forgotten, ["id"])
 
@@ -1057,28 +1099,29 @@ class SelectionTest(SelectTestCase):
         "What it does before it calls a candidate is taken off."
         selection = self.selection()
         begin = mock.patch.object(
-            select, "begin_call", lambda function: self.simulation.work(40, 0)
+            selections, "begin_call", lambda controller: self.simulation.work(40, 0)
         )
         with begin:
             self.call(selection, ENOUGH)
         self.assertRegex(
-            self.function.report.reason, "15.0 us from call to call, 105.0 without it"
+            self.controller.report.reason,
+            "15.0 us from call to call, 105.0 us without the graph",
         )
 
     def test_unbound_while_recording(self):
         selection = self.selection()
 
         def record(inputs: list[Any]) -> Any:
-            self.function.unbind("output 0 differs")
+            refuse(self.controller)
             return self.replay, self.candidate("record")(inputs)
 
         selection.record = record
         self.call(selection, ENOUGH)
-        entry = self.function.report
+        entry = self.controller.report
         self.assertEqual(entry.choice, COPY)
         self.assertExpectedInline(
             entry.reason,
-            """output 0 differs; measured faster: 15.0 us from call to call, 105.0 without it""",  # noqa: B950
+            """output 0 differs from the uncaptured function's; measured faster: 15.0 us from call to call, 105.0 us without the graph""",  # noqa: B950
         )
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, COPY})
         self.assertEqual(dict(counters["pygraph"]), {"unbound": 1, COPY: 1})
@@ -1087,8 +1130,8 @@ class SelectionTest(SelectTestCase):
         selection = self.selection()
 
         def record(inputs: list[Any]) -> Any:
-            self.function.is_capturable = False
-            self.function.unbind("capture failed: reason")
+            failed = Reason.of(Code.CAPTURE_FAILED, error="reason")
+            refuse(self.controller, failed, is_capturable=False)
             return self.replay, self.candidate("rehearsal")(inputs)
 
         selection.record = record
@@ -1096,8 +1139,11 @@ class SelectionTest(SelectTestCase):
         self.assertEqual(ran.count("rehearsal"), 1)
         self.assertEqual(ran.count("uncaptured"), ENOUGH - 1)
         self.assertEqual(self.deployed, [self.uncaptured])
-        self.assertEqual(self.function.report.choice, NO_GRAPH)
-        self.assertIn("capture failed: reason", self.function.report.reason)
+        self.assertEqual(self.controller.report.choice, NO_GRAPH)
+        self.assertEqual(
+            codes(self.controller.report), [Code.CAPTURE_FAILED, Code.NOT_CAPTURABLE]
+        )
+        self.assertIn("capture failed: reason", self.controller.report.reason)
 
     def test_recording_raises(self):
         "The program may free memory and call again."
@@ -1114,9 +1160,7 @@ class SelectionTest(SelectTestCase):
     def test_recorded_when_no_other_thread_records(self, how):
         selection = self.selection(is_forced=how == "forced")
         if how == "remembered":
-            selection.remembered = select.store.Decision(
-                NODE_UPDATE, "measured", {}
-            )
+            selection.remembered = Decision(NODE_UPDATE, [], {})
         recorded = selection.record
         selection.record = lambda inputs: (None, self.uncaptured(inputs))
         before = 1 + (TIMED if how == "selected" else 0)
@@ -1166,7 +1210,7 @@ class SelectionTest(SelectTestCase):
             return True
 
         selection = self.selection(graph=(110, 10), forget=forget)
-        with mock.patch.object(select, "thread_containers", lambda: containers):
+        with mock.patch.object(selections, "thread_containers", lambda: containers):
             self.call(selection, 1 + TIMED + 1 + 3 * TIMED + 2)
             thread.join()
         self.assertEqual(outputs, [[torch.tensor(2.0)]])
@@ -1175,11 +1219,9 @@ class SelectionTest(SelectTestCase):
     @parametrize("is_backward", (False, True))
     def test_gradients_that_two_threads_look_at(self, is_backward):
         "Those of two devices: one runs the backward, and the other a forward once more."
-        backward, forward = (new_function(mode, mode) for mode in ("backward", "forward"))
-        backward.is_backward = True
-        backward.outputs_outlive = backward.has_stepped = False
-        gradients = [torch.zeros(1)]
-        gradients.end_call(backward, gradients)
+        backward, forward = (new_controller(mode, mode) for mode in ("backward", "forward"))
+        held = [torch.zeros(1)]
+        gradients.end_call(backward, held)
         self.addCleanup(gradients._gradients.clear)
         calls = [lambda: gradients.begin_call(backward if is_backward else forward)]
 
@@ -1197,11 +1239,12 @@ class SelectionTest(SelectTestCase):
                 self.__contains__(args[0])
                 return super().pop(*args)
 
-        with mock.patch.object(select, "_gradients", Asked(gradients._gradients)):
+        with mock.patch.object(gradients, "_gradients", Asked(gradients._gradients)):
             GenerationTracker.generation += 1
             gradients.begin_call(backward)
             self.assertEqual(gradients._gradients, {})
-        self.assertEqual((backward.has_stepped, backward.outputs_outlive), (True, True))
+        state = backward.state
+        self.assertEqual((state.has_stepped, state.outputs_outlive), (True, True))
 
     def test_called_by_what_a_step_frees(self):
         "A finalizer calls the function."
@@ -1235,10 +1278,8 @@ class SelectionTest(SelectTestCase):
         thread = threading.Thread(target=lambda: selection([torch.tensor(1.0)]))
         selection = self.selection(record=record, is_forced=how == "forced")
         if how == "remembered":
-            selection.remembered = select.store.Decision(
-                NODE_UPDATE, "measured", {NODE_UPDATE: 10.0}
-            )
-        with mock.patch.object(select, "thread_containers", lambda: containers):
+            selection.remembered = Decision(NODE_UPDATE, [], {NODE_UPDATE: 10.0})
+        with mock.patch.object(selections, "thread_containers", lambda: containers):
             self.call(selection, 1 + (TIMED if how == "selected" else 0))
             self.assertEqual(self.call(selection), ["record"])
             is_recorded.set()
@@ -1267,7 +1308,7 @@ class SelectionTest(SelectTestCase):
         # Each call ran once, the graph was recorded once at most, and one was deployed.
         self.assertEqual(len(ran), ENOUGH)
         self.assertLessEqual(ran.count("record"), 1)
-        choice = self.function.report.choice
+        choice = self.controller.report.choice
         final = self.replay if choice == NODE_UPDATE else self.uncaptured
         self.assertEqual(self.deployed, [final])
         self.assertEqual(ran[-1], "replay" if choice == NODE_UPDATE else "uncaptured")
@@ -1328,25 +1369,24 @@ class BestTest(SelectTestCase):
 
             return run
 
-        function = new_function("f")
+        controller = new_controller("f")
         graph = candidate("graph")
         selection = Selection(
-            function,
+            controller,
             candidate("uncaptured"),
             lambda inputs: (graph, simulation.work(10_000, 10_000)),
             lambda fn: None,
             lambda id: True,
             lambda id: OrderedSet(),
-            0,
-            False,
+            is_forced=False,
         )
         for i in range(3 + 4 * MAX_TIMED):
             selection([])
             self.rest(simulation, program)
             simulation.work(*pause(i))
-            if function.report.choice != "undecided":
+            if controller.report.choice != UNDECIDED:
                 break
-        return "uncaptured" if function.report.choice == NO_GRAPH else "graph"
+        return "uncaptured" if controller.report.choice == NO_GRAPH else "graph"
 
     def assertBest(self, program: dict[str, Any], cold: float = 0) -> None:
         times = {name: self.steady(name, program) for name in ("uncaptured", "graph")}
@@ -1411,7 +1451,7 @@ class BestTest(SelectTestCase):
         st.booleans(),
     )
     def test_any_program(self, host, device, of_host, of_device, rest, waits):
-        if device > selection.DEVICE_BOUND * host:
+        if device > DEVICE_BOUND * host:
             return
         graph = (of_host * host, of_device * device)
         self.assertBest(
@@ -1430,7 +1470,7 @@ class NoisyTest(BestTest):
         chosen, best, regrets = random.Random(1), 0, []
         for _ in range(200):
             host = 10 ** chosen.uniform(1, 3.5)
-            device = min(10 ** chosen.uniform(0, 3.5), (selection.DEVICE_BOUND - 1) * host)
+            device = min(10 ** chosen.uniform(0, 3.5), (DEVICE_BOUND - 1) * host)
             program = {
                 "uncaptured": (host, device),
                 "graph": (host * chosen.uniform(0.02, 1.5), device * chosen.uniform(0.9, 1.1)),
@@ -1454,7 +1494,7 @@ class DeployTestCase(SelectTestCase):
 
         def cudagraphify(model, inputs, static_idxs, **kwargs):
             self.recorded.append({"static": list(static_idxs), **kwargs})
-            kwargs["pygraph"].id = "id"
+            kwargs["pygraph"].added("id")
             outputs = model(inputs)
             self.ran[-1] = "record"
 
@@ -1469,13 +1509,14 @@ class DeployTestCase(SelectTestCase):
             self.forgotten.append((manager, function_id))
             return True
 
-        for target, name, value in (
-            (select, "cudagraphify", cudagraphify),
-            (select, "get_manager", lambda *args, **kwargs: self.manager),
-            (record, "forget", forget),
-            (record, "functions_around", lambda manager, id: OrderedSet()),
+        for name, value in (
+            ("cudagraphify", cudagraphify),
+            ("get_manager", lambda *args, **kwargs: self.manager),
+            ("manager_of", lambda device_index: self.manager),
+            ("forget", forget),
+            ("policies_around", lambda manager, id: OrderedSet()),
         ):
-            patch = mock.patch.object(target, name, value)
+            patch = mock.patch.object(deploy, name, value)
             patch.start()
             self.addCleanup(patch.stop)
 
@@ -1546,7 +1587,7 @@ class DeployTest(DeployTestCase):
         "Nothing is kept of it for ever. A size that comes again is."
         fn = self.by_size(self.candidate("uncaptured", 100, 10))
         kept = []
-        with mock.patch.object(select, "MAX_SEEN_ONCE", 8):
+        with mock.patch.object(selections, "MAX_SEEN_ONCE", 8):
             for n in range(200):
                 for size in (n, n, -1) if n in (3, 50) else (n, -1):
                     (y,) = fn([torch.tensor(n), size])
@@ -1562,7 +1603,7 @@ class DeployTest(DeployTestCase):
         "A step of the program in which several layers call it. One that goes on is recorded."
         fn = self.by_size(self.candidate("uncaptured", 100, 10))
         kept = []
-        with mock.patch.multiple(select, MAX_SEEN_ONCE=8, MAX_UNRECORDED=16):
+        with mock.patch.multiple(selections, MAX_SEEN_ONCE=8, MAX_UNRECORDED=16):
             for n in range(200):
                 for size in [*[n] * times, -1]:
                     (y,) = fn([torch.tensor(n), size])
@@ -1577,7 +1618,7 @@ class DeployTest(DeployTestCase):
         self.assertEqual(self.call(30), ["uncaptured"] * 30)
         self.assertEqual((self.recorded, self.deployed), ([], []))
         (entry,) = report()
-        self.assertEqual((entry.choice, entry.reason), (NO_GRAPH, "forced"))
+        self.assertEqual((entry.choice, codes(entry)), (NO_GRAPH, [Code.FORCED]))
 
     def test_trace(self):
         "A decision is written when it is made, and a forced one when it is recorded."
@@ -1586,32 +1627,33 @@ class DeployTest(DeployTestCase):
         def publish(entry):
             written.append((entry.choice, len(self.ran)))
 
-        with mock.patch.object(select, "publish", publish):
+        with mock.patch.object(journal, "publish", publish):
             self.deploy()
             self.call(ENOUGH)
             # One more, in which it looks for others.
-            self.assertEqual(written, [(NO_GRAPH, 3 + 4 * TIMED)])
+            self.assertEqual(written, [(UNDECIDED, 0), (NO_GRAPH, 3 + 4 * TIMED)])
             written.clear()
             self.ran.clear()
             self.deploy(force=NODE_UPDATE)
             self.call(10)
-            self.assertEqual(written, [(NODE_UPDATE, 0), (NODE_UPDATE, 2)])
+            self.assertEqual(
+                written, [(UNDECIDED, 0), (NODE_UPDATE, 0), (NODE_UPDATE, 2)]
+            )
 
     def test_force_what_there_is_not(self):
         with self.assertRaisesRegex(ValueError, "'graph': use one of no_graph, copy"):
             self.deploy(force="graph")
 
-    @parametrize("force", (COPY, *candidate.BINDINGS))
+    @parametrize("force", (COPY, *BINDINGS))
     def test_force_graph(self, force):
         self.deploy(force=force)
         self.assertEqual(self.call(6), ["uncaptured", "record"] + ["replay"] * 4)
         (recorded,) = self.recorded
         self.assertEqual(recorded["pygraph"].binds_inputs, force != COPY)
-        if force != COPY:
-            self.assertEqual(recorded["pygraph"].binding, force)
+        self.assertEqual(recorded["pygraph"].state.binding, force)
         self.assertEqual(len(self.deployed), 1)
         (entry,) = report()
-        self.assertEqual((entry.choice, entry.reason), (force, "forced"))
+        self.assertEqual((entry.choice, codes(entry)), (force, [Code.FORCED]))
         self.assertEqual(dict(counters["pygraph"]), {force: 1})
 
     def test_selection(self):
@@ -1643,9 +1685,10 @@ class DeployTest(DeployTestCase):
         )
         self.call(2)
         (recorded,) = self.recorded
-        function = recorded.pop("pygraph")
-        self.assertEqual(function.returned_output_idxs, OrderedSet([1]))
-        self.assertEqual(function.reused_input_idxs, OrderedSet([2]))
+        spec = recorded.pop("pygraph").spec
+        self.assertEqual(spec.returned_output_idxs, OrderedSet([1]))
+        self.assertEqual(spec.reused_input_idxs, OrderedSet([2]))
+        self.assertEqual(spec.mutated_input_idxs, (1,))
         self.assertEqual(
             recorded,
             {
@@ -1670,7 +1713,7 @@ class DeployTest(DeployTestCase):
         self.deploy(partition_7, is_backward=is_backward, is_inference=is_inference)
         (entry,) = report()
         self.assertEqual(
-            (entry.name, entry.mode, entry.choice), ("partition_7", mode, "undecided")
+            (entry.name, entry.mode, entry.choice), ("partition_7", mode, UNDECIDED)
         )
 
     def test_uncaptured_backward_belongs_to_its_generation(self):
@@ -1695,7 +1738,7 @@ class DeployTest(DeployTestCase):
         self.assertEqual(errors, [])
         (entry,) = report()
         self.assertEqual(
-            (entry.choice, entry.reason), (NO_GRAPH, "trees do not know this thread")
+            (entry.choice, codes(entry)), (NO_GRAPH, [Code.UNKNOWN_THREAD])
         )
         self.assertEqual((self.recorded, self.deployed), ([], []))
         self.manager.set_to_running_backward.assert_not_called()
@@ -1713,6 +1756,19 @@ class DeployTest(DeployTestCase):
         self.assertEqual(report()[0].choice, NO_GRAPH)
         self.assertEqual(self.call(4), ["uncaptured", "record", "replay", "replay"])
         self.assertEqual([r.choice for r in report()], [NODE_UPDATE])
+
+    def test_two_threads_call_after_one_that_trees_do_not_know(self):
+        "Both had what waits. Each records what it deploys, and for itself."
+        thread = threading.Thread(target=self.deploy, kwargs={"force": NODE_UPDATE})
+        thread.start()
+        thread.join()
+        for _ in range(2):
+            self.fn([torch.tensor(1)])
+        for selection in self.deployed[:2]:
+            selection([torch.tensor(1)])
+        recorded = [r["pygraph"] for r in self.recorded]
+        self.assertEqual(recorded, [s.controller for s in self.deployed[:2]])
+        self.assertIsNot(*recorded)
 
     def test_thread_that_imports_trees_ends(self):
         "What it gives back is what it took: functions have its containers."
@@ -1747,7 +1803,7 @@ class DeployTest(DeployTestCase):
             return self.manager
 
         ran = []
-        with mock.patch.object(select, "get_manager", manager):
+        with mock.patch.object(deploy, "get_manager", manager):
             thread = threading.Thread(target=lambda: ran.extend(self.call(2)))
             thread.start()
             thread.join()
@@ -1777,7 +1833,7 @@ class DeployTest(DeployTestCase):
             seen.append(inputs[0].data_ptr() % 16)
             return [inputs[0].add_(1).sum()]
 
-        with mock.patch.object(select, "get_input_idxs_to_check", lambda *_: [0]):
+        with mock.patch.object(deploy, "get_input_idxs_to_check", lambda *_: [0]):
             self.deploy(model, force=force, mutated_input_idxs=(0,))
         x = torch.zeros(9)[1:]
         self.assertNotEqual(x.data_ptr() % 16, 0)
@@ -1799,40 +1855,41 @@ class DeployTest(DeployTestCase):
         self.assertEqual(report()[0].choice, NODE_UPDATE)
 
     def test_log(self):
-        with self.assertLogs(select.log, "INFO") as logs:
+        with self.assertLogs(log, "INFO") as logs:
             self.deploy(force=NO_GRAPH)
         self.assertExpectedInline(
-            logs.records[0].getMessage(), """run (inference): no_graph, forced"""
+            logs.records[0].getMessage(),
+            """run inference: no_graph (FORCED) config.pygraph_force is set""",
         )
 
 
 instantiate_parametrized_tests(DeployTest)
 
 
-class FunctionTest(SelectTestCase):
+class ControllerTest(SelectTestCase):
     def setUp(self):
         super().setUp()
-        self.function = new_function("f", "forward")
+        self.controller = new_controller("f", "forward")
 
     def may_run(
         self,
-        path: Sequence[Function | None] = (),
+        path: Sequence[Controller | None] = (),
         live: bool = False,
         new_generation: bool = True,
         **states: bool,
     ) -> bool:
-        "path: the functions of the graphs that ran last, the last one first"
+        "path: the controllers of the graphs that ran last, the last one first"
         node = None
-        for function in reversed(path):
+        for controller in reversed(path):
             node = types.SimpleNamespace(
-                wrapped_function=types.SimpleNamespace(pygraph=function),
+                wrapped_function=types.SimpleNamespace(pygraph=controller),
                 parent=node,
                 all_outputs_are_dead=lambda: not live,
             )
         self.manager = mock.Mock(current_node=node, in_recording=False, in_warmup=False)
         self.manager.can_start_new_generation.return_value = new_generation
         self.manager.configure_mock(**states)
-        return self.function.may_run(self.manager)
+        return self.controller.may_run(self.manager)
 
     def test_may_run(self):
         self.assertTrue(self.may_run())
@@ -1842,8 +1899,8 @@ class FunctionTest(SelectTestCase):
     def test_activations_that_are_kept(self):
         "The path that left them goes on, and no function runs over its own."
         for path, runs in (
-            ((self.function,), False),
-            ((None, self.function), False),
+            ((self.controller,), False),
+            ((None, self.controller), False),
             ((None,), True),
         ):
             self.assertEqual(self.may_run(path, live=True), runs)
@@ -1860,45 +1917,49 @@ class FunctionTest(SelectTestCase):
         self.manager.update_generation.assert_not_called()
 
     def test_not_capturable(self):
-        self.function.is_capturable = False
+        refuse(self.controller, is_capturable=False)
         self.assertFalse(self.may_run())
 
     def test_unbind(self):
-        self.assertIs(self.function.node_type(), bound.BoundGraphNode)
-        with self.assertLogs(select.log, "INFO") as logs:
-            self.function.unbind("why")
-        self.assertIs(self.function.node_type(), copying.CopyGraphNode)
-        self.assertEqual(logs.records[0].getMessage(), "f: inputs are copied: why")
-        self.assertEqual(self.function.report.reason, "why")
+        self.assertIs(self.controller.node_type(), BoundGraphNode)
+        with self.assertLogs(log, "INFO") as logs:
+            refuse(self.controller, Reason.of(Code.HIDDEN_ALIGNMENT))
+        self.assertIs(self.controller.node_type(), CopyGraphNode)
+        self.assertExpectedInline(
+            logs.records[0].getMessage(),
+            """f forward: inputs are copied (HIDDEN_ALIGNMENT) a kernel reads a part of an input that may be less aligned""",  # noqa: B950
+        )
+        self.assertEqual(codes(self.controller.report), [Code.HIDDEN_ALIGNMENT])
 
     def test_decide(self):
-        entry = self.function.report
+        entry = self.controller.report
         entry.stock_copied_bytes = 4096
         for choice, copied in ((COPY, 4096), (NODE_UPDATE, 0), (NO_GRAPH, 0)):
-            entry.reason = ""
-            select.decide(self.function, choice, "why")
+            entry.reasons = []
+            self.controller.decide(choice, DIFFERS)
             self.assertEqual(
-                (entry.choice, entry.copied_bytes, entry.reason), (choice, copied, "why")
+                (entry.choice, entry.copied_bytes, entry.reasons), (choice, copied, [DIFFERS])
             )
 
     def test_report(self):
         self.assertEqual(report(), [])
-        first = select.new_report("a", "forward")
-        second = select.new_report("a", "forward")
+        first = new_report("a", "forward")
+        second = new_report("a", "forward")
         entries = report()
         self.assertEqual([id(e) for e in entries], [id(first), id(second)])
         self.assertIsNot(first.timings_us, second.timings_us)
+        self.assertIsNot(first.reasons, second.reasons)
         # A list of its own, of the entries themselves.
         entries.functions.clear()
         first.choice = COPY
-        self.assertEqual([e.choice for e in report()], [COPY, "undecided"])
+        self.assertEqual([e.choice for e in report()], [COPY, UNDECIDED])
         reset_report()
         self.assertEqual(report(), [])
         self.assertEqual(first.choice, COPY)
 
 
 class InputsTest(TestCase):
-    "What record.py knows of inputs without having recorded anything."
+    "What copying.py knows of inputs without having recorded anything."
 
     @parametrize(
         "name,expected",
@@ -1913,13 +1974,13 @@ class InputsTest(TestCase):
     )
     def test_saved_activation(self, name, expected):
         info = PlaceholderInfo(name, None, [], None)
-        self.assertEqual(copying.is_saved_activation(info), expected)
+        self.assertEqual(is_saved_activation(info), expected)
 
     # An input of an inference graph is arg0_1; argmax is an operation.
     def test_saved_argmax(self):
         for name in ("argmax", "argmin_1", "argsort"):
             info = PlaceholderInfo(name, None, [], None)
-            self.assertTrue(copying.is_saved_activation(info), name)
+            self.assertTrue(is_saved_activation(info), name)
 
 
 instantiate_parametrized_tests(InputsTest)

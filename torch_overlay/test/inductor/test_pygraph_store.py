@@ -25,17 +25,17 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.select import deploy, store, timing
-from torch._inductor.pygraph.select.selection import (
-    Selection,
-)
+from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.store import Decision, Entry
-from torch._inductor.pygraph.types import candidate
 from torch._inductor.pygraph.types.candidate import (
+    BINDINGS,
     CANDIDATES,
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
+    UNDECIDED,
 )
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -48,12 +48,25 @@ from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
 # Make the helper files in test/ importable
 sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
-from inductor.test_pygraph_select import DeployTestCase, ENOUGH, TIMED
+from inductor.test_pygraph_select import (
+    codes,
+    DeployTestCase,
+    ENOUGH,
+    refuse,
+    TIMED,
+)
 
 
 H200 = types.SimpleNamespace(name="NVIDIA H200", major=9, minor=0)
 
-FASTER = Decision(NODE_UPDATE, "measured faster", {NO_GRAPH: 100.0, NODE_UPDATE: 10.0})
+FASTER = Decision(
+    NODE_UPDATE,
+    [
+        Reason.of(Code.COPIES_MORE, nbytes=2048, timed_nbytes=24),
+        Reason.of(Code.FASTER, graph_us=10.0, uncaptured_us=100.0),
+    ],
+    {NO_GRAPH: 100.0, NODE_UPDATE: 10.0},
+)
 
 
 class EntryTestCase(TestCase):
@@ -84,7 +97,7 @@ class EntryTest(EntryTestCase):
     def test_round_trip(self):
         self.entry.save(FASTER)
         self.assertEqual(self.make().load(CANDIDATES), FASTER)
-        self.entry.save(Decision(NO_GRAPH, "not measured faster", {}))
+        self.entry.save(Decision(NO_GRAPH, [Reason.of(Code.NOT_FASTER)], {}))
         self.assertEqual(self.make().load(CANDIDATES).choice, NO_GRAPH)
         # No more than the file itself is left behind.
         self.assertEqual(os.listdir(self.entry.path.parent), [self.entry.path.name])
@@ -109,7 +122,7 @@ class EntryTest(EntryTestCase):
         self.assertIgnored("another function", other)
 
     def test_unknown_candidate(self):
-        self.entry.save(Decision("telepathy", "", {}))
+        self.entry.save(Decision("telepathy", [], {}))
         self.assertIgnored("no candidate 'telepathy'")
 
     @parametrize(
@@ -134,6 +147,10 @@ class EntryTest(EntryTestCase):
             ("choice", ["copy"]),
             ("timings_us", 1),
             ("timings_us", {"copy": "fast"}),
+            ("reasons", "measured faster"),
+            ("reasons", [{}]),
+            ("reasons", [{"code": "OTHER", "details": {}}]),
+            ("reasons", [{"code": "FASTER", "details": {}}]),
             ("environment", 3),
             ("function", []),
         ),
@@ -166,7 +183,7 @@ class EntryTest(EntryTestCase):
         (self.directory / "file").touch()
         with self.assertLogs(store.log, "INFO") as logs:
             entry.save(FASTER)
-        self.assertIn("can not be kept", logs.records[0].getMessage())
+        self.assertIn("cannot be kept", logs.records[0].getMessage())
 
     def test_processes_at_once(self):
         "Each finds a whole decision at any time, its own or another's."
@@ -176,12 +193,12 @@ class EntryTest(EntryTestCase):
 
         def work(rank: int) -> None:
             # Long enough that writing it in place could be caught halfway.
-            reason = str(rank) * 20_000
+            reason = Reason.of(Code.ERROR, error=str(rank) * 20_000)
             start.wait()
             for _ in range(50):
-                self.entry.save(Decision(NODE_UPDATE, reason, {}))
+                self.entry.save(Decision(NODE_UPDATE, [reason], {}))
                 decision = self.make().load(CANDIDATES)
-                if decision is None or len(set(decision.reason)) != 1:
+                if decision is None or len(set(decision.reasons[0].text)) != 1:
                     os._exit(1)
             os._exit(0)
 
@@ -325,12 +342,12 @@ class RememberTest(DeployTestCase):
         patch.start()
         self.addCleanup(patch.stop)
         self.replay_us = 10.0
-        # Called with the function when it is recorded, and when it is replayed.
-        self.on_record = self.on_replay = lambda function: None
+        # Called with the controller when the function is recorded, and when it is replayed.
+        self.on_record = self.on_replay = lambda controller: None
 
     def cudagraphify(self, model, inputs, static_idxs, *, pygraph, **kwargs):
         self.recorded.append(pygraph)
-        pygraph.id = "id"
+        pygraph.added("id")
         replay = self.candidate("replay", self.replay_us, 1)
 
         def fn(inputs):
@@ -362,7 +379,7 @@ class RememberTest(DeployTestCase):
         self.assertEqual((first.choice, second.choice), (NODE_UPDATE, NODE_UPDATE))
         self.assertEqual((first.remembered, second.remembered), (False, True))
         self.assertEqual(first.timings_us, second.timings_us)
-        self.assertEqual(first.reason, second.reason)
+        self.assertEqual(first.reasons, second.reasons)
         self.assertEqual(counters["pygraph"]["remembered"], 1)
 
     @parametrize("replay_us,device_us", ((110.0, 10.0), (10.0, 10_000.0)))
@@ -376,19 +393,19 @@ class RememberTest(DeployTestCase):
         (deployed,) = self.deployed
         self.assertNotIsInstance(deployed, Selection)
         self.assertEqual(self.choices(), [NO_GRAPH] * 2)
-        self.assertEqual(report()[0].reason, report()[1].reason)
+        self.assertEqual(report()[0].reasons, report()[1].reasons)
 
     def test_copies(self):
         "What could not be bound is not tried again."
-        self.on_record = lambda function: function.unbind("output 0 differs")
+        self.on_record = refuse
         self.run_process()
-        self.on_record = lambda function: self.assertFalse(function.binds_inputs)
+        self.on_record = lambda controller: self.assertFalse(controller.binds_inputs)
         ran = self.run_process(4)
         self.assertEqual(ran, ["uncaptured", "record", "replay", "replay"])
         self.assertEqual(self.choices(), [COPY] * 2)
         self.assertExpectedInline(
             report()[1].reason,
-            """output 0 differs; measured faster: 10.0 us from call to call, 100.0 without it""",  # noqa: B950
+            """output 0 differs from the uncaptured function's; measured faster: 10.0 us from call to call, 100.0 us without the graph""",  # noqa: B950
         )
 
     @parametrize("replay_us", (10.0, 110.0))
@@ -396,7 +413,7 @@ class RememberTest(DeployTestCase):
         "It is decided anew, and the next process has that decision."
         self.run_process()
         self.replay_us = replay_us
-        self.on_record = lambda function: function.unbind("output 0 differs")
+        self.on_record = refuse
         ran = self.run_process()
         self.assertEqual(ran[:2], ["uncaptured", "record"])
         self.assertEqual(ran[2 : 2 + TIMED], ["uncaptured"] * TIMED)
@@ -408,7 +425,7 @@ class RememberTest(DeployTestCase):
         anew = COPY if replay_us == 10 else NO_GRAPH
         self.assertEqual((entry.choice, entry.remembered), (anew, False))
         self.assertEqual(set(entry.timings_us), {NO_GRAPH, COPY})
-        self.on_record = lambda function: None
+        self.on_record = lambda controller: None
         self.run_process(4)
         self.assertEqual(self.choices(), [NODE_UPDATE, anew, anew])
 
@@ -418,11 +435,11 @@ class RememberTest(DeployTestCase):
         self.run_process()
         if remembered:
             self.run_process(4)
-        function = self.recorded[0]
+        controller = self.recorded[0]
 
-        def fall_back(function):
-            if function.binds_inputs:
-                function.unbind("output 0 differs")
+        def fall_back(controller):
+            if controller.binds_inputs:
+                refuse(controller)
 
         self.on_replay = fall_back
         ran = self.call(3 + 2 * TIMED)
@@ -433,9 +450,9 @@ class RememberTest(DeployTestCase):
         self.assertEqual((entry.choice, entry.remembered), (COPY, False))
         self.assertExpectedInline(
             entry.reason,
-            """output 0 differs; measured faster: 10.0 us from call to call, 100.0 without it""",  # noqa: B950
+            """output 0 differs from the uncaptured function's; measured faster: 10.0 us from call to call, 100.0 us without the graph""",  # noqa: B950
         )
-        self.assertIs(function, self.recorded[-1])
+        self.assertIs(controller, self.recorded[-1])
         self.run_process(4)
         self.assertEqual(self.choices()[-1], COPY)
         self.assertEqual(counters["pygraph"]["reselected"], 1)
@@ -450,7 +467,7 @@ class RememberTest(DeployTestCase):
 
         with mock.patch.object(deploy, "get_input_idxs_to_check", lambda *_: [0]):
             self.run_process(model=aligned)
-            self.recorded[0].unbind("output 0 differs")
+            refuse(self.recorded[0])
             seen.clear()
             x = torch.zeros(9)[1:]
             self.assertNotEqual(x.data_ptr() % 16, 0)
@@ -463,15 +480,15 @@ class RememberTest(DeployTestCase):
         if remembered:
             self.run_process()
 
-        def fail(function):
-            function.is_capturable = False
-            function.unbind("capture failed: out of memory")
+        def fail(controller):
+            reason = Reason.of(Code.CAPTURE_FAILED, error="out of memory")
+            refuse(controller, reason, is_capturable=False)
 
         self.on_record = fail
         ran = self.run_process()
         self.assertEqual(ran.count("uncaptured"), len(ran) - 1)
         self.assertEqual(self.choices()[-1], NO_GRAPH)
-        self.on_record = lambda function: None
+        self.on_record = lambda controller: None
         ran = self.run_process()
         self.assertEqual(ran[1] == "record", remembered)
         self.assertEqual(self.choices()[-1], NODE_UPDATE)
@@ -480,20 +497,20 @@ class RememberTest(DeployTestCase):
         "The program may free memory and call again."
         self.run_process()
 
-        def out_of_memory(function):
+        def out_of_memory(controller):
             raise torch.OutOfMemoryError("out of memory")
 
         self.on_record = out_of_memory
         self.assertEqual(self.run_process(1), ["uncaptured"])
         with self.assertRaises(torch.OutOfMemoryError):
             self.call(1)
-        self.on_record = lambda function: None
+        self.on_record = lambda controller: None
         self.assertEqual(self.call(2), ["record", "replay"])
 
     def test_other_sizes(self):
         self.run_process()
         self.run_process(3, inputs=[torch.zeros(5)])
-        self.assertEqual(self.choices(), [NODE_UPDATE, "undecided"])
+        self.assertEqual(self.choices(), [NODE_UPDATE, UNDECIDED])
 
     def test_other_driver(self):
         self.run_process()
@@ -515,10 +532,9 @@ class RememberTest(DeployTestCase):
         self.assertFalse(report()[-1].remembered)
         self.assertEqual(self.run_process(3, force=force), ran)
         self.assertEqual(self.choices()[-1], force)
-        for function in self.recorded:
-            self.assertEqual(function.binds_inputs, force in candidate.BINDINGS)
-            bound = force if function.binds_inputs else NODE_UPDATE
-            self.assertEqual(function.binding, bound)
+        for controller in self.recorded:
+            self.assertEqual(controller.binds_inputs, force in BINDINGS)
+            self.assertEqual(controller.state.binding, force)
         self.run_process(3)
         self.assertEqual(self.choices()[-1], choice)
 
@@ -533,7 +549,7 @@ class RememberTest(DeployTestCase):
 
         self.run_process(3, model=run)
         self.assertEqual(self.choices()[-1], NODE_UPDATE)
-        self.assertIn("collectives", report()[-1].reason)
+        self.assertEqual(codes(report()[-1]), [Code.COLLECTIVES_NOT_TIMED])
 
     def test_caches_are_off(self):
         for _ in range(2):
@@ -551,13 +567,13 @@ class RememberTest(DeployTestCase):
         counters.clear()
         self.replay_us = replay_us
         entry = store.entry_for("c", "run", "inference", [torch.zeros(4)], [], 0)
-        entry.save(Decision(choice, "", {}))
+        entry.save(Decision(choice, [], {}))
 
-        def fail(function):
+        def fail(controller):
             if failure == "not capturable":
-                function.is_capturable = False
-            if failure and function.binds_inputs:
-                function.unbind(failure)
+                refuse(controller, is_capturable=False)
+            elif failure and controller.binds_inputs:
+                refuse(controller)
 
         self.on_record = fail
         ran = self.run_process(40)

@@ -8,6 +8,7 @@ selection decides on.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
@@ -165,7 +166,6 @@ class Deployment:
         self.sizes = [v for v in inputs if isinstance(v, int)]
         self.to_check = get_input_idxs_to_check(inputs, static_input_idxs)
         self.static_input_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
-        self.owner = thread_containers()
 
     def _realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
         # A bound or uncaptured input is written in place, so that a clone is copied back.
@@ -196,8 +196,8 @@ class Deployment:
             # The first caller was a thread of a pool, or an operator of a function that
             # was being recorded.
             journal.drop([controller.report])
-            self.owner = thread_containers()
-            fn = self.start(inputs)
+            # A copy: two threads may be here, and each starts for itself.
+            fn = copy.copy(self).start(inputs)
             self.replace(fn)
             return fn(inputs)
 
@@ -205,6 +205,7 @@ class Deployment:
 
     def start(self, inputs: list[InputType]) -> ModelType:
         """Return what is to be called first."""
+        self.owner = thread_containers()
         self.controller = controller = self._new_controller()
         uncaptured = self.run_backward if self.spec.is_backward else self.model
         self.uncaptured = self._realigned(uncaptured)
