@@ -2174,8 +2174,8 @@ class ProofTest(TestCase):
 
         fingerprint = fingerprints.fingerprint
         with (
-            mock.patch.object(fingerprints, "fingerprint", on_host),
-            mock.patch.object(fingerprints, "is_unwritten", lambda t: False),
+            mock.patch.object(proof, "fingerprint", on_host),
+            mock.patch.object(proof, "is_unwritten", lambda t: False),
         ):
             self.assertIsNone(proved(0).failure(proved(0)))
             self.assertIsNotNone(proved(0).failure(proved(1)))

@@ -30,7 +30,8 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.compile import transform
+from torch._inductor.pygraph.compile import analysis, placement
+from torch._inductor.pygraph.compile.ops import FUSED_OPTIMIZER_STEPS
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT, PlaceholderMap
 from torch._inductor.pygraph.report.trace import load
@@ -467,7 +468,7 @@ PROGRAMS = {
     ),
 }
 
-MANY = transform.MAX_KNOWN_BYTES // 4 + 1
+MANY = analysis.MAX_KNOWN_BYTES // 4 + 1
 
 # What a CPU value that reaches the GPU may not be, to be computed at compile time.
 NOT_KNOWN = {
@@ -485,9 +486,9 @@ class Placed:
     def __init__(self) -> None:
         self.graphs: list[tuple[torch.fx.GraphModule, torch.fx.GraphModule]] = []
         self.patch = mock.patch.object(
-            transform,
+            placement,
             "place_cpu_values",
-            functools.partial(self.place, transform.place_cpu_values),
+            functools.partial(self.place, placement.place_cpu_values),
         )
 
     def place(self, original: Callable[..., None], graph: torch.fx.Graph) -> None:
@@ -738,14 +739,14 @@ class GeneratedCodeTest(TestCase):
 
         program = Program(fn, lambda: (cuda(8), [cpu() for _ in range(5)]))
         room_for_three = 3 * deliver.PIECE_BYTES
-        with mock.patch.object(transform, "MAX_DELIVERED_BYTES", room_for_three):
+        with mock.patch.object(placement, "MAX_DELIVERED_BYTES", room_for_three):
             (graph,) = compile_for_h200(program)
         self.assertEqual(graph.source.count(" = Deliver("), 2)
         self.assertEqual(counters["pygraph"]["delivered_values"], 5)
         self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
 
     def test_large_tensors_are_uploaded(self):
-        numel = transform.MAX_STAGED_BYTES // 4
+        numel = placement.MAX_STAGED_BYTES // 4
 
         def source(numel):
             program = Program(
@@ -781,7 +782,7 @@ class GeneratedCodeTest(TestCase):
         def filled_by_another_type(x, v):
             return x.double().copy_(v, non_blocking=True) + 1
 
-        small, staged, uploaded = 8, 1024, transform.MAX_STAGED_BYTES // 4 + 1
+        small, staged, uploaded = 8, 1024, placement.MAX_STAGED_BYTES // 4 + 1
         non_blocking = there_and_back(non_blocking=True)
         for fn, numel, owner in (
             (non_blocking, small, "Stage(0, True)"),
@@ -855,7 +856,7 @@ class GeneratedCodeTest(TestCase):
 
     def test_what_eager_mode_fails_to_compute_is_staged(self):
         program = PROGRAMS["known"]
-        with mock.patch.object(transform.Placement, "compute", side_effect=RuntimeError):
+        with mock.patch.object(placement.Placement, "compute", side_effect=RuntimeError):
             (graph,) = compile_for_h200(program)
         self.assertEqual(len([p for p in graph.partitions if p.captured]), 1)
         FileCheck().check("= Stage(0)").run(graph.source)
@@ -906,8 +907,8 @@ class GeneratedCodeTest(TestCase):
         state = graph.placeholder("state")
         draws = graph.call_function(rng_prims.run_and_save_rng_state, args)
         repeats = graph.call_function(rng_prims.run_with_rng_state, (state, *args))
-        self.assertTrue(transform.is_seeded(draws))
-        self.assertFalse(transform.is_seeded(repeats))
+        self.assertTrue(analysis.draws_random_numbers(draws))
+        self.assertFalse(analysis.draws_random_numbers(repeats))
 
     @parametrize("dropout", (0.0, 0.1))
     def test_attention_draws_for_dropout(self, dropout):
@@ -1026,7 +1027,7 @@ class GeneratedCodeTest(TestCase):
 
     def test_learning_rate_of_a_fused_optimizer(self):
         "Kernels read one on the GPU as float32; another one is left to the host, as in eager mode."
-        for op in transform.FUSED_STEPS:
+        for op in FUSED_OPTIMIZER_STEPS:
             for dtype in torch.float32, torch.float64, torch.bfloat16:
                 graph = torch.fx.Graph()
                 lists = [[graph.placeholder(f"x{i}")] for i in range(6)]
@@ -1037,7 +1038,7 @@ class GeneratedCodeTest(TestCase):
                         node.meta["val"] = cuda(8)
                     rate.meta["val"] = cpu(dtype=dtype)
                     step.meta["val"] = [cuda(8)]
-                read_on_gpu = [c.value for c in transform.crossings(graph)]
+                read_on_gpu = [c.value for c in analysis.crossings(graph)]
                 self.assertEqual(read_on_gpu, [rate] if dtype == torch.float32 else [])
 
     @parametrize("index", ("mask", "second", "accumulate", "two"))
@@ -1168,7 +1169,7 @@ class GeneratedCodeTest(TestCase):
         self.assertNotIn("brings", message)
 
     def test_report_names_the_values(self):
-        big = transform.MAX_STAGED_BYTES // 4 + 1
+        big = placement.MAX_STAGED_BYTES // 4 + 1
 
         def fn(x, s, t, table, v):
             x = x * s + t.sum()
@@ -2357,7 +2358,7 @@ class DeviceTest(TestCase):
             self.check_call(fn, compiled, (cuda(8), [cpu() for _ in range(300)]))
 
     # What is uploaded is small here: the host must not be busy for as long as the device is.
-    @mock.patch.object(transform, "MAX_STAGED_BYTES", 4096)
+    @mock.patch.object(placement, "MAX_STAGED_BYTES", 4096)
     def test_the_host_runs_ahead(self):
         "Values of later calls are there before the first call's kernels run."
 

@@ -1,0 +1,202 @@
+"""
+Operators that copy CPU values to the GPU, and the code that Inductor generates for them.
+
+pygraph::deliver  copies small tensors with one kernel launch
+pygraph::stage    copies a tensor if its bytes changed since the last call
+pygraph::upload   copies a tensor in every call
+
+Placement inserts these operators. The generated module holds one object of pygraph.values
+for each of them and calls the object directly: an operator's dispatch would take longer
+than the copy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor import ir
+from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
+from torch._inductor.lowering import register_lowering
+from torch._inductor.virtualized import V
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
+
+
+lib = torch.library.Library("pygraph", "DEF")  # noqa: TOR901
+lib.define("deliver(Tensor[] values, Device device) -> Tensor[]")
+lib.define("stage(Tensor value, Device device, bool non_blocking) -> Tensor")
+lib.define("upload(Tensor value, Device device, bool non_blocking) -> Tensor")
+
+DELIVER = torch.ops.pygraph.deliver.default
+STAGE = torch.ops.pygraph.stage.default
+UPLOAD = torch.ops.pygraph.upload.default
+
+
+# Generated code does not call the operators. Whoever interprets the FX graph does.
+def copy_to(
+    device: torch.device, value: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Return a contiguous copy of a tensor on the device."""
+    return value.to(
+        device,
+        non_blocking=non_blocking,
+        copy=True,
+        memory_format=torch.contiguous_format,
+    )
+
+
+@torch.library.impl(lib, "deliver", "CompositeExplicitAutograd")
+def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return [copy_to(device, value) for value in values]
+
+
+@torch.library.impl(lib, "stage", "CompositeExplicitAutograd")
+@torch.library.impl(lib, "upload", "CompositeExplicitAutograd")
+def _(value: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+    return copy_to(device, value, non_blocking)
+
+
+@torch.library.register_fake("pygraph::deliver", lib=lib)
+def _(values: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    return [torch.empty(v.shape, dtype=v.dtype, device=device) for v in values]
+
+
+@torch.library.register_fake("pygraph::stage", lib=lib)
+@torch.library.register_fake("pygraph::upload", lib=lib)
+def _(value: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Tensor:
+    return torch.empty(value.shape, dtype=value.dtype, device=device)
+
+
+def define_global(
+    wrapper: PythonWrapperCodegen, name: str, type: str, *args: str
+) -> None:
+    """Define ``name`` in the generated module as an object of pygraph.values."""
+    # A subgraph's wrapper writes no module of its own.
+    while isinstance(wrapper, SubgraphPythonWrapperCodegen):
+        wrapper = wrapper.parent_wrapper
+    wrapper.add_import_once(f"from torch._inductor.pygraph.values.deliver import {type}")
+    wrapper.header.writeline(f"{name} = {type}({', '.join(args)})")
+
+
+class Pack(ir.ExternKernel):
+    """
+    Reads the CPU values that a Launch copies to the GPU.
+
+    A Pack runs on the host and is never captured. It has no result that keeps it alive, so
+    it declares a side effect. Inductor may still eliminate the Launch as dead code.
+    """
+
+    def __init__(self, values: Sequence[ir.IRNode], gpu: torch.device) -> None:
+        super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), values, ())
+        self.gpu = gpu
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def has_side_effects(self) -> bool:
+        return True
+
+    @property
+    def deliver_name(self) -> str:
+        return f"deliver_{self.get_name()}"
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        values = (f"({v.get_dtype()}, {tuple(map(int, v.get_size()))})" for v in self.inputs)
+        define_global(
+            wrapper, self.deliver_name, "Deliver", str(self.gpu.index), *values
+        )
+        wrapper.writeline(f"{self.deliver_name}.pack([{', '.join(self.codegen_args())}])")
+
+
+class Launch(ir.ExternKernel):
+    """
+    Launches the kernel that writes the values of ``pack`` to the GPU.
+
+    A Launch may be captured: it reads no CPU memory that a capture would freeze, see
+    values.deliver.CapturedValues.
+    """
+
+    def __init__(self, pack: Pack) -> None:
+        device = pack.gpu
+        super().__init__(None, ir.MultiOutputLayout(device=device), [], ())
+        self.pack = pack
+        self.name = V.graph.register_buffer(self)
+        V.graph.register_operation(self)
+        V.graph.additional_buffer_deps[self.get_operation_name()].add(pack.get_name())
+        self.outputs = [
+            ir.MultiOutput(
+                ir.FixedLayout(device, value.get_dtype(), value.get_size()),
+                self,
+                [(list, i)],
+                skip_size_stride_alignment_checks=True,
+            )
+            for i, value in enumerate(pack.inputs)
+        ]
+
+    def should_allocate(self) -> bool:
+        return False
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        wrapper.writeline(f"{self.get_name()} = {self.pack.deliver_name}.launch()")
+
+
+@register_lowering(DELIVER, type_promotion_kind=None)
+def lower_deliver(values: list[Any], device: torch.device) -> list[Any]:
+    realize = ir.ExternKernel.realize_input
+    contiguous = ir.ExternKernel.require_contiguous
+    launch = Launch(Pack([realize(contiguous(v)) for v in values], device))
+    V.graph.add_device_info(device)
+    # An uncaptured Launch returns memory that all calls share.
+    V.graph.never_reuse_buffers.update(o.get_name() for o in launch.outputs)
+    return [ir.TensorBox.create(o) for o in launch.outputs]
+
+
+class HostCopy(ir.FallbackKernel):
+    """
+    Copies a CPU tensor to the GPU with a Stage or an Upload.
+
+    A HostCopy reads CPU memory and is never captured.
+    """
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        method = self.op_overload._opname
+        name = f"{method}_{self.get_name()}"
+        self.python_kernel_name = f"{name}.{method}"
+        device, non_blocking = self.constant_args
+        args = [str(device.index), *(["True"] if non_blocking else [])]
+        define_global(wrapper, name, method.capitalize(), *args)
+        super().codegen(wrapper)
+
+    def codegen_args(self) -> list[str]:
+        # The object was constructed with the device and non_blocking.
+        return super().codegen_args()[:1]
+
+
+def _lower_host_copy(op: torch._ops.OpOverload, *, result_is_shared: bool) -> None:
+    """
+    Args:
+        result_is_shared: whether all calls of the generated code get the same memory
+    """
+
+    @register_lowering(op, type_promotion_kind=None)
+    def lowering(value: Any, device: torch.device, non_blocking: bool) -> Any:
+        value = ir.ExternKernel.require_contiguous(value)
+        output = HostCopy.create(op, value, device, non_blocking)
+        output.skip_size_stride_alignment_checks = True
+        # The result is a new allocation, and aligned even if the CPU tensor is not.
+        V.graph.unaligned_buffers.discard(output.get_name())
+        if result_is_shared:
+            V.graph.never_reuse_buffers.add(output.get_name())
+        V.graph.add_device_info(device)
+        return ir.TensorBox.create(output)
+
+
+_lower_host_copy(STAGE, result_is_shared=True)
+_lower_host_copy(UPLOAD, result_is_shared=False)

@@ -1,0 +1,415 @@
+"""
+Place the CPU values of a GPU graph, so that captured code reads no CPU memory.
+
+A captured kernel keeps the values that it was captured with, and Inductor passes 0-d CPU
+tensors to kernels by value. A captured copy keeps the address that it was captured with.
+So placement gives each CPU value that GPU code reads a counterpart: a node with the same
+value on the GPU. The host makes a counterpart ahead of the captured code:
+
+CPU value                                   counterpart
+constant                                    a copy that Inductor makes at compile time
+constructor; view, cast, integer operation  the same operation on the GPU
+computed from constants and constructors    a constant, computed on the CPU at compile time
+at most MAX_DELIVERED_TENSOR_BYTES          delivered, together with other such values
+at most MAX_STAGED_BYTES                    staged: copied if it changed since the last call
+larger                                      uploaded in every call
+
+A small value that the program copies with non_blocking is staged and not delivered.
+
+The CPU values stay on the CPU, too: operations on CPU tensors run where the program has
+them, and CPU outputs stay CPU tensors. No value is converted to another dtype.
+
+GPU code that still reads a CPU tensor is not captured, see partition.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
+from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch._inductor.pygraph.compile.analysis import (
+    can_be_copied,
+    can_be_delivered,
+    contiguous_permutation,
+    Crossing,
+    crossings,
+    dims_by_stride,
+    exposed_storages,
+    is_constant,
+    is_dense,
+    is_on_cpu,
+    known_values,
+    random_draws_before,
+    recomputable_values,
+    static_nbytes,
+    transfers_to_host_before,
+    walk_back,
+)
+from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
+from torch._inductor.pygraph.compile.ops import CONSTRUCTORS, INLINES_GRAPHS
+from torch._inductor.pygraph.report import innermost
+from torch._inductor.pygraph.types.report import CPU_VALUES, CpuValue
+from torch._inductor.pygraph.values.deliver import (
+    MAX_DELIVERED_BYTES,
+    offsets,
+    PIECE_BYTES,
+)
+from torch._inductor.utils import get_gpu_type
+from torch._prims_common import is_contiguous_or_false
+from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import _disable_current_modes
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+
+log = logging.getLogger(__name__)
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+# Largest tensor that is staged. Both copies stay allocated, and comparing this many bytes
+# takes the host as long as launching a few kernels.
+MAX_STAGED_BYTES = 1 << 20
+
+# Key in the meta of a subgraph's module: the operators that the subgraph is handed to.
+CALLERS = "callers"
+
+
+def note_callers(gm: torch.fx.GraphModule, name: str) -> None:
+    """
+    Note on the submodule ``name`` of ``gm`` which operators it is handed to.
+
+    place_cpu_values reads the note. Passes on the submodule run before passes on ``gm``.
+    """
+    getattr(gm, name).meta[CALLERS] = [
+        user.target
+        for node in gm.graph.find_nodes(op="get_attr", target=name)
+        for user in node.users
+    ]
+
+
+def place_cpu_values(graph: torch.fx.Graph) -> None:
+    """
+    Give GPU code counterparts of the CPU values that it reads.
+
+    This pass runs last on an aten graph. It replaces move_constructors_to_gpu with inputs
+    and outputs, which stock CUDA graphs use. That pass packs 0-d CPU tensors into one
+    dtype, returns CPU outputs on the GPU, and leaves a value on the CPU if a CPU operation
+    or a custom operator uses it, too.
+    """
+    # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
+    updater = FakeTensorUpdater(graph)
+    ConstructorMoverPass(get_gpu_type())(graph)
+    updater.incremental_update()
+    placement = Placement(graph)
+    if placement.run():
+        stable_topological_sort(graph)
+        # Inductor would run operations that were computed at compile time: not all of them
+        # fuse away.
+        graph.eliminate_dead_code(lambda node: node not in placement.computed)
+
+
+class Placement:
+    """
+    The counterparts of the CPU values of one graph.
+
+    Args:
+        graph: Where ``run`` inserts counterparts.
+    """
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self.graph = graph
+        self.order = {node: i for i, node in enumerate(graph.nodes)}
+        self.transfers_before = transfers_to_host_before(graph)
+        self.draws_before = random_draws_before(graph)
+        self.recomputable = recomputable_values(graph)
+        callers = graph.owning_module.meta.get(CALLERS)
+        self.is_inlined = callers is not None and not INLINES_GRAPHS.isdisjoint(callers)
+        # Inductor gives the code of a subgraph no constants that a pass adds.
+        self.known = OrderedSet() if callers is not None else known_values(graph)
+        # Results of nodes that were computed at compile time.
+        self.computed: dict[torch.fx.Node, Any] = {}
+        self.counterparts: dict[
+            tuple[torch.fx.Node, torch.device], torch.fx.Node
+        ] = {}
+        # Values that the program copies to a device with non_blocking, and never without.
+        self.non_blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
+        # The first node on the GPU that reads a value. The report shows its line.
+        self.first_user: dict[torch.fx.Node, torch.fx.Node] = {}
+
+    def run(self) -> bool:
+        """Change the graph. Return whether it changed: its nodes are then unsorted."""
+        found = [] if self.is_inlined else list(crossings(self.graph))
+        if not found:
+            return False
+        exposed = exposed_storages(self.graph)
+        self.find_non_blocking(found)
+        self.deliver(found)
+        for crossing in found:
+            with self.graph.inserting_before(crossing.user):
+                self.replace(crossing, exposed)
+        return True
+
+    def replace(self, crossing: Crossing, exposed: OrderedSet[int | None]) -> None:
+        """Make the user of a value read the counterpart, if the value can have one."""
+        value, user = crossing.value, crossing.user
+        counterpart = self.counterpart(value, crossing.device)
+        if counterpart is None:
+            return
+        if not crossing.is_copy:
+            user.replace_input_with(value, counterpart)
+            return
+        if get_node_storage(user) in exposed:
+            # Counterparts may share a buffer, and may be memory that all calls share.
+            counterpart = self.call_like(user, aten.clone.default, (counterpart,))
+        user.replace_all_uses_with(counterpart)
+        self.graph.erase_node(user)
+
+    # Delivered values.
+
+    def find_non_blocking(self, found: Sequence[Crossing]) -> None:
+        """Fill ``non_blocking``."""
+        blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
+        for c in found:
+            for value in (c.value, *self.values_to_deliver(c.value)):
+                # The host computes anything but a view at once, and waits for the value.
+                is_view = get_node_storage(value) == get_node_storage(c.value)
+                waits = not (c.is_non_blocking and is_view)
+                (blocking if waits else self.non_blocking).add((value, c.device))
+        self.non_blocking -= blocking
+
+    def values_to_deliver(self, value: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
+        """Return the values that the counterpart of a value depends on and that are small."""
+        return OrderedSet(
+            node
+            for node in walk_back(value, self.inputs_to_recompute)
+            if node not in self.recomputable
+            and can_be_delivered(node)
+            and node not in self.known
+        )
+
+    def inputs_to_recompute(self, value: torch.fx.Node) -> list[torch.fx.Node]:
+        """Return the CPU inputs that the GPU needs to compute a value, none if it is copied."""
+        if value not in self.recomputable or is_constant(value):
+            return []
+        return [i for i in value.all_input_nodes if is_on_cpu(i)]
+
+    def deliver(self, found: Sequence[Crossing]) -> None:
+        """Insert a delivery for each group of small values that are there together."""
+        groups: dict[tuple[int, int, torch.device], OrderedSet[torch.fx.Node]] = {}
+        for c in found:
+            self.first_user.setdefault(c.value, c.user)
+            for value in self.values_to_deliver(c.value):
+                self.first_user.setdefault(value, c.user)
+                if (value, c.device) in self.non_blocking:
+                    # The value is probably pinned, and to deliver it the host would wait.
+                    continue
+                transfers, draws = self.transfers_before[value], self.draws_before[value]
+                key = (transfers, draws, c.device)
+                groups.setdefault(key, OrderedSet()).add(value)
+        for (*_, device), values in groups.items():
+            for launch in launches(sorted(values, key=self.order.__getitem__)):
+                self.insert_deliver(launch, device)
+
+    def insert_deliver(self, values: list[torch.fx.Node], device: torch.device) -> None:
+        """Insert one delivery behind the last of its values."""
+        after = values[-1]
+        while after.next.op in ("placeholder", "get_attr"):
+            after = after.next
+        with self.graph.inserting_before(after.next):
+            contiguous = [self.contiguous_view(value) for value in values]
+            delivered = self.graph.call_function(DELIVER, (contiguous, device))
+            for i, value in enumerate(values):
+                element = self.graph.call_function(operator.getitem, (delivered, i))
+                self.counterparts[value, device] = self.with_strides_of(value, element)
+                self.note_cpu_value(delivered, value, "delivered", self.first_user[value])
+        counters["pygraph"]["delivered_values"] += len(values)
+
+    # Counterparts.
+
+    def counterpart(
+        self, value: torch.fx.Node, device: torch.device
+    ) -> torch.fx.Node | None:
+        """
+        Return a node that has the value on the device, None if no copy of its bytes has it.
+
+        Nodes are inserted at the graph's insertion point.
+        """
+
+        def missing_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
+            inputs = self.inputs_to_recompute(node)
+            return [i for i in inputs if (i, device) not in self.counterparts]
+
+        needed = walk_back(value, missing_inputs)
+        for node in sorted(needed, key=self.order.__getitem__):
+            if (node, device) in self.counterparts:
+                continue
+            counterpart = self.new_counterpart(node, device)
+            if counterpart is None:
+                return None
+            self.counterparts[node, device] = counterpart
+        return self.counterparts[value, device]
+
+    def new_counterpart(
+        self, value: torch.fx.Node, device: torch.device
+    ) -> torch.fx.Node | None:
+        if is_constant(value):
+            return self.call_like(value, prims.device_put.default, (value, device))
+        if value in self.recomputable:
+            return self.recompute(value, device)
+        if not can_be_copied(value):
+            return None
+        if value in self.known and (constant := self.constant(value)) is not None:
+            copied = self.call_like(value, prims.device_put.default, (constant, device))
+            self.note_cpu_value(copied, value, "computed at compile time", value)
+        else:
+            copied = self.copy_in_each_call(value, device)
+        return self.with_strides_of(value, copied)
+
+    def recompute(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node:
+        """Insert the operation of a CPU value on the device."""
+        args, kwargs = pytree.tree_map_only(
+            torch.fx.Node,
+            lambda n: self.counterparts[n, device] if is_on_cpu(n) else n,
+            (value.args, value.kwargs),
+        )
+        if value.target not in CONSTRUCTORS:
+            return self.call_like(value, value.target, args, kwargs)
+        kwargs = {**kwargs, "device": device}
+        constructed = self.call_like(value, value.target, args, kwargs)
+        self.note_cpu_value(constructed, value, "made on the GPU", value)
+        return constructed
+
+    def copy_in_each_call(
+        self, value: torch.fx.Node, device: torch.device
+    ) -> torch.fx.Node:
+        """Insert a staged copy of a value, or an upload if the value is large."""
+        nbytes = static_nbytes(value.meta["val"])
+        if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
+            counters["pygraph"]["staged_tensors"] += 1
+            how, op = "staged", STAGE
+        else:
+            counters["pygraph"]["uploaded_tensors"] += 1
+            how, op = "uploaded", UPLOAD
+        non_blocking = (value, device) in self.non_blocking
+        args = (self.contiguous_view(value), device, non_blocking)
+        copied = self.graph.call_function(op, args)
+        self.note_cpu_value(copied, value, how, self.first_user.get(value, value))
+        return copied
+
+    # Values that are known at compile time.
+
+    def constant(self, value: torch.fx.Node) -> torch.fx.Node | None:
+        """
+        Compute a known value and return a constant that holds it, in the form that
+        constants of the program have. Return None if eager mode cannot compute it.
+        """
+        name = f"_{value.name}_known"
+        permutation = contiguous_permutation(value.meta["val"])
+
+        def contiguous(t: torch.Tensor) -> torch.Tensor:
+            return t.permute(permutation).clone(memory_format=torch.contiguous_format)
+
+        # Eager mode rejects some dtypes that compiled code accepts.
+        try:
+            with _disable_current_modes():
+                # lift_fresh_copy would make the constant contiguous without the permutation.
+                computed = contiguous(self.compute(value))
+            self.graph.owning_module.register_buffer(name, computed)
+        except Exception as e:
+            log.info("%s is computed in each call: %s", value.name, e)
+            return None
+        counters["pygraph"]["known_tensors"] += 1
+        attribute = self.graph.get_attr(name)
+        attribute.meta["val"] = contiguous(value.meta["val"])
+        return self.call_like(value, aten.lift_fresh_copy.default, (attribute,))
+
+    def compute(self, value: torch.fx.Node) -> torch.Tensor:
+        """Return a known value as eager mode computes it."""
+        interpreter = torch.fx.Interpreter(self.graph.owning_module, graph=self.graph)
+        interpreter.env = self.computed
+        needed = walk_back(value, lambda node: node.all_input_nodes)
+        for node in sorted(needed, key=self.order.__getitem__):
+            if node not in self.computed:
+                self.computed[node] = interpreter.run_node(node)
+        return self.computed[value]
+
+    # Nodes.
+
+    def call_like(
+        self,
+        node: torch.fx.Node,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any] | None = None,
+    ) -> torch.fx.Node:
+        """Insert a call that belongs to the line of the program that ``node`` is from."""
+        call = self.graph.call_function(target, args, kwargs)
+        if "stack_trace" in node.meta:
+            call.meta["stack_trace"] = node.meta["stack_trace"]
+        return call
+
+    def contiguous_view(self, value: torch.fx.Node) -> torch.fx.Node:
+        """
+        Return the contiguous view of a dense value, else the value.
+
+        The host makes a contiguous copy of a value that is not dense, as eager mode does.
+        """
+        permutation = contiguous_permutation(value.meta["val"])
+        if permutation == sorted(permutation):
+            return value
+        return self.graph.call_function(aten.permute.default, (value, permutation))
+
+    def with_strides_of(
+        self, value: torch.fx.Node, copied: torch.fx.Node
+    ) -> torch.fx.Node:
+        """
+        Return a copy of ``contiguous_view(value)`` with the strides of a copy of the value.
+
+        as_strided and views as another dtype depend on the strides.
+        """
+        val = value.meta["val"]
+        if is_contiguous_or_false(val):
+            return copied
+        order = dims_by_stride(val)
+        inverse = [order.index(dim) for dim in range(val.dim())]
+        if not is_dense(val):
+            permuted = self.graph.call_function(aten.permute.default, (copied, order))
+            copied = self.graph.call_function(
+                aten.clone.default,
+                (permuted,),
+                {"memory_format": torch.contiguous_format},
+            )
+        return self.graph.call_function(aten.permute.default, (copied, inverse))
+
+    def note_cpu_value(
+        self, node: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node
+    ) -> None:
+        """Note on ``node``, for the report, that it brings a value, and the line of ``at``."""
+        val = value.meta["val"]
+        type = f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
+        source = innermost(at.meta.get("stack_trace", ""))
+        found = CpuValue(value.name, type, how, source)
+        node.meta[CPU_VALUES] = (*node.meta.get(CPU_VALUES, ()), found)
+
+
+def launches(values: Sequence[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
+    """Split values into groups that one launch can take."""
+    group: list[torch.fx.Node] = []
+    for value in values:
+        sizes = [static_nbytes(v.meta["val"]) or 0 for v in (*group, value)]
+        if offsets(sizes, PIECE_BYTES)[-1] > MAX_DELIVERED_BYTES:
+            yield group
+            group = []
+        group.append(value)
+    if group:
+        yield group
