@@ -38,7 +38,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
@@ -61,17 +61,6 @@ _recordings: Counter[str] = Counter()
 # Functions that not all ranks capture. Where each has sizes of its own, which it records in
 # calls that the others do not, it would wait for every one of them.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
-
-
-def has_collectives(model: ModelType) -> bool:
-    code = getattr(model, "__code__", None)
-    return code is not None and any(name in code.co_names for name in NAMESPACES)
-
-
-def groups_of(model: ModelType) -> list[str]:
-    """The process groups of its collectives, which generated code names by literals."""
-    names = dist.distributed_c10d._world.pg_names.values()
-    return [name for name in model.__code__.co_consts if name in names]
 
 
 def under(mode: TorchDispatchMode, model: ModelType) -> ModelType:
@@ -131,6 +120,7 @@ class Captured(_Collectives):
 
     Args:
         model: the function
+        groups: the process groups of its collectives
         name: what it is called, on all ranks alike
 
     Attributes:
@@ -139,10 +129,12 @@ class Captured(_Collectives):
         captures: whether all ranks agreed to capture
     """
 
-    def __init__(self, model: ModelType, name: str, device_index: int) -> None:
+    def __init__(
+        self, model: ModelType, groups: Sequence[str], name: str, device_index: int
+    ) -> None:
         super().__init__()
         self.device_index = device_index
-        self.groups = groups_of(model)
+        self.groups = groups
         self.model = model
         _recordings[name] += 1
         name = f"{name}/{_recordings[name]}"

@@ -24,7 +24,6 @@ import functools
 import operator
 import pickle
 import random
-import re
 import sys
 import threading
 import warnings
@@ -54,7 +53,6 @@ from torch._inductor.pygraph.capture.allocation import (
 )
 from torch._inductor.pygraph.capture.collectives import (
     Captured,
-    has_collectives,
     LeftOut,
     under,
 )
@@ -86,7 +84,7 @@ from torch._inductor.pygraph.replay.steady import (
     renew,
 )
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
-from torch._inductor.pygraph.values.deliver import CapturedValues, delivers_of
+from torch._inductor.pygraph.values.deliver import CapturedValues
 from torch._inductor.pygraph.verify.proof import identical, mark_unwritten, Proof
 from torch._inductor.utils import clone_preserve_strides
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -105,7 +103,6 @@ if TYPE_CHECKING:
         FunctionID,
         ModelType,
         OutputType,
-        PlaceholderInfo,
     )
     from torch._inductor.pygraph.select.controller import Function
     from torch._inductor.utils import InputType
@@ -139,16 +136,6 @@ FILLS = (0, 1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
 def common_alignment(pointers: Sequence[int]) -> int:
     combined = functools.reduce(operator.or_, pointers, 0)
     return next(a for a in ALIGNMENTS if combined % a == 0)
-
-
-def is_saved_activation(info: PlaceholderInfo) -> bool:
-    """
-    Whether a backward's input is a tensor that the forward computed.
-
-    AOTAutograd names a backward's placeholders after the forward's nodes: inputs of the
-    forward are primals_*, gradients of its outputs tangents_*.
-    """
-    return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
 
 
 def times_on_path(manager: CUDAGraphTreeManager, function: Function) -> int:
@@ -266,6 +253,7 @@ class Rehearsal:
             if isinstance(inputs[i], torch.Tensor)
         )
         self.model = function.model
+        self.info = function.pygraph.info
         self.device = node.device
         self.left_out = LeftOut() if node.collectives is not None else None
         self.inputs = node.call_inputs
@@ -305,7 +293,7 @@ class Rehearsal:
     ) -> OutputType:
         # Not in the graphs' pool: inputs stay alive here that die during capture, and that
         # pool would keep what it takes.
-        run = with_allocator(self.model, trace)
+        run = with_allocator(self.model, self.info, trace)
         if self.left_out is not None:
             run = under(self.left_out, run)
         return run(list(inputs))
@@ -571,12 +559,8 @@ class CopyGraphNode(CUDAGraphNode):
         if mode == CompilationMode.BACKWARD:
             # Trees take every saved tensor for static, because a recorded forward leaves its
             # activations in the pool. Without a recorded forward they move at every step.
-            placeholders = self.wrapped_function.placeholders
-            declared = [
-                i
-                for i in declared
-                if i in managed or not is_saved_activation(placeholders[i])
-            ]
+            info = self.wrapped_function.pygraph.info
+            declared = [i for i in declared if i in managed or not info.is_saved(i)]
         function: Function = self.wrapped_function.pygraph
         function.note_static_inputs(
             {
@@ -663,7 +647,8 @@ class CopyGraphNode(CUDAGraphNode):
         )
         self._note_copied_bytes()
         stream = torch.cuda.current_stream(self.device)
-        own = delivers_of(self.wrapped_function.model)
+        function: Function = self.wrapped_function.pygraph
+        own = [function.objects[name] for name in function.info.delivers]
         self.values = CapturedValues(own, is_bound=self.binds_values)
         # A rehearsal has seen already whether it draws.
         is_rehearsed = self.wrapped_function.pygraph.needed_bytes > 0
@@ -869,10 +854,12 @@ class BoundGraphNode(CopyGraphNode):
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function: Function = self.wrapped_function.pygraph
-        if has_collectives(model := self.wrapped_function.model):
+        if function.info.has_collectives:
             entry = function.report
             name = f"{entry.compile_id}/{entry.mode}/{entry.name}"
-            self.collectives = Captured(model, name, self.device)
+            self.collectives = Captured(
+                self.wrapped_function.model, function.info.groups, name, self.device
+            )
         super()._bind_inputs(inputs)
         managed = self.cudagraph_managed_idxs
         self.staged = []
@@ -1041,7 +1028,7 @@ class BoundGraphNode(CopyGraphNode):
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         placed = PlacedAllocations(self.placed_allocations, self.device)
-        model = with_allocator(model, placed)
+        model = with_allocator(model, self.wrapped_function.pygraph.info, placed)
         if self.collectives is not None:
             model = under(self.collectives, model)
         self.copied = Copied(model, self.placed_copies, self.device)
@@ -1149,7 +1136,8 @@ class BoundGraphNode(CopyGraphNode):
         if function.binding != NODE_UPDATE:
             table = None
             if function.binding == TABLE:
-                table = Table(self.wrapped_function.model, self.device)
+                kernels = [function.objects[name] for name in function.info.kernels]
+                table = Table(kernels, self.device)
             self.begins_with_prelude = True
             try:
                 prelude = Prelude(

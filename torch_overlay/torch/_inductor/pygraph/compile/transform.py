@@ -31,6 +31,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor import ir
+from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen, WrapperLine
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
 from torch._inductor.lowering import register_lowering
@@ -47,7 +48,12 @@ from torch._inductor.pygraph.values.deliver import (
     offsets,
     PIECE_BYTES,
 )
-from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op, is_gpu
+from torch._inductor.utils import (
+    get_gpu_type,
+    IndentedBuffer,
+    is_cudagraph_unsafe_op,
+    is_gpu,
+)
 from torch._inductor.virtualized import V
 from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_state
 from torch._prims_common import is_contiguous_or_false
@@ -133,12 +139,19 @@ def own(wrapper: PythonWrapperCodegen, name: str, type: str, *args: str) -> None
     Gives the generated module an object of deliver.py. It is called directly: an
     operator's dispatch would take longer than what it does.
     """
-    from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
-
     while isinstance(wrapper, SubgraphPythonWrapperCodegen):
         wrapper = wrapper.parent_wrapper
     wrapper.add_import_once(f"from torch._inductor.pygraph.values.deliver import {type}")
     wrapper.header.writeline(f"{name} = {type}({', '.join(args)})")
+
+
+@dataclasses.dataclass
+class PackLine(WrapperLine):
+    owner: str
+    values: list[str]
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline(f"{self.owner}.pack([{', '.join(self.values)}])")
 
 
 class Pack(ir.ExternKernel):
@@ -166,7 +179,7 @@ class Pack(ir.ExternKernel):
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         values = (f"({v.get_dtype()}, {tuple(map(int, v.get_size()))})" for v in self.inputs)
         own(wrapper, self.owner, "Deliver", str(self.gpu.index), *values)
-        wrapper.writeline(f"{self.owner}.pack([{', '.join(self.codegen_args())}])")
+        wrapper.writeline(PackLine(self.owner, self.codegen_args()))
 
 
 class Launch(ir.ExternKernel):
@@ -213,16 +226,22 @@ def lower_deliver(values: list[Any], device: torch.device) -> list[Any]:
 class HostCopy(ir.FallbackKernel):
     """A copy to the GPU that may not be captured: by a Stage or an Upload."""
 
-    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
-        how = {
+    @property
+    def how(self) -> str:
+        return {
             torch.ops.pygraph.stage.default: "stage",
             torch.ops.pygraph.upload.default: "upload",
         }[self.op_overload]
-        owner = f"{how}_{self.get_name()}"
-        self.python_kernel_name = f"{owner}.{how}"
+
+    @property
+    def owner(self) -> str:
+        return f"{self.how}_{self.get_name()}"
+
+    def codegen(self, wrapper: PythonWrapperCodegen) -> None:
+        self.python_kernel_name = f"{self.owner}.{self.how}"
         device, non_blocking = self.constant_args
         args = [str(device.index), *(["True"] if non_blocking else [])]
-        own(wrapper, owner, how.capitalize(), *args)
+        own(wrapper, self.owner, self.how.capitalize(), *args)
         super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:

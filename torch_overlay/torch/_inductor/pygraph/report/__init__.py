@@ -25,6 +25,7 @@ from typing import Any, overload, TYPE_CHECKING
 
 import torch
 from torch._guards import CompileContext, CompileId
+from torch._inductor.pygraph.types.partition import Blocker, CpuValue, PartitionReport
 from torch._logging import trace_structured
 from torch.utils._ordered_set import OrderedSet
 
@@ -104,41 +105,6 @@ class FunctionReport:
         "What the choice saves in a call over no graph."
         times = self.timings_us
         return times.get(NO_GRAPH, 0) - times.get(self.choice, times.get(NO_GRAPH, 0))
-
-
-@dataclasses.dataclass(frozen=True)
-class Blocker:
-    """An operator that cannot be captured."""
-
-    op: str
-    reason: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class CpuValue:
-    """
-    A value on the CPU that GPU code reads, and how it gets there: one of the ways that
-    transform.py lists. ``name`` is its own in the graph.
-    """
-
-    name: str
-    type: str
-    how: str
-    source: str
-
-
-@dataclasses.dataclass(frozen=True)
-class PartitionReport:
-    """
-    Consecutive kernels, captured together or, for the blockers among them, not.
-    ``cpu_values`` are those that they read, or bring to the GPU for others to read.
-    """
-
-    kernels: int
-    source: str
-    blockers: tuple[Blocker, ...] = ()
-    cpu_values: tuple[CpuValue, ...] = ()
 
 
 @dataclasses.dataclass
@@ -259,7 +225,8 @@ def new_graph(compiled: CompiledFxGraph) -> None:
     if "cuda" not in compiled.device_types:
         return
     skip_reason, _, trace = _skip_reason(compiled).partition("Found from")
-    partitions = compiled.partition_reports or []
+    info = compiled.graph_info
+    partitions = list(info.reports or ()) if info is not None else []
     device_index = min(compiled.device_idxs, default=0)
     entry = GraphReport(
         compile_id=str(CompileContext.current_compile_id() or ""),
@@ -310,15 +277,6 @@ def _skip_reason(compiled: CompiledFxGraph) -> str:
         # cpp_wrapper, or a backward whose forward was skipped
         return "CUDA graphs were off when it was compiled"
     return ", ".join(compiled.cudagraph_info.cudagraph_fail_reasons)
-
-
-def source_of_partition(compiled: CompiledFxGraph, partition: int) -> str:
-    """Where the partition-th of the captured partitions is in the program."""
-    if compiled.partition_reports is None:
-        info = compiled.cudagraph_info
-        return span(info.stack_traces if info is not None else ())
-    captured = [p for p in compiled.partition_reports if not p.blockers]
-    return captured[partition].source
 
 
 def describe_partition(

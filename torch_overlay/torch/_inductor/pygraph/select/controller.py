@@ -55,7 +55,6 @@ from torch._inductor.cudagraph_trees import (
     get_manager,
     thread_containers,
 )
-from torch._inductor.pygraph.capture.collectives import has_collectives
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
@@ -89,9 +88,10 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
 
@@ -176,9 +176,8 @@ class Function:
             recording could not be bound or proven
         binding: how, one of BINDINGS
         id: trees' name for it, once recorded
-        returned_output_idxs: outputs that the program gets; a forward's others are what its
-            backward needs
-        reused_input_idxs: inputs whose memory the code may use again
+        info: what code generation knows of it
+        objects: those of its module that info names
         needed_bytes: what a call takes of the device's memory, once it was rehearsed
         is_backward: the outputs that the program gets are gradients
         outputs_outlive: set for good when gradients were held beyond their step
@@ -202,14 +201,16 @@ class Function:
     def __init__(
         self,
         report: FunctionReport,
-        returned_output_idxs: OrderedSet[int],
+        info: PartitionInfo,
         *,
-        reused_input_idxs: OrderedSet[int],
+        objects: Mapping[str, Any],
         is_backward: bool = False,
     ) -> None:
         self.report = report
-        self.returned_output_idxs = returned_output_idxs
-        self.reused_input_idxs = reused_input_idxs
+        self.info = info
+        self.objects = objects
+        self.returned_output_idxs = OrderedSet(info.returned_output_idxs)
+        self.reused_input_idxs = OrderedSet(info.reused_input_idxs)
         self.needed_bytes = 0
         self.is_backward = is_backward
         # A reduction of gradients on another stream may read what nobody holds any more.
@@ -1153,12 +1154,10 @@ def deploy(
     device_index: int,
     is_backward: bool,
     is_inference: bool,
-    returned_output_idxs: OrderedSet[int],
-    reused_input_idxs: OrderedSet[int],
+    info: PartitionInfo,
+    objects: Mapping[str, Any],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
-    code_hash: str | None = None,
-    source: str = "",
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -1166,11 +1165,8 @@ def deploy(
 
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
-        returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
-        reused_input_idxs: see cudagraph_utils.PyGraphOptions
+        info, objects: see cudagraph_utils.PyGraphOptions
         force: one of CANDIDATES, to skip the selection; config.pygraph_force
-        code_hash: of the code that the function belongs to, if its decision is kept
-        source: where it is in the program
         kwargs: further arguments of cudagraph_trees.cudagraphify
 
     Raises:
@@ -1191,15 +1187,12 @@ def deploy(
     entry = new_report(
         name,
         mode.name.lower(),
-        source=source,
+        source=info.report.source,
         compile_id=str(kwargs.get("compile_id") or ""),
         sizes=[v for v in inputs if isinstance(v, int)],
     )
     function = Function(
-        entry,
-        returned_output_idxs,
-        reused_input_idxs=reused_input_idxs,
-        is_backward=is_backward,
+        entry, info, objects=objects, is_backward=is_backward
     )
     to_check = get_input_idxs_to_check(inputs, static_input_idxs)
     aligned_static_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
@@ -1229,12 +1222,10 @@ def deploy(
                 device_index=device_index,
                 is_backward=is_backward,
                 is_inference=is_inference,
-                returned_output_idxs=returned_output_idxs,
-                reused_input_idxs=reused_input_idxs,
+                info=info,
+                objects=objects,
                 mutated_input_idxs=mutated_input_idxs,
                 force=force,
-                code_hash=code_hash,
-                source=source,
                 **kwargs,
             )
             replace(fn)
@@ -1265,7 +1256,7 @@ def deploy(
     uncaptured = realigned(uncaptured)
 
     reason = "forced"
-    if force is None and has_collectives(model):
+    if force is None and info.has_collectives:
         force, reason = NODE_UPDATE, "ranks would not time its collectives alike"
     if force == NO_GRAPH:
         decide(function, NO_GRAPH, "forced")
@@ -1358,9 +1349,9 @@ def deploy(
         return of_id
 
     kept = remembered = None
-    if code_hash is not None and force is None:
+    if info.code_hash is not None and force is None:
         kept = store.entry_for(
-            code_hash, name, entry.mode, inputs, aligned_static_idxs, device_index
+            info.code_hash, name, entry.mode, inputs, aligned_static_idxs, device_index
         )
     if kept is not None and (remembered := kept.load(CANDIDATES)) is not None:
         counters["pygraph"]["remembered"] += 1
