@@ -6,6 +6,7 @@ over, on a machine that need not have a GPU.
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
 import types
@@ -18,15 +19,19 @@ from torch._inductor.pygraph.capture import allocation, copying
 from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
-    ALLOCATOR,
     PlacedAllocations,
     with_allocator,
 )
 from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.graph.placeholder import storage_extent
+from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.utils._ordered_set import OrderedSet
+
+
+ALLOCATOR = "empty_strided_cuda"
+INFO = PartitionInfo("call", allocator=ALLOCATOR)
 
 
 def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -75,7 +80,7 @@ class OptionsTest(TestCase):
         for (mode, _, options), source in zip(functions, self.sources):
             (names,) = re.findall(r"^    return \((.*), \)$", source, re.MULTILINE)
             names = names.split(", ")
-            returned = [names[i] for i in options.returned_output_idxs]
+            returned = [names[i] for i in options.info.returned_output_idxs]
             result.append((mode, names, returned))
         return result
 
@@ -87,7 +92,7 @@ class OptionsTest(TestCase):
             (names, body)
             for source in self.sources
             for names, body in re.findall(
-                r"^def partition_\d+\(args\):\n    (.*) = args\n((?:    .*\n|\n)*)",
+                r"^def partition_\d+\(args.*\):\n    (.*) = args\n((?:    .*\n|\n)*)",
                 source,
                 re.MULTILINE,
             )
@@ -96,7 +101,7 @@ class OptionsTest(TestCase):
         for (mode, _, options), (names, body) in zip(functions, defined):
             names = names.rstrip(",").split(", ")
             written = {*re.findall(r"; del (\w+)  # reuse", body)} & {*names}
-            found = {names[i] for i in options.reused_input_idxs}
+            found = {names[i] for i in options.info.reused_input_idxs}
             result.append((mode, written, found))
         return result
 
@@ -183,13 +188,19 @@ class OptionsTest(TestCase):
         with torch.no_grad(), torch._dynamo.config.patch(capture_scalar_outputs=True):
             functions = self.functions(fn, self.matrix())
         self.assertEqual(len(functions), 2)
-        returned = [len(options.returned_output_idxs) for _, _, options in functions]
+        returned = [len(options.info.returned_output_idxs) for _, _, options in functions]
         self.assertEqual(returned, [1, 1])
 
     def test_generated_functions_can_be_given_an_allocator(self):
+        "It is an argument, so another thread that runs the function has the usual one."
         with torch.no_grad():
-            ((_, model, _),) = self.functions(lambda x: (x.sin(),), self.matrix())
-        self.assertIsNot(with_allocator(model, empty_strided), model)
+            ((_, model, options),) = self.functions(lambda x: (x.sin(),), self.matrix())
+        self.assertEqual(options.info.allocator, ALLOCATOR)
+        default = inspect.signature(model).parameters[ALLOCATOR].default
+        self.assertIs(default, allocation.empty_strided_cuda)
+        given = with_allocator(model, options.info, empty_strided)
+        self.assertIs(given.func, model)
+        self.assertEqual(given.keywords, {ALLOCATOR: empty_strided})
 
 
 class SegmentsTest(TestCase):
@@ -204,7 +215,7 @@ class SegmentsTest(TestCase):
 
 class AllocationTest(TestCase):
     SOURCE = f"""
-def call(args):
+def call(args, {ALLOCATOR}={ALLOCATOR}):
     (x,) = args
     dead = {ALLOCATOR}((8,), (1,), torch.float32)
     buf0 = {ALLOCATOR}((4, 2), (2, 1), torch.float32)
@@ -230,7 +241,7 @@ def call(args):
 
     def test_trace(self):
         trace = AllocationTrace()
-        outputs = with_allocator(self.call, trace)([self.x])
+        outputs = with_allocator(self.call, INFO, trace)([self.x])
         self.assertEqual(trace.of(outputs), self.OUTPUTS)
         self.assertEqual(trace.of([outputs[2]]), {3: self.OUTPUTS[3]})
         self.assertEqual(trace.of([]), {})
@@ -338,7 +349,7 @@ def call(args):
             allocate = PlacedAllocations(
                 {n: (storage_extent(memory[1000 + n]), 1000 + n) for n in placed}, 0
             )
-            outputs = with_allocator(self.call, allocate)([self.x])
+            outputs = with_allocator(self.call, INFO, allocate)([self.x])
         self.assertEqual(outputs, self.call([self.x]))
         return outputs, memory
 
@@ -352,9 +363,9 @@ def call(args):
         outputs, memory = self.placed({1: other})
         self.assertNotEqual(outputs[0].data_ptr(), memory[1001].data_ptr())
 
-    def test_function_of_another_kind(self):
-        for model in (self.call.__call__, lambda args: args, len):
-            self.assertIs(with_allocator(model, empty_strided), model)
+    def test_function_without_an_allocator(self):
+        info = PartitionInfo("call")
+        self.assertIs(with_allocator(self.call, info, empty_strided), self.call)
 
 
 class CopyGraphNodeTest(TestCase):

@@ -1340,7 +1340,7 @@ class TableTest(TestCase):
             mock.patch.object(table.torch, "zeros", zeros),
         ):
             model.refused = set(refused)
-            made = table.Table(None, 0)
+            made = table.Table((), 0)
             for autotuner in autotuners:
                 made.autotuners.setdefault(autotuner.name, []).append(autotuner)
             readers = list(prelude.kernels_that_read(cu.CUgraph(GRAPH), places))
@@ -1348,14 +1348,10 @@ class TableTest(TestCase):
         return made, model, taken, asked
 
     @staticmethod
-    def launcher(config, handle, is_static=False):
+    def launcher(config, handle):
         "As CompileResult.make_launcher has it."
         kernel = types.SimpleNamespace(function=handle)
-        runner = types.MethodType(lambda kernel: None, kernel)
-        scope = {"runner": runner} if is_static else {"runner": print, "bin": kernel}
-        exec("def launcher(): runner()", scope)
-        scope["launcher"].config = config
-        return scope["launcher"]
+        return types.SimpleNamespace(config=config, kernel=kernel)
 
     @classmethod
     def autotuner(cls, number, **kwargs):
@@ -1442,15 +1438,14 @@ class TableTest(TestCase):
         )
         self.assertEqual((taken, model.replaced), ([False], {}))
 
-    @parametrize("is_static", (False, True))
-    def test_two_kernels_of_one_name(self, is_static):
+    def test_two_kernels_of_one_name(self):
         "A user's, specialized in two ways: the one that was launched is known by its handle."
         places = place(64)
         (x,) = (p.address for p in places.placeholders)
 
         autotuners = [
             self.autotuner(0, launchers=[self.launcher("that", 0x777)]),
-            self.autotuner(0, launchers=[self.launcher("this", 0x20000, is_static)]),
+            self.autotuner(0, launchers=[self.launcher("this", 0x20000)]),
         ]
         *_, taken, asked = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
         self.assertEqual((taken, asked[0][1]), ([True], "this"))

@@ -54,6 +54,7 @@ from torch._inductor.pygraph.trees.threads import (
     StreamOrder,
 )
 from torch._inductor.pygraph.types import candidate
+from torch._inductor.pygraph.types.partition import Input, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.verify import diagnose, fingerprint, rehearsal
@@ -68,7 +69,6 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -77,6 +77,16 @@ if TYPE_CHECKING:
 
 
 GUARD_BYTES = 256
+
+ALLOCATOR = "empty_strided_cuda"
+
+# By the beginning of an input's name. What has another one is saved by the forward.
+ORIGINS = {
+    "arg": "forward",
+    "primals": "forward",
+    "tangents": "tangent",
+    "partition": "partition",
+}
 
 
 def on_host(t: torch.Tensor) -> torch.Tensor:
@@ -619,7 +629,6 @@ def modelled_device() -> Iterator[ModelledDevice]:
             {
                 "nodes_so_far": lambda index: dict(enumerate(device.captured.launches)),
                 "agree": lambda group, what, ready: ready,
-                "groups_of": lambda model: ["0"],
             },
         ),
         (collectives.Collectives, {"_enable": enable}),
@@ -735,6 +744,7 @@ class RecordTest(TestCase):
         self.addCleanup(stack.close)
         self.device = stack.enter_context(modelled_device())
         self.hook: Callable[[], Any] = lambda: None
+        self.groups = ("0",)
         self.forward: Deployed | None = None
         self.backward: Deployed | None = None
         self.addCleanup(trees.reset_cudagraph_trees)
@@ -749,16 +759,17 @@ class RecordTest(TestCase):
             "empty": lambda: self.device.empty_strided((8,), (1,), torch.float32),
             "launch": self.device.launch,
             "hook": lambda: self.hook(),
-            allocation.ALLOCATOR: self.device.empty_strided,
+            ALLOCATOR: self.device.empty_strided,
             **{k.__name__: k for k in (sin, add, mul)},
         }
         lines = (
-            body.replace("new()", f"{allocation.ALLOCATOR}((8,), (1,), torch.float32)")
+            body.replace("new()", f"{ALLOCATOR}((8,), (1,), torch.float32)")
             .strip()
             .splitlines()
         )
         exec(
-            "def call(args):\n" + "\n".join("    " + line.strip() for line in lines),
+            f"def call(args, {ALLOCATOR}={ALLOCATOR}):\n"
+            + "\n".join("    " + line.strip() for line in lines),
             module,
         )
         return module["call"]
@@ -786,12 +797,23 @@ class RecordTest(TestCase):
             device_index=0,
             is_backward=mode == "backward",
             is_inference=mode == "inference",
-            returned_output_idxs=OrderedSet(returned),
-            reused_input_idxs=OrderedSet(reused),
+            info=PartitionInfo(
+                "call",
+                inputs=tuple(
+                    Input(n, ORIGINS.get(n.partition("_")[0].rstrip("0123456789"), "saved"))
+                    for n in names
+                ),
+                allocator=ALLOCATOR,
+                groups=self.groups,
+                has_collectives="c10d" in body,
+                returned_output_idxs=tuple(returned),
+                reused_input_idxs=tuple(reused),
+                code_hash=code_hash,
+            ),
+            objects={},
             mutated_input_idxs=mutated,
             placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
             force=force,
-            code_hash=code_hash,
         )
 
     def expected(self, fn: Deployed, inputs: Sequence[Any]) -> list[Any]:
@@ -1305,8 +1327,8 @@ class RecordTest(TestCase):
     @parametrize("groups", ((), ("0", "1")))
     def test_collectives_of_several_groups(self, groups):
         "Or of none that is known."
-        with mock.patch.object(collectives, "groups_of", lambda model: groups):
-            self.check_collectives("in_between")
+        self.groups = groups
+        self.check_collectives("in_between")
         (entry,) = report()
         self.assertEqual(entry.choice, "copy")
 

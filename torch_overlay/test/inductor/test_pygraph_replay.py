@@ -12,8 +12,6 @@ import ctypes
 import functools
 import gc
 import itertools
-import linecache
-import re
 import sys
 import threading
 import types
@@ -41,7 +39,6 @@ from torch._inductor.cudagraph_trees import (
 )
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.calls.direct import Orders, orders
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
 from torch._inductor.pygraph.graph import memory
@@ -56,6 +53,7 @@ from torch._inductor.pygraph.trees.threads import (
     stream_order_of,
     StreamOrder,
 )
+from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo
 from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.values.deliver import CapturedValues, Deliver
 from torch._inductor.test_case import run_tests, TestCase
@@ -63,11 +61,10 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.fake_cuda import fake_cuda
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
 
 class Saves(torch.autograd.Function):
@@ -1039,6 +1036,8 @@ def floats(words: Any) -> torch.Tensor:
 class Runner:
     "As generated for a graph that is one partition, with another order of everything."
 
+    direct = DirectCall(3, (), (), (2, 0, 1), 2, (1, 0))
+
     def __init__(self, partitions):
         self.partitions = partitions
 
@@ -1054,6 +1053,10 @@ class Runner:
 
 class RunnerOfCpuValues:
     "As generated where the second argument is delivered, and the third one is staged."
+
+    direct = DirectCall(
+        3, (("deliver_buf2", (1,)),), (("stage_buf0", 2),), (3, 0), 2, (1, 0)
+    )
 
     def __init__(self, partitions):
         self.partitions = partitions
@@ -1075,77 +1078,6 @@ class RunnerOfCpuValues:
         (buf3, buf4) = self.partitions[0](partition0_args)
         del partition0_args
         return (buf4, buf3)
-
-
-VIEW = "reinterpret_tensor(arg1_1, (4,), (1,), 0)"
-
-# Each does more than to give its arguments to one partition and to return its outputs: what
-# differs from runner_call's defaults.
-OTHER_RUNNERS: dict[str, dict[str, Any]] = {
-    "asserts": {"before": ["assert_size_stride(arg0_1, (8,), (1,))"]},
-    "returns_an_argument": {"returned": "buf0, arg0_1"},
-    "returns_a_constant": {"returned": "buf0, None"},
-    "returns_a_view": {"returned": "reinterpret_tensor(buf0, (4,), (1,), 0)"},
-    "gives_a_view": {"inputs": VIEW},
-    "runs_a_kernel": {"after": ["extern_kernels.mm(buf0, buf0, out=buf0)"]},
-    "has_two_partitions": {
-        "after": [
-            "partition1_args = [buf0]",
-            "(buf1,) = self.partitions[1](partition1_args)",
-        ],
-        "returned": "buf1",
-    },
-    "has_a_size": {"before": ["s0 = arg0_1"], "inputs": "arg1_1, s0"},
-    "deletes_an_item": {"before": ["del self.partitions[1]"]},
-    "packs_a_view": {"before": [f"deliver_buf2.pack([{VIEW}])"]},
-    "packs_what_it_computes": {
-        "before": [
-            "buf1 = empty_strided_cpu((), (), torch.float32)",
-            "cpp_fused_sum_0(arg1_1, buf1)",
-            "deliver_buf2.pack([buf1])",
-        ]
-    },
-    "packs_later": {"after": ["deliver_buf2.pack([arg1_1])"]},
-    "packs_by_other_means": {"before": ["Deliver.pack([arg1_1])"]},
-    "copies_by_other_means": {
-        "before": ["buf1 = upload_buf0.upload(arg1_1)"],
-        "inputs": "arg0_1, buf1",
-    },
-    "has_other_work_on_a_device": {
-        "before": [
-            "buf1 = stage_buf0.stage(arg1_1)",
-            "with torch.cuda._DeviceGuard(0):",
-            "    torch.cuda.set_device(0)",
-            "    buf1.add_(1)",
-        ],
-        "inputs": "arg0_1, buf1",
-    },
-    "returns_what_is_staged": {
-        "before": ["buf1 = stage_buf0.stage(arg1_1)"],
-        "inputs": "arg0_1, buf1",
-        "returned": "buf0, buf1",
-    },
-}
-
-
-def runner_call(
-    before: Sequence[str] = (),
-    inputs: str = "arg0_1",
-    produced: str = "buf0",
-    after: Sequence[str] = (),
-    returned: str = "buf0",
-) -> str:
-    "The source of a Runner.call of two arguments."
-    lines = [
-        "(arg0_1, arg1_1) = args",
-        "args.clear()",
-        *before,
-        f"partition0_args = [{inputs}]",
-        f"({produced},) = self.partitions[0](partition0_args)",
-        *after,
-        f"return ({returned},)",
-    ]
-    return "\n    ".join(["def call(self, args):", *lines]) + "\n"
 
 
 @unittest.skipIf(native.compiled is None, "requires _replay")
@@ -1177,6 +1109,8 @@ class DirectTest(TestCase):
                 return run([weight, bias, x])[::-1]
 
             graph.compiled_fn_runner = self.runner([partition])
+            graph.compiled_fn_runner.objects = globals()
+            graph.graph_info = GraphInfo(direct=self.runner.direct)
             graph.current_callable = graph.compiled_fn_runner.call
             self.runners.append(graph.compiled_fn_runner)
 
@@ -1620,81 +1554,6 @@ class DirectTest(TestCase):
         self.record()
         self.check(compiled, layers=1, launches=1)
         self.assertEqual(len(calls), 2)
-
-    def test_orders(self):
-        order = Orders(3, [], [], [2, 0, 1], 2, [1, 0])
-        self.assertEqual(orders(Runner.call), order)
-        self.give_cpu_values()
-        packs, stages = [(deliver_buf2.pack, [1])], [(stage_buf0.stage, 2)]
-        order = Orders(3, packs, stages, [3, 0], 2, [1, 0])
-        self.assertEqual(orders(RunnerOfCpuValues.call), order)
-        call = self.executed(runner_call(), globals())["call"]
-        self.assertEqual(orders(call), Orders(2, [], [], [0], 1, [0]))
-        # An argument that the partition hands back, for the backward.
-        names = {"inputs": "arg1_1, arg0_1", "produced": "buf0, arg1_1"}
-        source = runner_call(**names, returned="arg1_1, buf0")
-        call = self.executed(source, globals())["call"]
-        self.assertEqual(orders(call), Orders(2, [], [], [1, 0], 2, [1, 0]))
-        for name, differences in OTHER_RUNNERS.items():
-            call = self.executed(runner_call(**differences), globals())["call"]
-            self.assertIsNone(orders(call), name)
-        self.assertIsNone(orders(eval("lambda self, args: None")))
-
-    def executed(self, source: str, names: dict[str, Any]) -> dict[str, Any]:
-        "The module of a source that inspect finds."
-        file = f"<{self.id()} {hash(source)}>"
-        linecache.cache[file] = len(source), None, source.splitlines(True), file
-        self.addCleanup(linecache.cache.pop, file, None)
-        module = {**names, "__name__": file}
-        exec(compile(source, file, "exec"), module)
-        return module
-
-    def generated(self, fn: Any, *inputs: Any) -> Any:
-        "Runner.call, with the objects that it owns."
-        torch._dynamo.reset()
-        with fake_cuda() as graphs, torch.no_grad():
-            x = torch.empty(1024, device="cuda")
-            torch.compile(fn, options={"pygraph": True})(x, *inputs)
-        (graph,) = graphs
-        owned = re.findall(r"^\w+ = (?:Deliver|Stage|Upload)\(.*$", graph.source, re.M)
-        (runner,) = re.findall(
-            r"^class Runner:$.*?(?=^runner = )", graph.source, re.M | re.S
-        )
-        return self.executed("\n".join([*owned, runner]), vars(deliver))["Runner"].call
-
-    def test_orders_of_generated_code(self):
-        def small(x, s, v):
-            return x * s + v.to("cuda")
-
-        def large(x, v, w):
-            return (x + v.to("cuda")) * w.to("cuda")
-
-        def both(x, s, v):
-            return x * s + v.to("cuda")
-
-        def computed(x, v):
-            return x / v.sum()
-
-        def view(x, v):
-            return x + v[1:].to("cuda")
-
-        s, v, w = torch.tensor(2.0), torch.ones(1024), torch.zeros(1024)
-        for fn, values, num_packed, num_staged in (
-            (small, (s, torch.ones(1)), [2], 0),
-            (large, (v, w), [], 2),
-            (both, (s, v), [1], 1),
-        ):
-            found = orders(self.generated(fn, *values))
-            self.assertEqual([len(args) for _, args in found.packs], num_packed)
-            self.assertEqual(len(found.stages), num_staged)
-            # x, and what is staged.
-            self.assertEqual(len(found.inputs), 1 + num_staged)
-            of_args = [i for _, args in found.packs for i in args]
-            of_args += [i for _, i in found.stages]
-            of_args += [i for i in found.inputs if i < found.num_args]
-            self.assertEqual(sorted(of_args), [0, 1, 2])
-        for fn, value in (computed, torch.ones(9)), (view, torch.ones(1025)):
-            self.assertIsNone(orders(self.generated(fn, value)))
 
     def test_hooks_of_saved_tensors(self):
         "Those that a graph inlines are not the same as none, or as others."

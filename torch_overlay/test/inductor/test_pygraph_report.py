@@ -36,7 +36,6 @@ from torch._inductor.pygraph.report import (
     innermost,
     new_graph,
     Report,
-    source_of_partition,
     span,
     trace,
 )
@@ -754,8 +753,6 @@ class CompiledTest(TestCase):
         places = {f"{file}:{n} in through_the_cpu" for n in (line, line + 1)}
         self.assertLessEqual(sources, places)
         self.assertIn(f"{file}:{line}", forward.partitions[0].source)
-        compiled = types.SimpleNamespace(partition_reports=forward.partitions)
-        self.assertEqual(source_of_partition(compiled, 1), forward.partitions[2].source)
 
     def test_all_of_a_graph(self):
         def through_the_cpu(x):
@@ -780,8 +777,8 @@ class CompiledTest(TestCase):
         seen = []
 
         def cudagraphify(model, *, pygraph, **kwargs):
-            where = pygraph.source.rpartition(" in ")[2]
-            seen.append((pygraph.force, pygraph.code_hash is not None, where))
+            where = pygraph.info.report.source.rpartition(" in ")[2]
+            seen.append((pygraph.force, pygraph.info.code_hash is not None, where))
             return model
 
         def plain(x):

@@ -7,6 +7,7 @@ run on the CPU, and the times are those of a simulated host and device.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import math
 import random
@@ -24,10 +25,10 @@ import torch
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
-from torch._inductor.cudagraph_utils import PlaceholderInfo, PyGraphOptions
+from torch._inductor.cudagraph_utils import PyGraphOptions
 from torch._inductor.pygraph import FunctionReport, report, reset_report
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
-from torch._inductor.pygraph.capture.copying import CopyGraphNode, is_saved_activation
+from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.select import deploy, gradients, selection as selections, timing
 from torch._inductor.pygraph.select.controller import Controller, log
 from torch._inductor.pygraph.select.judge import costs_nothing, judge
@@ -50,6 +51,7 @@ from torch._inductor.pygraph.types.candidate import (
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
+from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -71,6 +73,9 @@ TIMED = timing.WARMUP_SAMPLES + 2 * timing.SAMPLES + timing.DEVICE_SAMPLES
 ENOUGH = 5 * TIMED
 MAX_TIMED = TIMED - 2 * timing.SAMPLES + timing.MAX_SAMPLES
 
+# Of a function that returns one output, and writes over no input.
+INFO = PartitionInfo("run", returned_output_idxs=(0,))
+
 # What the host takes to record an event, in the simulation.
 EVENT_US = 10
 
@@ -91,13 +96,12 @@ def new_report(name: str, mode: str) -> FunctionReport:
 def new_controller(name: str, mode: str = "inference") -> Controller:
     "Of a function that returns one output, and writes over no input."
     spec = FunctionSpec(
-        name,
-        mode,
+        dataclasses.replace(INFO, name=name),
+        objects={},
+        mode=mode,
         compile_id="",
         device_index=0,
         is_distributed=False,
-        returned_output_idxs=OrderedSet([0]),
-        reused_input_idxs=OrderedSet(),
     )
     return Controller(spec, FunctionReport(name, mode))
 
@@ -125,6 +129,7 @@ def captured(controller: Controller, updated_nodes: int | None = None) -> None:
 
 def codes(entry: FunctionReport) -> list[Code]:
     return [reason.code for reason in entry.reasons]
+
 
 
 def launching(us: float, error: float = 0) -> Cost:
@@ -1533,8 +1538,8 @@ class DeployTestCase(SelectTestCase):
                 "device_index": 0,
                 "is_backward": False,
                 "is_inference": True,
-                "returned_output_idxs": OrderedSet([0]),
-                "reused_input_idxs": OrderedSet(),
+                "info": INFO,
+                "objects": {},
                 "stack_traces": None,
                 **kwargs,
             },
@@ -1555,12 +1560,7 @@ class DeployTest(DeployTestCase):
     def by_size(self, model: ModelType, force: str | None = None) -> ModelType:
         "What trees make of a function of a tensor and an integer."
         options = PyGraphOptions(
-            force=force,
-            replace=lambda fn: None,
-            returned_output_idxs=OrderedSet([0]),
-            reused_input_idxs=OrderedSet(),
-            code_hash=None,
-            source="",
+            info=INFO, objects={}, force=force, replace=lambda fn: None
         )
         return trees.cudagraphify_impl(
             model,
@@ -1678,8 +1678,9 @@ class DeployTest(DeployTestCase):
             is_inference=False,
             mutated_input_idxs=(1,),
             stack_traces=traces,
-            returned_output_idxs=OrderedSet([1]),
-            reused_input_idxs=OrderedSet([2]),
+            info=PartitionInfo(
+                "run", returned_output_idxs=(1,), reused_input_idxs=(2,)
+            ),
             inputs=[torch.zeros(4), torch.zeros(9)[1:], torch.zeros(4)],
             static_input_idxs=[0, 1],
         )
@@ -1844,12 +1845,7 @@ class DeployTest(DeployTestCase):
         self.assertEqual(set(seen), {0})
 
     def test_collectives_are_chosen_alike_by_all_ranks(self):
-        def model(inputs):
-            torch.ops._c10d_functional
-            self.ran.append("uncaptured")
-            return [inputs[0] + 1]
-
-        self.deploy(model)
+        self.deploy(info=PartitionInfo("run", has_collectives=True))
         self.assertEqual(self.call(3), ["uncaptured", "record", "replay"])
         self.assertTrue(self.recorded[0]["pygraph"].binds_inputs)
         self.assertEqual(report()[0].choice, NODE_UPDATE)
@@ -1956,34 +1952,6 @@ class ControllerTest(SelectTestCase):
         reset_report()
         self.assertEqual(report(), [])
         self.assertEqual(first.choice, COPY)
-
-
-class InputsTest(TestCase):
-    "What copying.py knows of inputs without having recorded anything."
-
-    @parametrize(
-        "name,expected",
-        (
-            ("primals_1", False),
-            ("tangents_1", False),
-            ("arg0_1", False),
-            ("relu", True),
-            ("mm_1", True),
-            ("getitem_3", True),
-        ),
-    )
-    def test_saved_activation(self, name, expected):
-        info = PlaceholderInfo(name, None, [], None)
-        self.assertEqual(is_saved_activation(info), expected)
-
-    # An input of an inference graph is arg0_1; argmax is an operation.
-    def test_saved_argmax(self):
-        for name in ("argmax", "argmin_1", "argsort"):
-            info = PlaceholderInfo(name, None, [], None)
-            self.assertTrue(is_saved_activation(info), name)
-
-
-instantiate_parametrized_tests(InputsTest)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from torch._inductor.pygraph.types.candidate import (
     NODE_UPDATE,
     UNDECIDED,
 )
+from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -357,11 +358,14 @@ class RememberTest(DeployTestCase):
         self.on_record(pygraph)
         return fn, self.candidate("record")(inputs)
 
-    def run_process(self, calls: int = ENOUGH, **kwargs: Any) -> list[str]:
+    def run_process(
+        self, calls: int = ENOUGH, info: dict[str, Any] | None = None, **kwargs: Any
+    ) -> list[str]:
         "Who ran, each call's outputs checked."
         self.deployed = []
         self.recorded.clear()
-        self.deploy(**{"code_hash": "c", **kwargs})
+        info = {"code_hash": "c", "returned_output_idxs": (0,), **(info or {})}
+        self.deploy(info=PartitionInfo("run", **info), **kwargs)
         return self.call(calls)
 
     def choices(self) -> list[str]:
@@ -542,18 +546,13 @@ class RememberTest(DeployTestCase):
         "Ranks may have decided apart from each other."
         self.run_process()
 
-        def run(inputs):
-            torch.ops._c10d_functional
-            self.ran.append("uncaptured")
-            return [inputs[0] + 1]
-
-        self.run_process(3, model=run)
+        self.run_process(3, info={"has_collectives": True})
         self.assertEqual(self.choices()[-1], NODE_UPDATE)
         self.assertEqual(codes(report()[-1]), [Code.COLLECTIVES_NOT_TIMED])
 
     def test_caches_are_off(self):
         for _ in range(2):
-            self.run_process(code_hash=None)
+            self.run_process(info={"code_hash": None})
         self.assertEqual(counters["pygraph"]["remembered"], 0)
 
     @settings(deadline=None, max_examples=30)

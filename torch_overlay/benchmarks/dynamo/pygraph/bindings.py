@@ -33,7 +33,6 @@ import logging
 import statistics
 import sys
 import time
-import types
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -85,11 +84,11 @@ PARTS = ("figure8", "kernels", "cases")
 
 @functools.cache
 def _kernel() -> Any:
-    "Inductor's kernel of x + 1, and a function of a module that has it."
+    "Inductor's kernel of x + 1."
     calls: list[Any] = []
     with _remembering(lambda kernel, args: calls.append(kernel)):
         torch.compile(lambda x: x + 1)(torch.zeros(ELEMENTS, device="cuda"))
-    return calls[0], _module_of(calls[0])
+    return calls[0]
 
 
 @contextlib.contextmanager
@@ -108,16 +107,11 @@ def _remembering(on_call: Callable[[Any, tuple[Any, ...]], object]) -> Iterator[
         yield
 
 
-def _module_of(kernel: Any) -> Callable[[], None]:
-    """A function as if of a generated module that has one kernel."""
-    return types.FunctionType((lambda: None).__code__, {"kernel": kernel})
-
-
 class Way:
     """A graph of n kernels, and what a call does to give it the addresses of a set of inputs."""
 
     def __init__(self, name: str, n: int) -> None:
-        self.kernel, self.function = _kernel()
+        self.kernel = _kernel()
         self.sets = [[torch.rand(ELEMENTS, device="cuda") for _ in range(n)] for _ in range(RING)]
         self.pointers = [[t.data_ptr() for t in inputs] for inputs in self.sets]
         self.outputs = [torch.empty(ELEMENTS, device="cuda") for _ in range(n)]
@@ -187,7 +181,7 @@ class Way:
 
     def _table(self, n: int) -> Callable[[int], None]:
         def prelude(placeholders: PlaceholderMap) -> Prelude:
-            made = Prelude(self.graph.raw_cuda_graph(), placeholders, 0, Table(self.function, 0))
+            made = Prelude(self.graph.raw_cuda_graph(), placeholders, 0, Table([self.kernel], 0))
             if made.nodes:
                 raise RuntimeError("kernels were not replaced by their indirect forms")
             return made
@@ -195,7 +189,7 @@ class Way:
         return self._bound(prelude)
 
     def _slots(self, placeholders: PlaceholderMap) -> torch.Tensor:
-        self.table = Table(self.function, 0)
+        self.table = Table([self.kernel], 0)
         graph = bindings().CUgraph(self.graph.raw_cuda_graph())
         readers = list(kernels_that_read(graph, placeholders))
         if not all(self.table.takes(reader) for reader in readers):
@@ -381,7 +375,7 @@ def measure_kernel(kernel: Any, args: tuple[Any, ...]) -> dict[str, Any]:
                 kernel.run(*args, stream=torch.cuda.current_stream().cuda_stream)
         readers = list(kernels_that_read(bindings().CUgraph(graph.raw_cuda_graph()), places))
         if form == "indirect":
-            table = Table(_module_of(kernel), 0)
+            table = Table([kernel], 0)
             if not all(table.takes(reader) for reader in readers):
                 return {**row, "error": "it has no indirect form"}
             for (k, _), address in table.slots.items():

@@ -71,6 +71,7 @@ from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
+    from torch._inductor.pygraph.types.partition import GraphInfo
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
@@ -143,7 +144,8 @@ class CompiledGraph:
 
     ``outputs`` are (dtype, type of device) of the tensors that generated code returns.
     ``skip_reason`` is why the graph as a whole is not captured, if so; ``kernels`` maps the names
-    of Triton kernels to PTX for sm_90 and is empty unless asked for.
+    of Triton kernels to PTX for sm_90 and is empty unless asked for. ``info`` is None without
+    config.pygraph.
     """
 
     source: str
@@ -155,6 +157,7 @@ class CompiledGraph:
     inputs: tuple[GraphInput, ...]
     outputs: tuple[tuple[torch.dtype, str], ...]
     kernels: dict[str, str]
+    info: GraphInfo | None
 
     @property
     def external_inputs(self) -> tuple[GraphInput, ...]:
@@ -298,6 +301,7 @@ class _Recorder:
                 ),
                 outputs=self.outputs,
                 kernels=self.kernels,
+                info=compiled.graph_info,
             )
         )
 

@@ -5,18 +5,16 @@ In the graphs' pool it would be overwritten by the next replay, whether the prog
 has it or not. So the buffers that become outputs are bound as external inputs are:
 captured at placeholders, and given memory of their own in each call.
 
-Inductor's wrapper allocates every buffer through a global name of the generated module.
-A function of the same code with another allocator under that name is what is rehearsed,
-to see which allocation each output lies in, and what is captured, to put these at
-placeholders. An operator that allocates what it returns is not seen; the graph ends with
+Code that is generated with config.pygraph takes its allocator as an argument. The rehearsal
+passes one that notes which allocation each output lies in, the capture one that puts these
+allocations at placeholders. An operator that allocates what it returns is not seen; the graph ends with
 a copy of such an output (Copied), or, where outputs share memory, each call copies it out
-of the pool. Gradients may do without; see Function.owned_output_idxs.
+of the pool. Gradients may do without; see Controller.owned_output_idxs.
 """
 
 from __future__ import annotations
 
 import functools
-import types
 from collections import Counter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -31,10 +29,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
 # What generated code allocates with, on the current device: (size, stride, dtype).
-ALLOCATOR = "empty_strided_cuda"
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
 
@@ -63,21 +61,12 @@ class Allocation(NamedTuple):
 
 
 def with_allocator(
-    model: ModelType, allocate: Callable[..., torch.Tensor]
+    model: ModelType, info: PartitionInfo, allocate: Callable[..., torch.Tensor]
 ) -> ModelType:
-    """
-    The same function, allocating with ``allocate``; the function itself where it is not
-    one that Inductor generated.
-    """
-    if not isinstance(model, types.FunctionType) or ALLOCATOR not in model.__globals__:
+    """Return ``model`` allocating with ``allocate``, or as it is if it takes no allocator."""
+    if info.allocator is None:
         return model
-    return types.FunctionType(
-        model.__code__,
-        {**model.__globals__, ALLOCATOR: allocate},
-        model.__name__,
-        model.__defaults__,
-        model.__closure__,
-    )
+    return functools.partial(model, **{info.allocator: allocate})
 
 
 class AllocationTrace:

@@ -35,7 +35,7 @@ from torch._inductor.pygraph.capture.allocation import (
     PlacedAllocations,
     with_allocator,
 )
-from torch._inductor.pygraph.capture.collectives import collectives_of, NoCollectives
+from torch._inductor.pygraph.capture.collectives import Collectives, NoCollectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.capture.layout import (
     BoundMemory,
@@ -125,9 +125,11 @@ class BoundGraphNode(CopyGraphNode):
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function = self.wrapped_function
-        self.collectives = collectives_of(
-            function.model, self.request.spec.rank_name, self.device
-        )
+        spec = self.request.spec
+        if spec.info.has_collectives:
+            self.collectives = Collectives(
+                function.model, spec.info.groups, spec.rank_name, self.device
+            )
         super()._bind_inputs(inputs)
         self.staged = []
         # Integers are sizes. Each combination of them has a function of its own, with
@@ -204,7 +206,7 @@ class BoundGraphNode(CopyGraphNode):
 
     def _rehearse(self, inputs: list[InputType]) -> None:
         function, request = self.wrapped_function, self.request
-        run = TracedRun(function.model, self.collectives.operands)
+        run = TracedRun(function.model, request.spec.info, self.collectives.operands)
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
@@ -276,7 +278,8 @@ class BoundGraphNode(CopyGraphNode):
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         placed = PlacedAllocations(self.memory.allocations, self.device)
-        model = self.collectives.captured(with_allocator(model, placed))
+        model = with_allocator(model, self.request.spec.info, placed)
+        model = self.collectives.captured(model)
         self.copied = Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
 
@@ -354,7 +357,9 @@ class BoundGraphNode(CopyGraphNode):
             return None
         table = None
         if binding == TABLE:
-            table = Table(self.wrapped_function.model, self.device)
+            spec = self.request.spec
+            kernels = [spec.objects[name] for name in spec.info.kernels]
+            table = Table(kernels, self.device)
         self.has_prelude = True
         try:
             return Prelude(graph.raw_cuda_graph(), placeholders, self.device, table)

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
@@ -64,17 +64,6 @@ _recordings: Counter[str] = Counter()
 # Functions that not all ranks capture. If ranks have sizes of their own, they record in
 # different calls, and each rank would wait for every one of the others' sizes.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
-
-
-def has_collectives(model: ModelType) -> bool:
-    code = getattr(model, "__code__", None)
-    return code is not None and any(name in code.co_names for name in NAMESPACES)
-
-
-def groups_of(model: ModelType) -> list[str]:
-    """Return the process groups of a function's collectives."""
-    names = dist.distributed_c10d._world.pg_names.values()
-    return [name for name in model.__code__.co_consts if name in names]
 
 
 def under(mode: TorchDispatchMode, model: ModelType) -> ModelType:
@@ -210,13 +199,16 @@ class Collectives(NoCollectives):
 
     Args:
         model: the function
+        groups: names of the process groups of its collectives
         name: the function's name, the same on all ranks
     """
 
     is_any = True
 
-    def __init__(self, model: ModelType, name: str, device_index: int) -> None:
-        self.groups = groups_of(model)
+    def __init__(
+        self, model: ModelType, groups: Sequence[str], name: str, device_index: int
+    ) -> None:
+        self.groups = groups
         self.model = model
         _recordings[name] += 1
         name = f"{name}/{_recordings[name]}"
@@ -283,14 +275,6 @@ class Collectives(NoCollectives):
                         cu.CUgraphExec(executable), node, int(enabled)
                     )
                 )
-
-
-def collectives_of(
-    model: ModelType, name: str, device_index: int
-) -> NoCollectives:
-    if not has_collectives(model):
-        return NoCollectives()
-    return Collectives(model, name, device_index)
 
 
 def nodes_so_far(device_index: int) -> dict[int, Any]:

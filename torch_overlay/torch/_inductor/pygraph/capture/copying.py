@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -41,7 +40,7 @@ from torch._inductor.pygraph.types.function import (
     Refused,
 )
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
-from torch._inductor.pygraph.values.deliver import CapturedValues, delivers_of
+from torch._inductor.pygraph.values.deliver import CapturedValues
 from torch._inductor.pygraph.verify.state import HostGenerators
 from torch.utils._ordered_set import OrderedSet
 
@@ -55,20 +54,9 @@ if TYPE_CHECKING:
         CheckInvariantStatus,
         ModelType,
         OutputType,
-        PlaceholderInfo,
     )
     from torch._inductor.pygraph.trees.policy import GraphPolicy
     from torch._inductor.utils import InputType
-
-
-def is_saved_activation(info: PlaceholderInfo) -> bool:
-    """
-    Whether a backward's input is a tensor that the forward computed.
-
-    AOTAutograd names a backward's placeholders after the forward's nodes: inputs of the
-    forward are primals_*, gradients of its outputs tangents_*.
-    """
-    return re.fullmatch(r"(primals|tangents|arg\d+)_\d+", info.name) is None
 
 
 def apart(outputs: OutputType, restored: frozenset[int]) -> OutputType:
@@ -152,12 +140,8 @@ class CopyGraphNode(CUDAGraphNode):
         if mode == CompilationMode.BACKWARD:
             # Trees take every saved tensor for static, because a recorded forward leaves its
             # activations in the pool. They move in every step if the forward is no graph.
-            placeholders = self.wrapped_function.placeholders
-            declared = [
-                i
-                for i in declared
-                if i in managed or not is_saved_activation(placeholders[i])
-            ]
+            info = self.policy.spec.info
+            declared = [i for i in declared if i in managed or not info.is_saved(i)]
         self.request = self.policy.request(
             inputs,
             {
@@ -261,7 +245,8 @@ class CopyGraphNode(CUDAGraphNode):
         )
         self._learned(has_captured=True, copied_bytes=copied_bytes)
         stream = torch.cuda.current_stream(self.device)
-        own = delivers_of(self.wrapped_function.model)
+        spec = self.request.spec
+        own = [spec.objects[name] for name in spec.info.delivers]
         self.values = CapturedValues(own, is_bound=self.binds_values)
         # A rehearsal has seen already whether the function draws on the host.
         is_rehearsed = self.request.needed_bytes or self.facts.needed_bytes

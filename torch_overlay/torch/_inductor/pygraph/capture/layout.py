@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
 
@@ -54,15 +55,18 @@ class TracedRun:
         pooled: storages that the graph needs in its pool
     """
 
-    def __init__(self, model: ModelType, pooled: Collection[StorageWeakRef]) -> None:
+    def __init__(
+        self, model: ModelType, info: PartitionInfo, pooled: Collection[StorageWeakRef]
+    ) -> None:
         self.model = model
+        self.info = info
         self.pooled = pooled
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         # A rehearsal does not run in the graphs' pool: inputs stay alive in it that die
         # during capture, and the pool would keep the memory that it takes.
         self.trace = AllocationTrace(self.pooled)
-        return with_allocator(self.model, self.trace)(inputs)
+        return with_allocator(self.model, self.info, self.trace)(inputs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,14 @@ than the copy.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen
+from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen, WrapperLine
 from torch._inductor.lowering import register_lowering
+from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
 
 
@@ -83,6 +85,17 @@ def define_global(
     wrapper.header.writeline(f"{name} = {type}({', '.join(args)})")
 
 
+@dataclasses.dataclass
+class PackLine(WrapperLine):
+    """Copies CPU values into the parameters of a Deliver's kernel."""
+
+    owner: str
+    values: list[str]
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        code.writeline(f"{self.owner}.pack([{', '.join(self.values)}])")
+
+
 class Pack(ir.ExternKernel):
     """
     Reads the CPU values that a Launch copies to the GPU.
@@ -112,7 +125,7 @@ class Pack(ir.ExternKernel):
         define_global(
             wrapper, self.deliver_name, "Deliver", str(self.gpu.index), *values
         )
-        wrapper.writeline(f"{self.deliver_name}.pack([{', '.join(self.codegen_args())}])")
+        wrapper.writeline(PackLine(self.deliver_name, self.codegen_args()))
 
 
 class Launch(ir.ExternKernel):
@@ -165,13 +178,21 @@ class HostCopy(ir.FallbackKernel):
     A HostCopy reads CPU memory and is never captured.
     """
 
+    @property
+    def how(self) -> str:
+        """The method that copies: "stage" or "upload"."""
+        return self.op_overload._opname
+
+    @property
+    def owner(self) -> str:
+        """The name of the object in the generated module."""
+        return f"{self.how}_{self.get_name()}"
+
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
-        method = self.op_overload._opname
-        name = f"{method}_{self.get_name()}"
-        self.python_kernel_name = f"{name}.{method}"
+        self.python_kernel_name = f"{self.owner}.{self.how}"
         device, non_blocking = self.constant_args
         args = [str(device.index), *(["True"] if non_blocking else [])]
-        define_global(wrapper, name, method.capitalize(), *args)
+        define_global(wrapper, self.owner, self.how.capitalize(), *args)
         super().codegen(wrapper)
 
     def codegen_args(self) -> list[str]:

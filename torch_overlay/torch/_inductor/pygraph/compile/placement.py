@@ -53,8 +53,8 @@ from torch._inductor.pygraph.compile.analysis import (
 )
 from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
 from torch._inductor.pygraph.compile.ops import CONSTRUCTORS, INLINES_GRAPHS
-from torch._inductor.pygraph.report import innermost
 from torch._inductor.pygraph.types.report import CPU_VALUES, CpuValue
+from torch._inductor.pygraph.types.source import innermost
 from torch._inductor.pygraph.values.deliver import (
     MAX_DELIVERED_BYTES,
     offsets,

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import types
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -35,14 +34,13 @@ from torch._inductor.pygraph.graph.binding import (
 )
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.prelude import SLOT, Write
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from torch._inductor.cudagraph_utils import ModelType
     from torch._inductor.pygraph.graph.prelude import ReadParameters
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 log = logging.getLogger(__name__)
@@ -119,29 +117,27 @@ def _load(compiled: Any, device_index: int) -> int:
 
 def launched_function(launcher: Any) -> int | None:
     """The CUfunction that a launcher of a CachingAutotuner launches."""
-    names = launcher.__globals__
-    # Triton's kernel, or a method of the one that is launched statically.
-    kernel = names["bin"] if "bin" in names else names["runner"].__self__
-    return kernel.function
+    return launcher.kernel.function
 
 
 class Table:
     """
-    The slots of one graph, and the kernels of the generated module that the graph is of.
+    The slots of one graph.
+
+    Args:
+        kernels: those that generated code launches; some may be of several kernels, one of which
+            is chosen at run time
 
     Attributes:
         num_kernels: nodes that read slots
     """
 
-    def __init__(self, model: ModelType, device_index: int) -> None:
+    def __init__(self, kernels: Iterable[Any], device_index: int) -> None:
         self.device_index = device_index
         self.autotuners: dict[str, list[CachingAutotuner]] = {}
-        if isinstance(model, types.FunctionType):
-            from torch._inductor.runtime.triton_heuristics import CachingAutotuner
-
-            for value in model.__globals__.values():
-                if isinstance(value, CachingAutotuner):
-                    self.autotuners.setdefault(value.fn.__name__, []).append(value)
+        for kernel in kernels:
+            if isinstance(kernel, CachingAutotuner):
+                self.autotuners.setdefault(kernel.fn.__name__, []).append(kernel)
         self.pages: list[torch.Tensor] = []
         # (input, delta) -> address
         self.slots: dict[tuple[int, int], int] = {}

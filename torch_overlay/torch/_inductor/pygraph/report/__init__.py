@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import re
 from collections.abc import Sequence
 from typing import overload, TYPE_CHECKING
 
@@ -25,21 +23,18 @@ import torch
 from torch._guards import CompileContext
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.report import (
-    Blocker,
     BRINGS_CPU_VALUES,
-    CPU_VALUES,
     FunctionReport,
     GraphReport,
-    PartitionReport,
 )
+from torch._inductor.pygraph.types.source import innermost
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Iterable
 
     from torch._inductor.output_code import CompiledFxGraph
-    from torch._inductor.scheduler import BaseSchedulerNode
 
 
 log = logging.getLogger(__name__)
@@ -115,7 +110,8 @@ def new_graph(compiled: CompiledFxGraph) -> None:
     if "cuda" not in compiled.device_types:
         return
     skip_reason, _, trace = _skip_reason(compiled).partition("Found from")
-    partitions = compiled.partition_reports or []
+    info = compiled.graph_info
+    partitions = list(info.reports or ()) if info is not None else []
     device_index = min(compiled.device_idxs, default=0)
     entry = GraphReport(
         compile_id=str(CompileContext.current_compile_id() or ""),
@@ -165,117 +161,3 @@ def _skip_reason(compiled: CompiledFxGraph) -> str:
         # cpp_wrapper, or a backward whose forward was skipped
         return "CUDA graphs were off when it was compiled"
     return ", ".join(compiled.cudagraph_info.cudagraph_fail_reasons)
-
-
-def source_of_partition(compiled: CompiledFxGraph, partition: int) -> str:
-    """Where the partition-th of the captured partitions is in the program."""
-    if compiled.partition_reports is None:
-        info = compiled.cudagraph_info
-        return span(info.stack_traces if info is not None else ())
-    captured = [p for p in compiled.partition_reports if not p.blockers]
-    return captured[partition].source
-
-
-def describe_partition(
-    nodes: Sequence[BaseSchedulerNode],
-    why_not: Callable[[BaseSchedulerNode], str | None],
-) -> PartitionReport:
-    """
-    Args:
-        nodes: the partition
-        why_not: why a node cannot be captured, None if it can
-    """
-    from torch._inductor.scheduler import NopKernelSchedulerNode
-
-    kernels = [node for node in nodes if not isinstance(node, NopKernelSchedulerNode)]
-    blockers = OrderedSet(
-        Blocker(_op(node), reason, innermost(next(iter(_traces(node)), "")))
-        for node in kernels
-        if (reason := why_not(node)) is not None
-    )
-    return PartitionReport(
-        kernels=sum(why_not(node) != BRINGS_CPU_VALUES for node in kernels),
-        source=span(trace for node in kernels for trace in _traces(node)),
-        blockers=tuple(sorted(blockers, key=lambda b: (b.source, b.op))),
-        cpu_values=tuple(
-            OrderedSet(
-                value
-                for node in kernels
-                for origin in _all_origins(node)
-                for value in origin.meta.get(CPU_VALUES, ())
-            )
-        ),
-    )
-
-
-def _traces(node: BaseSchedulerNode) -> list[str]:
-    "Stack traces of the operators that became a node."
-    return [o.stack_trace for o in _origins(node) if o.stack_trace]
-
-
-def _origins(node: BaseSchedulerNode) -> list[torch.fx.Node]:
-    """
-    Without the copies to the GPU, which Inductor adds to the origins of what they read, and
-    of a copy to the CPU without the origins of what it reads.
-    """
-    from torch._inductor.ir import DeviceCopy
-
-    origins = [
-        origin
-        for origin in _all_origins(node)
-        if getattr(origin.target, "namespace", None) != "pygraph"
-    ]
-    if isinstance(node.node, DeviceCopy):
-        put = torch.ops.prims.device_put.default
-        origins = [o for o in origins if o.target is put] or origins
-    return origins
-
-
-def _all_origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
-    for part in node.get_nodes():
-        if part.node is not None:
-            yield from part.node.get_origins()
-
-
-def _op(node: BaseSchedulerNode) -> str:
-    ops = dict.fromkeys(
-        str(origin.target) for origin in _origins(node) if origin.op == "call_function"
-    )
-    return ", ".join(ops) or type(node.node).__name__
-
-
-_FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
-_TORCH = os.path.dirname(torch.__file__)
-
-
-def _frames(trace: str) -> list[tuple[str, int, str]]:
-    "(file, line, function) of a stack trace, outermost first; torch's own if no others."
-    frames = [(f, int(line), fn) for f, line, fn in _FRAME.findall(trace)]
-    return [f for f in frames if not f[0].startswith(_TORCH + os.sep)] or frames
-
-
-def innermost(trace: str) -> str:
-    """The line of the program that a stack trace ends in: "file:line in function"."""
-    frames = _frames(trace)
-    if not frames:
-        return ""
-    file, line, function = frames[-1]
-    return f"{file}:{line} in {function}"
-
-
-def span(traces: Iterable[str | None]) -> str:
-    """
-    The lines of the compiled function that stack traces go through: "file:first-last in
-    function", of the function that most of them belong to.
-    """
-    lines: dict[tuple[str, str], list[int]] = {}
-    for trace in traces:
-        if frames := _frames(trace or ""):
-            file, line, function = frames[0]
-            lines.setdefault((file, function), []).append(line)
-    if not lines:
-        return ""
-    (file, function), found = max(lines.items(), key=lambda item: len(item[1]))
-    first, last = min(found), max(found)
-    where = f"{first}" if first == last else f"{first}-{last}"
-    return f"{file}:{where} in {function}"

@@ -21,7 +21,6 @@ from torch._inductor.cudagraph_trees import (
     get_manager,
     thread_containers,
 )
-from torch._inductor.pygraph.capture.collectives import has_collectives
 from torch._inductor.pygraph.capture.copying import apart
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.replay.steady import CompiledReplays, steady_replay
@@ -55,9 +54,10 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
 
@@ -73,12 +73,10 @@ def deploy(
     device_index: int,
     is_backward: bool,
     is_inference: bool,
-    returned_output_idxs: OrderedSet[int],
-    reused_input_idxs: OrderedSet[int],
+    info: PartitionInfo,
+    objects: Mapping[str, Any],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
-    code_hash: str | None = None,
-    source: str = "",
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -86,11 +84,8 @@ def deploy(
 
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
-        returned_output_idxs: see cudagraph_utils.get_returned_output_idxs
-        reused_input_idxs: see cudagraph_utils.PyGraphOptions
+        info, objects: see cudagraph_utils.PyGraphOptions
         force: one of CANDIDATES, to skip the selection; config.pygraph_force
-        code_hash: of the generated code, if decisions on it are kept
-        source: the lines of the program
         kwargs: further arguments of cudagraph_trees.cudagraphify
 
     Raises:
@@ -108,13 +103,12 @@ def deploy(
         else CompilationMode.FORWARD
     )
     spec = FunctionSpec(
-        getattr(model, "__name__", "graph"),
+        info,
+        objects,
         mode.name.lower(),
         str(kwargs.get("compile_id") or ""),
         device_index,
         torch.distributed.is_available() and torch.distributed.is_initialized(),
-        returned_output_idxs,
-        reused_input_idxs,
         tuple(mutated_input_idxs),
     )
     deployment = Deployment(
@@ -125,8 +119,6 @@ def deploy(
         static_input_idxs,
         replace,
         force=force,
-        code_hash=code_hash,
-        source=source,
         kwargs=kwargs,
     )
     return deployment.start(inputs) if has_trees() else deployment.wait()
@@ -151,8 +143,6 @@ class Deployment:
         replace: Callable[[ModelType], None],
         *,
         force: str | None,
-        code_hash: str | None,
-        source: str,
         kwargs: dict[str, Any],
     ) -> None:
         self.spec = spec
@@ -160,8 +150,6 @@ class Deployment:
         self.mode = mode
         self.replace = replace
         self.force = force
-        self.code_hash = code_hash
-        self.source = source
         self.kwargs = kwargs
         self.sizes = [v for v in inputs if isinstance(v, int)]
         self.to_check = get_input_idxs_to_check(inputs, static_input_idxs)
@@ -177,7 +165,7 @@ class Deployment:
         report = FunctionReport(
             spec.name,
             spec.mode,
-            source=self.source,
+            source=spec.info.report.source,
             compile_id=spec.compile_id,
             sizes=self.sizes,
         )
@@ -210,7 +198,7 @@ class Deployment:
         uncaptured = self.run_backward if self.spec.is_backward else self.model
         self.uncaptured = self._realigned(uncaptured)
         force, reason = self.force, Reason.of(Code.FORCED)
-        if force is None and has_collectives(self.model):
+        if force is None and self.spec.info.has_collectives:
             force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
         if force is not None:
             controller.bind_as(force)
@@ -218,9 +206,10 @@ class Deployment:
         if force == NO_GRAPH:
             return self.uncaptured
         entry = remembered = None
-        if self.code_hash is not None and force is None:
+        code_hash = self.spec.info.code_hash
+        if code_hash is not None and force is None:
             entry = store.entry_for(
-                self.code_hash,
+                code_hash,
                 self.spec.name,
                 self.spec.mode,
                 inputs,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID
     from torch._inductor.pygraph.types.function import (
+        FunctionSpec,
         RecordingFacts,
         RecordingRequest,
         Refused,
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 
 class GraphPolicy(Protocol):
+    @property
+    def spec(self) -> FunctionSpec: ...
+
     @property
     def binds_inputs(self) -> bool:
         """Whether a mutated external input is written where the caller has it."""

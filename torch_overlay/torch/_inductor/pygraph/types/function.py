@@ -9,16 +9,17 @@ here is frozen but FunctionState, which only the function's controller writes
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.types.candidate import COPY, NODE_UPDATE
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch._inductor.cudagraph_utils import FunctionID, OutputType
+    from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.pygraph.types.reason import Reason
     from torch._inductor.pygraph.types.report import FunctionReport
 
@@ -29,25 +30,27 @@ class FunctionSpec:
     What is known of a function when it is first called.
 
     Args:
-        name: the function's name in the generated code
+        info: what code generation knows of it
+        objects: the objects of its module that ``info`` names
         mode: "forward", "backward" or "inference"
         compile_id: the name of its graph
         device_index: the GPU
         is_distributed: another stream may read a gradient that nobody holds any more
-        returned_output_idxs: outputs that the program gets; the other outputs of a forward
-            are what its backward needs
-        reused_input_idxs: inputs whose memory the code may use again
         mutated_input_idxs: inputs that the program sees written
     """
 
-    name: str
+    info: PartitionInfo
+    objects: Mapping[str, Any]
     mode: str
     compile_id: str
     device_index: int
     is_distributed: bool
-    returned_output_idxs: OrderedSet[int]
-    reused_input_idxs: OrderedSet[int]
     mutated_input_idxs: tuple[int, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The function's name in the generated code."""
+        return self.info.name
 
     @property
     def is_backward(self) -> bool:
@@ -58,6 +61,14 @@ class FunctionSpec:
     def rank_name(self) -> str:
         """A name that is the same on all ranks."""
         return f"{self.compile_id}/{self.mode}/{self.name}"
+
+    @property
+    def returned_output_idxs(self) -> OrderedSet[int]:
+        return OrderedSet(self.info.returned_output_idxs)
+
+    @property
+    def reused_input_idxs(self) -> OrderedSet[int]:
+        return OrderedSet(self.info.reused_input_idxs)
 
 
 @dataclasses.dataclass

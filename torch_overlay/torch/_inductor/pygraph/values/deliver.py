@@ -47,8 +47,6 @@ from torch._inductor.pygraph.graph.placeholder import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch._inductor.cudagraph_utils import ModelType
-
 
 log = logging.getLogger(__name__)
 
@@ -363,13 +361,6 @@ class Deliver:
         capture.delivers.append(self)
         # In the graph's pool, where trees look for what one graph leaves to another.
         return [t.clone() for t in packed.target.outputs]
-
-
-def delivers_of(model: ModelType) -> list[Deliver]:
-    """Those that a generated function launches."""
-    # What is not captured by partitions has none to launch.
-    known = getattr(model, "__globals__", {})
-    return [value for value in known.values() if isinstance(value, Deliver)]
 
 
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:
