@@ -58,6 +58,16 @@ from torch._inductor.pygraph.capture.collectives import (
     LeftOut,
     under,
 )
+from torch._inductor.pygraph.capture.shared import (
+    are_aligned,
+    caches_are_whole,
+    has_own_memory,
+    InputHeld,
+    is_lazy,
+    is_steady,
+    NoTrees,
+    renew,
+)
 from torch._inductor.pygraph.graph.binding import BindingError, NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, room, segments_of
@@ -76,16 +86,8 @@ from torch._inductor.pygraph.graph.placeholder import (
 )
 from torch._inductor.pygraph.graph.prelude import Prelude, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
-from torch._inductor.pygraph.replay.steady import (
-    caches_are_whole,
-    has_own_memory,
-    InputHeld,
-    is_lazy,
-    is_steady,
-    NoTrees,
-    renew,
-)
 from torch._inductor.pygraph.report import NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.replay_state import Cell
 from torch._inductor.pygraph.values.deliver import CapturedValues, delivers_of
 from torch._inductor.pygraph.verify.proof import identical, mark_unwritten, Proof
 from torch._inductor.utils import clone_preserve_strides
@@ -855,12 +857,15 @@ class BoundGraphNode(CopyGraphNode):
     input_pointers: list[int]
     # (position in bound_input_idxs, input, copy that the graph reads) of the current call.
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
-    # See replay.py. Changes with the tensors that trees cache.
-    is_steady: bool = False
     begins_with_prelude: bool = False
     # While it is recorded.
     collectives: Captured | None = None
     wrote_to_placeholder: bool = False
+
+    def __init__(self, *args: Any) -> None:
+        # The graph, while its tensors are cached and a ReplayPlan describes the node.
+        self.replay_graph = Cell(None)
+        super().__init__(*args)
 
     def _needed_bytes(self, function: Function) -> int:
         if self.rehearsal is None:
@@ -1308,7 +1313,7 @@ class BoundGraphNode(CopyGraphNode):
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
         if pointers != self.input_pointers:
-            if functools.reduce(operator.or_, pointers, 0) % self.alignment:
+            if not are_aligned(pointers, self.alignment):
                 status = CheckInvariantStatus.BoundInputAlignmentMismatch
                 return status, lambda: f"{status}"
             self.input_pointers = pointers
@@ -1363,14 +1368,15 @@ class BoundGraphNode(CopyGraphNode):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        self.is_steady = is_steady(self)
-        if not self.is_steady:
+        if is_steady(self):
+            self.replay_graph.value = self.graph
+        else:
             # Trees replay it, slower.
             counters["pygraph"]["unsteady_recordings"] += 1
 
     def remove_node_cached_tensors(self) -> None:
+        self.replay_graph.value = None
         super().remove_node_cached_tensors()
-        self.is_steady = False
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run(new_inputs)

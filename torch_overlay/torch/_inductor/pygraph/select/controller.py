@@ -56,17 +56,11 @@ from torch._inductor.cudagraph_trees import (
     thread_containers,
 )
 from torch._inductor.pygraph.capture.collectives import has_collectives
+from torch._inductor.pygraph.capture.shared import has_trees, InputHeld
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.replay.steady import (
-    CompiledReplays,
-    has_trees,
-    InputHeld,
-    lock_of,
-    steady_replay,
-    stream_order_of,
-)
+from torch._inductor.pygraph.replay.chain import ReplayChain
 from torch._inductor.pygraph.report import (
     COPY,
     drop_reports,
@@ -80,6 +74,8 @@ from torch._inductor.pygraph.report import (
     UNDECIDED,
 )
 from torch._inductor.pygraph.select import store
+from torch._inductor.pygraph.trees.state import state_of
+from torch._inductor.pygraph.types.replay_state import Cell
 from torch._inductor.utils import (
     align_inputs_from_check_idxs,
     remove_unaligned_input_idxs,
@@ -183,6 +179,7 @@ class Function:
         is_backward: the outputs that the program gets are gradients
         outputs_outlive: set for good when gradients were held beyond their step
         has_stepped: that was looked at, or need not be
+        outdated: a cell for is_outdated, which replays read
         is_outdated: it was recorded before that
         recordings: how often its capture began
         is_capturable: cleared for good when a capture failed
@@ -217,7 +214,7 @@ class Function:
             torch.distributed.is_available() and torch.distributed.is_initialized()
         )
         self.has_stepped = self.outputs_outlive
-        self.is_outdated = False
+        self.outdated = Cell(False)
         self.recordings = 0
         self.binds_inputs = True
         self.binding = NODE_UPDATE
@@ -231,6 +228,14 @@ class Function:
         self.replaced = 0
         self.moving_idxs: OrderedSet[int] = OrderedSet()
         self.restored: OrderedSet[int] = OrderedSet()
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.outdated.value
+
+    @is_outdated.setter
+    def is_outdated(self, value: bool) -> None:
+        self.outdated.value = value
 
     def node_type(self) -> type[CUDAGraphNode]:
         from torch._inductor.pygraph.capture import record
@@ -1250,15 +1255,13 @@ def deploy(
                 manager = get_manager(device_index, create_if_none_exists=False)
             if manager is not None:
                 manager.set_to_running_backward()
-                lock = lock_of(manager)
-                if not torch.cuda.is_current_stream_capturing() and lock.acquire(
-                    blocking=False
-                ):
+                state = state_of(manager)
+                if not torch.cuda.is_current_stream_capturing() and state.acquire():
                     # The next launch waits for it: it may read activations of the pool.
                     try:
-                        stream_order_of(manager).follow()
+                        state.follow()
                     finally:
-                        lock.release()
+                        state.release()
             return model(inputs)
 
         uncaptured = run_backward
@@ -1275,11 +1278,11 @@ def deploy(
 
     def record(inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         manager = manager_of(device_index)
-        lock, stream_order = lock_of(manager), stream_order_of(manager)
-        if not lock.acquire(blocking=False):
+        state = state_of(manager)
+        if not state.acquire():
             return None, uncaptured(inputs)
         try:
-            stream_order.follow()
+            state.follow()
             fn, outputs = cudagraphify(
                 model,
                 inputs,
@@ -1292,9 +1295,8 @@ def deploy(
                 **kwargs,
             )
         finally:
-            lock.release()
-        roots = manager.roots.get(function.id)
-        replays = CompiledReplays(function, manager, mode, owner)
+            state.release()
+        replays = ReplayChain(function, manager, state, mode, owner)
 
         def replay_or_not(inputs: list[InputType]) -> OutputType:
             # A graph is updated and launched by the thread that recorded it, and by
@@ -1305,14 +1307,14 @@ def deploy(
                 thread_containers() is not owner
                 or manager.roots is None
                 or torch.cuda.is_current_stream_capturing()
-                or not lock.acquire(blocking=False)
+                or not state.acquire()
             ):
                 return uncaptured(inputs)
             try:
-                stream_order.follow()
+                state.follow()
                 outputs = fn(inputs)
-                if (compiled := replays.add(replay)) is not None:
-                    selection.shorten(compiled)
+                if (first := replays.add(replay)) is not None:
+                    selection.shorten(first)
                 return outputs
             except InputHeld:
                 counters["pygraph"]["held_activations"] += 1
@@ -1325,16 +1327,12 @@ def deploy(
                     decide(function, NO_GRAPH, f"a replay failed: {e}")
                     selection.retire()
             finally:
-                lock.release()
+                state.release()
             return apart(uncaptured(inputs), function)
 
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
         replay = realigned(replay_or_not)
-        if (compiled := replays.add(replay)) is not None:
-            return compiled, outputs
-        if roots and function.binds_inputs:
-            fn = steady_replay(roots[0], manager, mode, fn)
-        return replay, outputs
+        return replays.add(replay) or replay, outputs
 
     if force is not None:
         function.bind_as(force)
@@ -1347,13 +1345,13 @@ def deploy(
 
         def of_id(id: FunctionID | None) -> T | None:
             manager = get_manager(device_index)
-            lock = lock_of(manager)
-            if not lock.acquire(blocking=False):
+            state = state_of(manager)
+            if not state.acquire():
                 return None
             try:
                 return fn(manager, id)
             finally:
-                lock.release()
+                state.release()
 
         return of_id
 

@@ -5,6 +5,8 @@
 #include "calls.h"
 #include "nodes.h"
 #include "replay.h"
+#include "state.h"
+#include "trees.h"
 #include "values.h"
 
 #include <ATen/EmptyTensor.h>
@@ -46,6 +48,7 @@ PyMODINIT_FUNC PyInit__replay() {
   using namespace torch::inductor::pygraph;
   Ref module(PyModule_Create(&definition));
   if (!module || !layout_matches() || !add_nodes(module.get()) ||
+      !add_state(module.get()) || !add_trees(module.get()) ||
       !add_values(module.get()) || !add_replay(module.get()) ||
       !add_calls(module.get())) {
     return nullptr;

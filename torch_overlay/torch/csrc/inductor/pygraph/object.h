@@ -123,10 +123,10 @@ void for_each(PyObject* values, F&& f) {
   }
 }
 
-using Words64 = c10::SmallVector<uint64_t, 32>;
+using Pointers = c10::SmallVector<uint64_t, 32>;
 
-inline Words64 as_words(PyObject* values) {
-  Words64 words;
+inline Pointers as_words(PyObject* values) {
+  Pointers words;
   for_each(values, [&](PyObject* word) { words.push_back(as_word(word)); });
   return words;
 }

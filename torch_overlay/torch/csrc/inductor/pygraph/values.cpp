@@ -160,7 +160,7 @@ Words::Words(PyObject* args, PyObject* /*kwargs*/) {
   });
 }
 
-void Words::append_to(Words64& words) const {
+void Words::append_to(Pointers& words) const {
   const size_t before = words.size();
   for (const Ref& ref : packs) {
     // The collector may have cleared it.
@@ -191,7 +191,7 @@ PyObject* Words::call(
     PyObject* kwnames) {
   return guarded([&]() -> PyObject* {
     check_no_arguments(nargs, kwnames);
-    Words64 words;
+    Pointers words;
     Boxed<Words>::of(self).append_to(words);
     return as_list(words.data(), words.size()).release();
   });

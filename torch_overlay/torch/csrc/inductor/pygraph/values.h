@@ -167,7 +167,7 @@ struct Given {
 struct Words {
   Words(PyObject* args, PyObject* kwargs);
 
-  void append_to(Words64& words) const;
+  void append_to(Pointers& words) const;
 
   static PyObject* call(
       PyObject* self,

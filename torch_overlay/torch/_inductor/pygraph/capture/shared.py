@@ -1,0 +1,134 @@
+"""What recordings and replays share: cached tensors, and when a call runs uncaptured."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._inductor import config
+from torch._inductor.cudagraph_trees import AliasesBoundMemory, thread_containers
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._inductor.cudagraph_trees import CUDAGraphNode
+    from torch._inductor.pygraph.capture.record import BoundGraphNode
+
+
+class InputHeld(Exception):
+    """
+    Raised before a replay that has to run uncaptured, with its inputs restored:
+
+    - an input in the pool, which the graph overwrites, is still held:
+      ``retain_graph=True`` in this step and not when it was recorded
+    - the graph reads CPU values that another thread packs
+    - an input is a conjugate or a negative that is not computed
+    """
+
+
+class NoTrees(dict[int, Any]):
+    """The containers of a thread while it records; see record.without_trees."""
+
+
+def has_trees() -> bool:
+    """Return whether trees know this thread, and it may record or replay a function."""
+    containers = thread_containers()
+    return containers is not None and not isinstance(containers, NoTrees)
+
+
+def is_steady(node: BoundGraphNode) -> bool:
+    """
+    Return whether a replay plan can describe the node: it copies nothing, and each of its
+    outputs is bound memory, a tensor that the node caches, a static input, or no tensor.
+    """
+    return (
+        not node.non_static_input_idx
+        and not node.returned_from_pool
+        and node.rerecord_if_static_inputs_change
+        and not config.triton.fast_path_cudagraph_asserts
+        and not config.triton.force_cudagraph_sync
+        and all(
+            not isinstance(metadata, dict)
+            or (isinstance(alias, AliasesBoundMemory) and alias.is_whole)
+            or is_cached
+            or static is not None
+            for alias, metadata, is_cached, static in zip(
+                node.output_storage_alias,
+                node.outputs_metadata,
+                node.unaliased_in_all_paths,
+                node.static_output_tensors,
+            )
+        )
+    )
+
+
+def renew(t: torch.Tensor) -> None:
+    """
+    Take from a cached tensor what its last owner left, before it is returned once more:
+    autograd's state, hooks, attributes.
+    """
+    if t.requires_grad:
+        t.detach_()
+    if t.grad is not None:
+        t.grad = None
+    if t._backward_hooks is not None:
+        t._backward_hooks = None
+    if t._post_accumulate_grad_hooks:
+        # Autograd keeps the dictionary itself.
+        t._post_accumulate_grad_hooks.clear()
+    if t.__dict__:
+        t.__dict__.clear()
+
+
+def is_lazy(t: torch.Tensor) -> bool:
+    """Return whether the conjugate or the negative of what lies at its address is meant."""
+    return t.is_conj() or t.is_neg()
+
+
+def are_aligned(pointers: Iterable[int], alignment: int) -> bool:
+    """Return whether all addresses are multiples of ``alignment``."""
+    return not any(pointer % alignment for pointer in pointers)
+
+
+def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
+    """Return whether the program did not give other memory to a tensor that a node caches."""
+    return t.untyped_storage().data_ptr() == metadata["data_ptr"]
+
+
+class CachedTensor(NamedTuple):
+    """A tensor that a node caches, as it was recorded."""
+
+    address: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, metadata: dict[str, Any]) -> CachedTensor:
+        size, stride, dtype = (metadata[key] for key in ("size", "stride", "dtype"))
+        # A tensor without elements says that it lies nowhere.
+        address = metadata["data_ptr"] + metadata["storage_offset"] * dtype.itemsize
+        return cls(0 if 0 in size else address, size, stride, dtype)
+
+    def describes(self, t: torch.Tensor) -> bool:
+        """
+        Return whether a tensor is still as it was recorded. Its last owner may have changed
+        the shape in place, the memory or the type: renew does not undo that.
+        """
+        return (
+            type(t) is torch.Tensor
+            and t.dtype == self.dtype
+            and not (is_lazy(t) or t.has_names())
+            and t.data_ptr() == self.address
+            and t.size() == self.size
+            and t.stride() == self.stride
+        )
+
+
+def caches_are_whole(node: CUDAGraphNode) -> bool:
+    """Return whether all tensors that a node caches are as they were recorded."""
+    return all(
+        t is None or CachedTensor.of(metadata).describes(t)  # type: ignore[arg-type]
+        for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
+    )
