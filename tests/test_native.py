@@ -16,10 +16,16 @@ from pygraph_build.upstream import load, ROOT
 SOURCE = b"""
 #include <Python.h>
 #include <torch/csrc/api.h>
-static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_replay", __FILE__, -1, nullptr};
+#include "other.h"
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_replay", doc(), -1, nullptr};
 PyMODINIT_FUNC PyInit__replay() { return PyModule_Create(&module); }
 """
-(PATH, MODULE) = next(iter(native.EXTENSIONS.items()))
+OTHER = {
+    "other.h": b"const char* doc();\n",
+    "other.cpp": b'#include "other.h"\nconst char* doc() { return __FILE__; }\n',
+}
+(DIRECTORY, MODULE) = next(iter(native.EXTENSIONS.items()))
+PATH = f"{DIRECTORY}/module.cpp"
 
 needs_compiler = pytest.mark.skipif(native._compiler() is None, reason="no C++ compiler")
 
@@ -34,6 +40,8 @@ def cache(tmp_path, monkeypatch):
 def torch(project):
     """A package with C++."""
     project.add_overlay(project.torch, PATH, SOURCE)
+    for name, content in OTHER.items():
+        project.add_overlay(project.torch, f"{DIRECTORY}/{name}", content)
     project.add_overlay(project.torch, "torch/_inductor/pygraph/__init__.py")
     return project.torch
 
@@ -49,7 +57,7 @@ def test_the_module_is_in_the_wheel(project, torch, tmp_path):
     ((name, content),) = members(built).items()
     assert re.fullmatch(rf"{MODULE}\.cpython-\d+-.*\.so", name)
     assert str(tmp_path).encode() not in content
-    assert PATH.encode() in content  # __FILE__
+    assert f"{DIRECTORY}/other.cpp".encode() in content  # __FILE__
 
 
 @needs_compiler
@@ -71,9 +79,12 @@ def test_it_is_compiled_once(project, torch, cache, tmp_path, monkeypatch):
         raise AssertionError("compiled again")
 
     assert native.extensions(torch, no_headers) == first
-    project.add_overlay(torch, PATH, SOURCE + b"// changed\n")
-    with pytest.raises(AssertionError, match="compiled again"):
-        native.extensions(torch, no_headers)
+    for name, content in OTHER.items():
+        project.add_overlay(torch, f"{DIRECTORY}/{name}", content + b"// changed\n")
+        with pytest.raises(AssertionError, match="compiled again"):
+            native.extensions(torch, no_headers)
+        project.add_overlay(torch, f"{DIRECTORY}/{name}", content)
+        assert native.extensions(torch, no_headers) == first
 
 
 @needs_compiler
@@ -84,7 +95,7 @@ def test_an_overlay_has_it(project, torch, tmp_path, monkeypatch):
     program = f"import sys; sys.path.insert(0, {str(module.parent)!r}); import _replay; print(_replay.__doc__)"
     environment = {"LD_LIBRARY_PATH": str(stub_libraries(tmp_path))}
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
-    assert done.stdout == f"{PATH}\n"
+    assert done.stdout == f"{DIRECTORY}/other.cpp\n"
 
 
 def stub_libraries(directory: Path) -> Path:
@@ -113,8 +124,9 @@ def test_without_a_compiler(project, torch, tmp_path, monkeypatch, caplog, compi
 
 
 @needs_compiler
-def test_a_source_that_does_not_compile(project, torch, tmp_path, caplog):
-    project.add_overlay(torch, PATH, SOURCE + b"nonsense;\n")
+@pytest.mark.parametrize("name, content", [("module.cpp", SOURCE), ("other.cpp", OTHER["other.cpp"])])
+def test_a_source_that_does_not_compile(project, torch, tmp_path, caplog, name, content):
+    project.add_overlay(torch, f"{DIRECTORY}/{name}", content + b"nonsense;\n")
     with caplog.at_level("INFO"):
         built = wheel.build(torch, project.wheels["torch"], tmp_path / "dist")
     assert members(built) == {}
@@ -145,5 +157,5 @@ def test_this_repository_over_the_installed_torch(tmp_path):
     done = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
     assert done.stdout == "torch._inductor.pygraph._replay\n"
     assert set(native.EXTENSIONS) == {
-        str(file.relative_to(load()["torch"].overlay)) for file in load()["torch"].overlay.rglob("*.cpp")
+        str(file.parent.relative_to(load()["torch"].overlay)) for file in load()["torch"].overlay.rglob("*.cpp")
     }

@@ -15,6 +15,7 @@ import subprocess
 import sysconfig
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,8 +24,8 @@ from .upstream import cache_directory, Upstream
 
 log = logging.getLogger(__name__)
 
-# Source in the overlay -> module in the wheel, without the suffix of a Python version.
-EXTENSIONS = {"torch/csrc/inductor/pygraph/replay.cpp": "torch/_inductor/pygraph/_replay"}
+# Directory of sources in the overlay -> module in the wheel, without the suffix of a Python version.
+EXTENSIONS = {"torch/csrc/inductor/pygraph": "torch/_inductor/pygraph/_replay"}
 
 # torch has loaded them before it loads an extension, and the loader finds them by name.
 LIBRARIES = ("libtorch_python.so", "libtorch_cuda.so", "libtorch_cpu.so", "libc10.so")
@@ -40,19 +41,19 @@ def extensions(upstream: Upstream, headers: Callable[[], AbstractContextManager[
     ``headers`` gives the directory of upstream's headers, if something has to be compiled.
     """
     built = {}
-    for source, module in EXTENSIONS.items():
-        file = upstream.overlay / source
-        if not file.exists():
+    for directory, module in EXTENSIONS.items():
+        sources = sorted((upstream.overlay / directory).glob("*.cpp"))
+        if not sources:
             continue
         compiler = _compiler()
         if compiler is None:
             log.info("Without a C++ compiler %s is left to Python, which is slower", module)
             continue
-        cached = cache_directory() / f"{Path(module).name}-{_key(upstream, file, compiler)}.so"
+        cached = cache_directory() / f"{Path(module).name}-{_key(upstream, sources[0].parent, compiler)}.so"
         if not cached.exists():
-            log.info("Compiling %s", source)
+            log.info("Compiling %s", directory)
             with headers() as include:
-                failure = _compile(compiler, file, source, include, cached)
+                failure = _compile(compiler, sources, directory, include, cached)
             if failure is not None:
                 log.info("%s is left to Python, which is slower: %s", module, failure)
                 continue
@@ -67,18 +68,25 @@ def _compiler() -> list[str] | None:
     return None if found is None else [found]
 
 
-def _key(upstream: Upstream, file: Path, compiler: list[str]) -> str:
+def _key(upstream: Upstream, directory: Path, compiler: list[str]) -> str:
     """Of all that the result depends on; the version of upstream stands for its headers."""
     try:
         version = subprocess.run([*compiler, "--version"], capture_output=True).stdout
     except OSError:
         version = b""
     parts = (upstream.version, sysconfig.get_config_var("EXT_SUFFIX"), *FLAGS, *LINK_FLAGS, *LIBRARIES)
-    return hashlib.sha256("\n".join(parts).encode() + version + file.read_bytes()).hexdigest()[:16]
+    key = hashlib.sha256("\n".join(parts).encode() + version)
+    for file in sorted([*directory.glob("*.cpp"), *directory.glob("*.h")]):
+        key.update(f"\n{file.name} {file.stat().st_size}\n".encode() + file.read_bytes())
+    return key.hexdigest()[:16]
 
 
-def _compile(compiler: list[str], file: Path, name: str, include: Path, target: Path) -> str | None:
-    """Writes ``target``, or returns why it could not."""
+def _compile(compiler: list[str], sources: list[Path], name: str, include: Path, target: Path) -> str | None:
+    """Writes ``target``, or returns why it could not.
+
+    Args:
+        name: of the directory of the sources, in the result
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     python = sysconfig.get_path("include")
     if not Path(python, "Python.h").exists():
@@ -87,29 +95,40 @@ def _compile(compiler: list[str], file: Path, name: str, include: Path, target: 
         # No path of this machine goes into the file.
         maps = [
             f"-ffile-prefix-map={old}={new}"
-            for old, new in ((file, name), (include, "torch/include"), (python, "python"), (scratch, "."))
+            for old, new in (
+                (sources[0].parent, name),
+                (include, "torch/include"),
+                (python, "python"),
+                (scratch, "."),
+            )
         ]
         includes = [f"-I{include}", f"-I{python}"]
-        commands = [
+        objects = [f"{scratch}/{source.stem}.o" for source in sources]
+        compile_commands = [
             # Only the names of the libraries are needed: those that are loaded define the symbols.
             *(
                 ["-shared", "-fPIC", f"-Wl,-soname,{library}", "-x", "c++", os.devnull, "-o", f"{scratch}/{library}"]
                 for library in LIBRARIES
             ),
-            [*FLAGS, *maps, *includes, "-c", str(file), "-o", f"{scratch}/module.o"],
-            [
-                *LINK_FLAGS,
-                *("-o", f"{scratch}/module.so", f"{scratch}/module.o"),
-                *(f"{scratch}/{library}" for library in LIBRARIES),
-            ],
+            *([*FLAGS, *maps, *includes, "-c", str(source), "-o", file] for source, file in zip(sources, objects)),
         ]
-        for command in commands:
-            try:
-                done = subprocess.run([*compiler, *command], capture_output=True, text=True, errors="replace")
-            except OSError as error:
-                return str(error)
-            if done.returncode != 0:
-                lines = done.stderr.splitlines()
-                return next((line for line in lines if "error" in line), f"{compiler[0]} failed")
+        link = [*LINK_FLAGS, "-o", f"{scratch}/module.so", *objects, *(f"{scratch}/{library}" for library in LIBRARIES)]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            failures = [*pool.map(lambda command: _run([*compiler, *command]), compile_commands)]
+        failure = next(filter(None, failures), None) or _run([*compiler, *link])
+        if failure is not None:
+            return failure
         os.replace(f"{scratch}/module.so", target)
     return None
+
+
+def _run(command: list[str]) -> str | None:
+    """Why the command failed, in one line, or None."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    except OSError as error:
+        return str(error)
+    if done.returncode == 0:
+        return None
+    lines = done.stderr.splitlines()
+    return next((line for line in lines if "error" in line), f"{command[0]} failed")

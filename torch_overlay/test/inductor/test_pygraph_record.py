@@ -21,7 +21,6 @@ import random
 import tempfile
 import threading
 import types
-import unittest
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,12 +46,10 @@ from torch._inductor.pygraph.graph.placeholder import (
     tensor_at,
 )
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
-from torch._inductor.pygraph.replay import steady as replay
+from torch._inductor.pygraph.replay import chain
 from torch._inductor.pygraph.select import deploy, selection, store, timing
 from torch._inductor.pygraph.trees import queries
-from torch._inductor.pygraph.trees.threads import (
-    StreamOrder,
-)
+from torch._inductor.pygraph.trees.state import state_of
 from torch._inductor.pygraph.types import candidate
 from torch._inductor.pygraph.types.partition import Input, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
@@ -174,11 +171,30 @@ class ModelledBinding:
             self.nodes_of[k].append(n)
         self.updates = [launch for launch, *_ in self.words]
         self.num_nodes = len(self.launches)
+        self.nodes = ModelledNodes(self)
 
     def update(self, pointers: Sequence[int]) -> None:
         for launch, i, k, offset in self.words:
             launch.args[i] = (pointers[k] + offset, launch.args[i][1])
         self.pointers = list(pointers)
+
+
+class ModelledNodes:
+    "The nodes of a ModelledBinding."
+
+    def __init__(self, binding: ModelledBinding) -> None:
+        self.binding = binding
+
+    @property
+    def pointers(self) -> list[int]:
+        return self.binding.pointers
+
+    def update(self, pointers: Sequence[int]) -> bool:
+        try:
+            self.binding.update(pointers)
+        except DriverError:
+            return False
+        return True
 
 
 class ModelledArena:
@@ -1906,17 +1922,25 @@ class RecordTest(TestCase):
         "What a replay of the last one may still read is written behind it."
         calls = []
 
-        def logged(cls: type, name: str) -> Any:
-            method = getattr(cls, name)
-            return mock.patch.object(
-                cls, name, lambda *args: calls.append(name) or method(*args)
+        def logged(owner: Any, name: str) -> Any:
+            function = getattr(owner, name)
+            return lambda *args: calls.append(name) or function(*args)
+
+        def logged_state(manager: Any) -> Any:
+            state = state_of(manager)
+            return types.SimpleNamespace(
+                acquire=state.acquire,
+                release=state.release,
+                follow=logged(state, "follow"),
             )
 
         values = deliver.Deliver(0, (torch.float32, (8,)))
         with (
             self.delivering(),
-            logged(StreamOrder, "follow"),
-            logged(deliver._Target, "write"),
+            mock.patch.object(deploy, "state_of", logged_state),
+            mock.patch.object(
+                deliver._Target, "write", logged(deliver._Target, "write")
+            ),
         ):
             fn = self.deploy(
                 "x, = args; args.clear(); (s,) = values.launch(); a = new(); launch(add, a, x, s); return (a, s)",
@@ -2375,19 +2399,14 @@ class RecordTest(TestCase):
             self.assertEqual(on_host(out), expected.sin())
         self.assertEqual(report()[0].choice, "no_graph")
 
-    @unittest.skipIf(native.compiled is None, "requires _replay")
     def test_recording_that_is_found_later(self):
         "What was not recorded in the call that should have is replayed the short way too."
-        if native.compiled is None:
-            self.skipTest("the class that runs without it")
-        add = replay.CompiledReplays.add
-        with mock.patch.object(
-            replay.CompiledReplays, "add", lambda replays, general: None
-        ):
+        add = chain.ReplayChain.add
+        with mock.patch.object(chain.ReplayChain, "add", lambda replays, general: None):
             fn = self.check(self.ADD, calls=1)
             x, y = self.randn(), self.randn()
             fn(x, y)
-        self.assertIs(replay.CompiledReplays.add, add)
+        self.assertIs(chain.ReplayChain.add, add)
         fn(x, y)
         manager = trees.get_manager(0)
         with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
@@ -2395,12 +2414,11 @@ class RecordTest(TestCase):
             (out,) = fn(x, y)
             self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
 
-    @unittest.skipIf(native.compiled is None, "requires _replay")
     @parametrize("is_dropped", (False, True))
-    def test_as_many_recordings_as_compiled_code_tries(self, is_dropped):
+    def test_as_many_recordings_as_a_chain_tries(self, is_dropped):
         manager = types.SimpleNamespace(_current_node=None)
         function = mock.Mock(binds_inputs=True, node_type=lambda: types.SimpleNamespace)
-        replays = replay.CompiledReplays(function, manager, trees.CompilationMode.INFERENCE, object())
+        replays = chain.ReplayChain(function, manager, None, trees.CompilationMode.INFERENCE, object())
 
         def record() -> types.SimpleNamespace:
             node = types.SimpleNamespace(graph=object())
@@ -2409,9 +2427,12 @@ class RecordTest(TestCase):
             manager._current_node = node
             return node
 
-        with mock.patch.object(replay, "compiled_replay", lambda *_: mock.Mock()):
+        with (
+            mock.patch.object(chain, "replay_plan", lambda *_: None),
+            mock.patch.object(chain, "make_replay", lambda *_: mock.Mock()),
+        ):
             nodes = []
-            for _ in range(replay.MAX_COMPILED):
+            for _ in range(chain.MAX_REPLAYS):
                 nodes.append(record())
                 replays.add(mock.Mock())
             if is_dropped:
@@ -3120,11 +3141,12 @@ class RecordTest(TestCase):
         # Of the steps 9 to 12.
         self.assertEqual(counters["pygraph"]["held_gradients"], 3)
         self.assertEqual(counters["pygraph"]["held_activations"], 1)
-        if native.compiled is not None and force == "node_update":
+        if force == "node_update":
             # The first recording is in no call's way.
             replay = self.backward.current
-            self.assertIsInstance(replay, native.compiled.Replay)
-            self.assertNotIsInstance(replay.general, native.compiled.Replay)
+            replay_type = getattr(native.compiled, "Replay", chain.Replay)
+            self.assertIsInstance(replay, replay_type)
+            self.assertNotIsInstance(replay.general, replay_type)
 
     def test_activations_that_are_kept(self):
         "Without a look at what is held, the next forward would write them."
@@ -3177,7 +3199,6 @@ class RecordTest(TestCase):
             counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
         )
 
-    @unittest.skipIf(native.compiled is None, "requires _replay")
     def test_training_goes_around_trees(self):
         "A backward too, after the graph that it follows, unless an activation is held."
         weight = self.randn()

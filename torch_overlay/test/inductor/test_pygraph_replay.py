@@ -1,6 +1,6 @@
 # Owner(s): ["module: inductor"]
 """
-The steady replay of a recording, on a machine that need not have a GPU: the graph is a
+The replay of a recording by its plan, on a machine that need not have a GPU: the graph is a
 function of what is bound, and trees' part is looked at from outside.
 """
 
@@ -42,18 +42,17 @@ from torch._inductor.pygraph import native
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
 from torch._inductor.pygraph.graph import memory
-from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.replay.steady import (
-    compiled_replay,
-    is_steady,
-    steady_replay,
-)
+from torch._inductor.pygraph.graph.binding import Nodes, NodeUpdate, Word
+from torch._inductor.pygraph.replay import interpreter, plan as replay_plan_module
+from torch._inductor.pygraph.replay.plan import replay_plan
 from torch._inductor.pygraph.trees import threads
-from torch._inductor.pygraph.trees.threads import (
-    stream_order_of,
-    StreamOrder,
-)
+from torch._inductor.pygraph.trees.cached import is_steady
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo
+from torch._inductor.pygraph.types.replay_state import (
+    Cell,
+    PythonTreeState,
+    TreeState,
+)
 from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.values.deliver import CapturedValues, Deliver
 from torch._inductor.test_case import run_tests, TestCase
@@ -88,6 +87,14 @@ class Graph:
         self.node.launch()
 
 
+def cached_ref(cached: list[torch.Tensor], i: int = 0) -> trees.StorageWeakRefWrapper:
+    "As a node has it of an output that it caches, in a list."
+    return trees.StorageWeakRefWrapper(
+        cached[i],
+        lambda: sys.getrefcount(cached[i]) == 2 and cached[i]._use_count() == 1,
+    )
+
+
 class Node(bound.BoundGraphNode):
     """
     Of a function (weight, x, 5) -> (x + weight, 5, a saved tensor, None, weight): weight is
@@ -96,6 +103,10 @@ class Node(bound.BoundGraphNode):
 
     def __init__(self, weight: torch.Tensor) -> None:
         self.launches = 0
+        # How often each bound tensor or word was set.
+        self.sets: list[int] = []
+        self.refuses = False
+        self.replay_graph = Cell(None)
         self.weight = weight
         self._parent = None
         self.non_static_input_idx = []
@@ -103,11 +114,7 @@ class Node(bound.BoundGraphNode):
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
         self.live_indices_after_graph = []
-        self.wrapped_function = types.SimpleNamespace(
-            pygraph=types.SimpleNamespace(
-                state=types.SimpleNamespace(is_outdated=False)
-            )
-        )
+        self.request = types.SimpleNamespace(outdated=Cell(False))
         self.cudagraph_managed_idxs = []
         self.expected_dead_indices_before_graph = []
         self.expected_dead_indices_after_graph = []
@@ -137,15 +144,33 @@ class Node(bound.BoundGraphNode):
         self.pool_ranges.bounds = []
         self.written_bound = ()
         self.graph = Graph(self)
-        self.binding = mock.Mock(spec=["pointers", "update"], pointers=[-1, -1])
-        self.binding.update.side_effect = lambda pointers: setattr(
-            self.binding, "pointers", list(pointers)
-        )
+        self.binding = None
+
+    def set(self, k: int) -> tuple[int]:
+        self.sets.append(k)
+        return (int(self.refuses),)
+
+    def plan(self, manager: CUDAGraphTreeManager, mode: CompilationMode, owner: Any) -> Any:
+        "Makes a graph with a node for each bound tensor and word, unless there is one."
+        if self.binding is None:
+            count = len(self.bound_input_idxs) + len(self.allocators)
+            count += self.values.num_words
+            updates = [
+                NodeUpdate([Word(k, 0, ctypes.c_uint64())], self.set, (k,), None)
+                for k in range(count)
+            ]
+            nodes = Nodes([-1] * count, updates, [[k] for k in range(count)])
+            self.binding = types.SimpleNamespace(nodes=nodes)
+        return replay_plan(self, manager, mode, owner)
+
+    @property
+    def pointers(self) -> list[int]:
+        return self.binding.nodes.pointers
 
     def launch(self) -> None:
         self.launches += 1
         # What the graph was told, not what the call was given.
-        x = next(t for t in self.inputs if t.data_ptr() == self.binding.pointers[0])
+        x = next(t for t in self.inputs if t.data_ptr() == self.pointers[0])
         self.output.copy_(x + self.weight)
         self.saved.detach().copy_(x)
 
@@ -157,21 +182,40 @@ class Node(bound.BoundGraphNode):
             CUDAGraphNode, "_initialize_cached_tensors", lambda self: None
         ):
             self._initialize_cached_tensors()
-        self.cached_tensor_outputs = [None, None, self.saved, None, None]
+        self.cached_tensor_outputs[:] = [None, None, self.saved, None, None]
 
     def drop(self) -> None:
         with mock.patch.object(
             CUDAGraphNode, "remove_node_cached_tensors", lambda self: None
         ):
             self.remove_node_cached_tensors()
-        self.cached_tensor_outputs = []
+        self.cached_tensor_outputs.clear()
 
 
 class ReplayTest(TestCase):
     "By Python; CompiledReplayTest runs the same by compiled code."
 
+    replay_type: Any = interpreter.Replay
+    tree_state: Any = PythonTreeState
+
     def setUp(self):
         super().setUp()
+        self.capturing = False
+        self.raw_stream = 1 << 40
+        self.waits: list[int] = []
+        self.owner = trees.thread_containers()
+        patch = mock.patch.object(
+            torch._C,
+            "_cuda_isCurrentStreamCapturing",
+            lambda: self.capturing,
+            create=True,
+        )
+        patch.start()
+        self.addCleanup(patch.stop)
+        # Never the same object.
+        self.state = self.tree_state(
+            0, lambda index: int(str(self.raw_stream)), lambda: self.wait()
+        )
         self.weight = torch.randn(8)
         self.node = Node(self.weight)
         self.node.cache()
@@ -185,7 +229,11 @@ class ReplayTest(TestCase):
         self.seen: list[torch.Tensor] = []
 
     def steady(self, mode: CompilationMode) -> Any:
-        return steady_replay(self.node, self.manager, mode, self.general)
+        plan = self.node.plan(self.manager, mode, self.owner)
+        return self.replay_type(plan, self.state, self.general)
+
+    def wait(self) -> None:
+        self.waits.append(self.raw_stream)
 
     def call(
         self, x: torch.Tensor | None = None, weight: torch.Tensor | None = None
@@ -221,7 +269,7 @@ class ReplayTest(TestCase):
             all_outputs_are_dead=lambda: not live,
             live_indices_after_graph=[(0, 0)],
             cached_tensor_outputs=cached,
-            outputs_weakrefs=[trees.StorageWeakRefWrapper(cached[0], lambda: True)],
+            outputs_weakrefs=[cached_ref(cached)],
         )
         last._path_from_root = [last]
         self.manager._current_node = last
@@ -239,23 +287,24 @@ class ReplayTest(TestCase):
         self.node.inputs, self.node.output = [x], y
         for _ in range(3):
             replay([self.weight, x, 5])
-        self.node.binding.update.assert_called_once()
+        self.assertEqual(self.node.sets, [0, 1])
 
     def test_values_of_the_call(self):
         "Words of CPU tensors follow the pointers."
         value = Deliver(0, (torch.int64, ()))
         self.node.values.tokens(value)
         value.packed().target = object()
+        self.node.binding = None
         x, y = torch.randn(8), torch.empty(8)
         self.node.allocators[0] = lambda: y
         replay = self.steady(CompilationMode.INFERENCE)
         self.node.inputs, self.node.output = [x], y
-        for n in (5, 6, 6, 7):
+        for n, sets in ((5, [0, 1, 2, 3]), (6, [2]), (6, []), (7, [2])):
+            self.node.sets.clear()
             value.pack([torch.tensor(n)])
             replay([self.weight, x, 5])
-            pointers = [x.data_ptr(), y.data_ptr(), n, 0]
-            self.node.binding.update.assert_called_with(pointers)
-        self.assertEqual(self.node.binding.update.call_count, 3)
+            self.assertEqual(self.node.pointers, [x.data_ptr(), y.data_ptr(), n, 0])
+            self.assertEqual(self.node.sets, sets)
 
     def test_last_path(self):
         for state, live, steady in (
@@ -268,10 +317,10 @@ class ReplayTest(TestCase):
             self.assertEqual(self.call(), steady, (state, live))
 
     def test_outdated_function(self):
-        function = self.node.wrapped_function.pygraph.state
-        function.is_outdated = True
+        outdated = self.node.request.outdated
+        outdated.value = True
         self.assertFalse(self.call())
-        function.is_outdated = False
+        outdated.value = False
         self.assertTrue(self.call())
 
     def test_dropped_tensors(self):
@@ -327,9 +376,14 @@ class ReplayTest(TestCase):
             self.assertEqual(self.call(x), offset % max(alignment, 16) == 0, offset)
 
     def test_staged_input(self):
-        "It lies where the graph writes; what is written to the copy is written back."
+        """
+        It lies where the graph writes. Trees give the graph a copy; what is written to the
+        copy is written back.
+        """
         x = torch.ones(8)
         self.node.pool_ranges.bounds = [x.data_ptr(), x.data_ptr() + x.nbytes]
+        self.replay = self.steady(CompilationMode.INFERENCE)
+        self.assertFalse(self.call(x))
         self.node.written_bound = (0,)
         copies: list[torch.Tensor] = []
 
@@ -343,12 +397,16 @@ class ReplayTest(TestCase):
             self.assertEqual((pointers[0], staged), (staged.data_ptr(), x))
             self.node.inputs.append(staged)
             staged.add_(1)
-            self.node.binding.pointers = list(pointers)
+            self.node.binding.nodes.pointers = list(pointers)
 
-        self.node.binding.update.side_effect = update
+        self.node.binding.update = update
+        self.node.output = torch.empty(8)
+        tensors = [x, self.node.output]
         with mock.patch.object(bound, "clone_preserve_strides", clone):
-            self.assertTrue(self.call(x))
+            self.node.move(tensors, [t.data_ptr() for t in tensors])
+        self.node.run_graph()
         self.assertEqual(x, torch.full((8,), 2.0))
+        self.assertEqual(self.node.output, x + self.weight)
         self.assertEqual(self.node.staged, [])
 
     def test_cached_tensor_that_was_changed(self):
@@ -482,35 +540,8 @@ class ReplayTest(TestCase):
             with config.patch({f"triton.{name}": True}):
                 self.assertFalse(is_steady(self.node), name)
 
-
-instantiate_parametrized_tests(ReplayTest)
-
-
-@unittest.skipIf(native.compiled is None, "requires _replay")
-class CompiledReplayTest(ReplayTest):
-    "With the binding in Python, and in ``compiled_nodes`` compiled as well."
-
-    def setUp(self):
-        self.capturing = False
-        self.raw_stream = 1 << 40
-        self.owner = trees.thread_containers()
-        for name, value in (
-            ("_cuda_isCurrentStreamCapturing", lambda: self.capturing),
-            # Never the same object.
-            ("_cuda_getCurrentRawStream", lambda index: int(str(self.raw_stream))),
-        ):
-            patch = mock.patch.object(torch._C, name, value, create=True)
-            patch.start()
-            self.addCleanup(patch.stop)
-        super().setUp()
-
-    def steady(self, mode: CompilationMode) -> Any:
-        general, owner = self.general, self.owner
-        stream_order_of(self.manager).raw_stream = self.raw_stream
-        return compiled_replay(self.node, self.manager, mode, general, owner)
-
     def test_replaced_in_the_chain_while_it_runs(self):
-        "As CompiledReplays.add does."
+        "As ReplayChain.add does."
         other = type(self)("test_steady")
         other.setUp()
         self.addCleanup(other.doCleanups)
@@ -562,7 +593,7 @@ class CompiledReplayTest(ReplayTest):
             other, ignore_storage_offset=False
         )
         node.unaliased_in_all_paths[3] = True
-        node.cached_tensor_outputs = [None, None, node.saved, other, None]
+        node.cached_tensor_outputs[3] = other
         replay = self.steady(CompilationMode.INFERENCE)
         node.launch, node.output = lambda: None, torch.empty(8)
 
@@ -575,66 +606,13 @@ class CompiledReplayTest(ReplayTest):
         self.assertIs(outputs[2], node.saved)
         self.assertIs(outputs[3], other)
 
-    def compiled_nodes(self) -> None:
-        """
-        One node of x and one of the output. ``refuses`` says what setting one does,
-        ``sets`` which were set.
-        """
-        self.words = [ctypes.c_uint64(1), ctypes.c_uint64(2)]
-        self.sets: list[int] = []
-        self.refuses = False
-
-        def set_node(executable: int, node: int, params: int) -> int:
-            self.sets.append(node)
-            return self.refuses
-
-        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        nodes = [
-            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), k, 16 * k)])
-            for k, w in enumerate(self.words)
-        ]
-        compiled = native.compiled.Nodes([1, 2], nodes, function)
-        self.node.binding = types.SimpleNamespace(nodes=compiled)
-        self.replay = self.steady(CompilationMode.INFERENCE)
-
-    def launch(self, x: torch.Tensor) -> bool:
-        self.node.launch = lambda: setattr(self.node, "launches", 1)
-        self.node.launches = 0
-        self.replay([self.weight, x, 5])
-        return self.node.launches == 1
-
-    def test_nodes_that_are_set(self):
-        self.compiled_nodes()
-        x, y, self.node.output = (torch.empty(8) for _ in range(3))
-        for given, sets in ((x, [10, 11]), (x, []), (y, [10]), (y, []), (x, [10])):
-            self.sets.clear()
-            self.assertTrue(self.launch(given))
-            self.assertEqual(self.sets, sets)
-            held = [w.value for w in self.words]
-            to = [given.data_ptr(), self.node.output.data_ptr()]
-            self.assertEqual(self.node.binding.nodes.pointers, to)
-            self.assertEqual(held, [to[0], to[1] + 16])
-        self.general.assert_not_called()
-
-    def test_node_that_refuses(self):
-        "Nothing is launched, and what the graph holds counts as unknown."
-        self.compiled_nodes()
-        x, self.node.output = torch.empty(8), torch.empty(8)
-        self.refuses = True
-        self.assertFalse(self.launch(x))
-        self.general.assert_called_once()
-        self.assertIsNone(self.manager.current_node)
-        self.assertEqual(self.node.binding.nodes.pointers, [-1, -1])
-        self.refuses = False
-        self.sets.clear()
-        self.assertTrue(self.launch(x))
-        self.assertEqual(self.sets, [10, 11])
-
-    def test_binding_that_fails(self):
-        self.node.binding.update.side_effect = DriverError("refused")
+    def test_node_of_python_that_refuses(self):
+        self.node.refuses = True
         self.assertFalse(self.call())
         self.assertIsNone(self.manager.current_node)
+        self.assertEqual(self.node.pointers, [-1, -1])
+        self.node.refuses = False
+        self.assertTrue(self.call())
 
     def test_input_in_the_pool(self):
         x = torch.ones(8)
@@ -651,9 +629,6 @@ class CompiledReplayTest(ReplayTest):
             self.replay = self.steady(CompilationMode.INFERENCE)
             self.assertEqual(self.call(x), steady, bounds)
 
-    # It is staged by the general path.
-    test_staged_input = None
-
     def test_capture_of_the_program(self):
         self.capturing = True
         self.assertFalse(self.call())
@@ -661,23 +636,29 @@ class CompiledReplayTest(ReplayTest):
         self.assertTrue(self.call())
 
     def test_another_stream(self):
+        "It waits for the last one before the launch, and before all that it writes."
         followed = []
-
-        def follow(order: StreamOrder) -> None:
-            followed.append((self.raw_stream, self.node.launches))
-            order.raw_stream = self.raw_stream
-
-        with mock.patch.object(StreamOrder, "follow", follow):
-            for stream in (1 << 40, 1 << 40, 0, 0, 1 << 40, 1 << 40):
-                self.raw_stream = stream
-                self.assertTrue(self.call())
-        self.assertEqual(followed, [(0, 2), (1 << 40, 4)])
+        self.wait = lambda: followed.append((self.raw_stream, self.node.launches))
+        for stream in (1 << 40, 1 << 40, 0, 0, 1 << 40, 1 << 40):
+            self.raw_stream = stream
+            self.assertTrue(self.call())
+        self.assertEqual(followed, [(1 << 40, 0), (0, 2), (1 << 40, 4)])
         self.raw_stream = 7
-        failed = RuntimeError("the device is gone")
-        with mock.patch.object(StreamOrder, "follow", side_effect=failed):
+        self.wait = mock.Mock(side_effect=RuntimeError("the device is gone"))
+        for _ in range(2):
             with self.assertRaisesRegex(RuntimeError, "the device is gone"):
                 self.call()
         self.assertEqual(self.node.launches, 6)
+        self.assertEqual(self.state.raw_stream, 1 << 40)
+        # Nobody has the lock.
+        self.assertTrue(self.state.acquire())
+
+    def test_another_call_has_the_lock(self):
+        self.assertTrue(self.state.acquire())
+        self.assertFalse(self.state.acquire())
+        self.assertFalse(self.call())
+        self.state.release()
+        self.assertTrue(self.call())
 
     def share_containers(self) -> None:
         "With this thread, as autograd does. It lets go of them in the end."
@@ -702,22 +683,6 @@ class CompiledReplayTest(ReplayTest):
         self.replay = self.steady(CompilationMode.INFERENCE)
         self.assertFalse(self.call())
 
-    def test_thread_of_autograd_is_known_at_once(self):
-        "Python's object of the thread has nothing there, and would take an exception to say so."
-        steady = []
-
-        def call() -> None:
-            self.share_containers()
-            steady.append(self.call())
-
-        asked = mock.Mock(side_effect=AssertionError("asked"))
-        with mock.patch("torch._inductor.pygraph.replay.steady.thread_containers", asked):
-            self.replay = self.steady(CompilationMode.INFERENCE)
-        thread = threading.Thread(target=call)
-        thread.start()
-        thread.join()
-        self.assertEqual(steady, [True])
-
     def test_thread_that_records(self):
         "What it calls meanwhile, on another device for one, is not replayed."
         for _ in range(2):
@@ -739,7 +704,7 @@ class CompiledReplayTest(ReplayTest):
         parent = types.SimpleNamespace(
             parent=None,
             cached_tensor_outputs=cached,
-            outputs_weakrefs=[trees.StorageWeakRefWrapper(self.weight, lambda: True)],
+            outputs_weakrefs=[cached_ref(cached)],
             live_indices_after_graph=[(0, 0)],
         )
         node = self.node
@@ -810,11 +775,10 @@ class CompiledReplayTest(ReplayTest):
             # It is no input here.
             other = torch.randn(8)
             self.parent.cached_tensor_outputs = [other]
-            ref = trees.StorageWeakRefWrapper(other, lambda: True)
-            self.parent.outputs_weakrefs = [ref]
+            self.parent.outputs_weakrefs = [cached_ref(self.parent.cached_tensor_outputs)]
             self.node.expected_dead_indices_before_graph = [(0, 0)]
             self.node.expected_dead_indices_after_graph = []
-            del other, ref
+            del other
             self.replay = self.steady(CompilationMode.BACKWARD)
         outputs = self.parent.cached_tensor_outputs
         self.assertTrue(self.call_after(cached))
@@ -855,7 +819,7 @@ class CompiledReplayTest(ReplayTest):
 
     def test_node_that_refuses_after_inputs_are_gone(self):
         cached = self.follow()
-        self.node.binding.update.side_effect = DriverError("refused")
+        self.node.refuses = True
         self.assertFalse(self.call_after(cached))
 
     def test_errors_of_the_launch(self):
@@ -867,6 +831,89 @@ class CompiledReplayTest(ReplayTest):
         self.node.launch = fail
         with self.assertRaisesRegex(RuntimeError, "the device is gone"):
             self.call()
+
+
+instantiate_parametrized_tests(ReplayTest)
+
+
+@unittest.skipIf(native.compiled is None, "requires _replay")
+class CompiledReplayTest(ReplayTest):
+    "With the nodes in Python, and in ``compiled_nodes`` compiled as well."
+
+    replay_type = getattr(native.compiled, "Replay", None)
+    tree_state = TreeState
+
+    def compiled_nodes(self) -> None:
+        """
+        One node of x and one of the output. ``refuses`` says what setting one does,
+        ``sets`` which were set.
+        """
+        self.words = [ctypes.c_uint64(1), ctypes.c_uint64(2)]
+        self.sets: list[int] = []
+        self.refuses = False
+
+        def set_node(executable: int, node: int, params: int) -> int:
+            self.sets.append(node)
+            return self.refuses
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+        nodes = [
+            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), k, 16 * k)])
+            for k, w in enumerate(self.words)
+        ]
+        compiled = native.compiled.Nodes([1, 2], nodes, function)  # keeps the function
+        self.node.binding = types.SimpleNamespace(nodes=compiled)
+        self.replay = self.steady(CompilationMode.INFERENCE)
+
+    def launch(self, x: torch.Tensor) -> bool:
+        self.node.launch = lambda: setattr(self.node, "launches", 1)
+        self.node.launches = 0
+        self.replay([self.weight, x, 5])
+        return self.node.launches == 1
+
+    def test_nodes_that_are_set(self):
+        self.compiled_nodes()
+        x, y, self.node.output = (torch.empty(8) for _ in range(3))
+        for given, sets in ((x, [10, 11]), (x, []), (y, [10]), (y, []), (x, [10])):
+            self.sets.clear()
+            self.assertTrue(self.launch(given))
+            self.assertEqual(self.sets, sets)
+            held = [w.value for w in self.words]
+            to = [given.data_ptr(), self.node.output.data_ptr()]
+            self.assertEqual(self.node.pointers, to)
+            self.assertEqual(held, [to[0], to[1] + 16])
+        self.general.assert_not_called()
+
+    def test_node_that_refuses(self):
+        "Nothing is launched, and what the graph holds counts as unknown."
+        self.compiled_nodes()
+        x, self.node.output = torch.empty(8), torch.empty(8)
+        self.refuses = True
+        self.assertFalse(self.launch(x))
+        self.general.assert_called_once()
+        self.assertIsNone(self.manager.current_node)
+        self.assertEqual(self.node.pointers, [-1, -1])
+        self.refuses = False
+        self.sets.clear()
+        self.assertTrue(self.launch(x))
+        self.assertEqual(self.sets, [10, 11])
+
+    def test_thread_of_autograd_is_known_at_once(self):
+        "Python's object of the thread has nothing there, and would take an exception to say so."
+        steady = []
+
+        def call() -> None:
+            self.share_containers()
+            steady.append(self.call())
+
+        asked = mock.Mock(side_effect=AssertionError("asked"))
+        with mock.patch.object(replay_plan_module, "thread_containers", asked):
+            self.replay = self.steady(CompilationMode.INFERENCE)
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        self.assertEqual(steady, [True])
 
     def test_errors_of_an_allocator(self):
         "They are those of generated code's: of OutOfMemoryError's type, and without C++'s frames."
@@ -1131,7 +1178,6 @@ class DirectTest(TestCase):
         self.manager = CUDAGraphTreeManager.__new__(CUDAGraphTreeManager)
         self.manager.current_node = None
         self.manager.device_index = 0
-        stream_order_of(self.manager).raw_stream = 0
 
     def compile(self, **options: Any) -> Any:
         def fn(weight, bias, x):
@@ -1163,7 +1209,7 @@ class DirectTest(TestCase):
             self.launches += 1
             x, bias = (
                 next(t for t in self.given if t.data_ptr() == pointer)
-                for pointer in node.binding.pointers[:2]
+                for pointer in node.pointers[:2]
             )
             minus, plus = results[-2:]
             minus.copy_(self.weight - x)
@@ -1171,12 +1217,15 @@ class DirectTest(TestCase):
 
         node.allocators, node.launch = [allocate] * 2, launch
         node.cache()
-        owner = trees.thread_containers()
         self.partition = runner.partitions[0]
-        runner.partitions[0] = compiled_replay(
-            node, self.manager, CompilationMode.INFERENCE, self.partition, owner
-        )
+        runner.partitions[0] = self.replay_of(node, CompilationMode.INFERENCE)
         return node
+
+    def replay_of(self, node: Node, mode: CompilationMode) -> Any:
+        node.binding = None
+        plan = node.plan(self.manager, mode, trees.thread_containers())
+        state = TreeState(0, torch._C._cuda_getCurrentRawStream, lambda: None)
+        return native.compiled.Replay(plan, state, self.partition)
 
     def check(self, compiled: Any, layers: int, launches: int, **given: Any) -> None:
         "A call goes through so many layers, and launches so often."
@@ -1218,9 +1267,9 @@ class DirectTest(TestCase):
         self.check(compiled, layers=1, launches=0)
         node = self.record()
         self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
-        node.wrapped_function.pygraph.state.is_outdated = True
+        node.request.outdated.value = True
         self.check(compiled, layers=1, launches=0)
-        node.wrapped_function.pygraph.state.is_outdated = False
+        node.request.outdated.value = False
         self.check(compiled, layers=0, launches=1)
 
     def test_further_recording(self):
@@ -1362,18 +1411,15 @@ class DirectTest(TestCase):
         def launch() -> None:
             self.launches += 1
             (staged,) = stage_buf0.kept.values()
-            x, *_, = node.binding.pointers
+            x, *_, = node.pointers
             self.assertEqual(x, staged.copy.data_ptr())
-            bias = floats(node.binding.pointers[3:])
+            bias = floats(node.pointers[3:])
             minus, plus = results[-2:]
             minus.copy_(self.weight - staged.copy)
             plus.copy_(self.weight * bias + staged.copy)
 
         node.allocators, node.launch = [allocate] * 2, launch
-        owner = trees.thread_containers()
-        self.runners[0].partitions[0] = compiled_replay(
-            node, self.manager, CompilationMode.INFERENCE, self.partition, owner
-        )
+        self.runners[0].partitions[0] = self.replay_of(node, CompilationMode.INFERENCE)
 
     def test_cpu_values(self):
         self.runner = RunnerOfCpuValues
@@ -1493,11 +1539,8 @@ class DirectTest(TestCase):
             output.copy_(saved.exp() + bias + x)
 
         node.allocators, node.launch = [allocated] * 2, launched
-        owner = trees.thread_containers()
         (runner,) = self.runners
-        runner.partitions[0] = compiled_replay(
-            node, self.manager, CompilationMode.FORWARD, self.partition, owner
-        )
+        runner.partitions[0] = self.replay_of(node, CompilationMode.FORWARD)
         for _ in range(3):
             check(layers=0, launches=1)
         with torch.profiler.profile():

@@ -252,8 +252,8 @@ class Layers:
             )
             stack.enter_context(mock.patch.object(NodeUpdateBinding, "update", lambda *args: None))
             for replay in itertools.chain(*self.compiled_replays()):
-                no_nodes = native.compiled.Nodes(replay.binding.pointers, [], None)
-                stack.enter_context(replaced(replay, "binding", no_nodes))
+                no_nodes = native.compiled.Nodes(replay.nodes.pointers, [], None)
+                stack.enter_context(replaced(replay, "nodes", no_nodes))
             yield stack.enter_context(self._inputs())
 
     @contextlib.contextmanager

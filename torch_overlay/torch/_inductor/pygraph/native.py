@@ -1,9 +1,8 @@
 """
-The part of a call that is compiled, torch/csrc/inductor/pygraph/replay.cpp: replays and
-the values that they take.
+Load the compiled part of a call, torch/csrc/inductor/pygraph/: replays and the CPU values
+that they take.
 
-It is where a compiler was found when torch was built or overlaid; without it the same is
-done in Python, slower.
+The build compiles it if it finds a C++ compiler. Without it Python does the same, slower.
 """
 
 from __future__ import annotations

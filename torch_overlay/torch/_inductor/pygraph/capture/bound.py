@@ -18,8 +18,6 @@ as trees do.
 
 from __future__ import annotations
 
-import functools
-import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -54,8 +52,7 @@ from torch._inductor.pygraph.graph.placeholder import (
 )
 from torch._inductor.pygraph.graph.prelude import Prelude, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
-from torch._inductor.pygraph.replay.steady import is_steady
-from torch._inductor.pygraph.trees.cached import NotReplayed
+from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.types.function import Refused
 from torch._inductor.pygraph.types.reason import (
@@ -64,6 +61,7 @@ from torch._inductor.pygraph.types.reason import (
     Reason,
     RefusedError,
 )
+from torch._inductor.pygraph.types.replay_state import Cell
 from torch._inductor.pygraph.verify.diagnose import GraphRun, verify
 from torch._inductor.pygraph.verify.fingerprint import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal
@@ -96,8 +94,8 @@ class BoundGraphNode(CopyGraphNode):
         pool_ranges: where the graphs' pool lies
         written_bound: external inputs that the graph writes, by their number
         staged: (number, input, copy that the graph reads) of the current call
-        is_steady: whether the node can be replayed without trees (replay/). It changes with
-            the tensors that the node caches
+        replay_graph: a cell with the graph while the node can be replayed without trees
+            (replay/), else None. It changes with the tensors that the node caches
 
     Raises:
         RecordingRefused: the inputs cannot be bound, or the proof failed.
@@ -112,7 +110,7 @@ class BoundGraphNode(CopyGraphNode):
     pool_ranges: PoolRanges
     written_bound: OrderedSet[int]
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
-    is_steady: bool = False
+    replay_graph: Any
 
     # While it is recorded.
     collectives = NoCollectives()
@@ -120,6 +118,10 @@ class BoundGraphNode(CopyGraphNode):
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
     has_prelude = False
+
+    def __init__(self, *args: Any) -> None:
+        self.replay_graph = Cell(None)
+        super().__init__(*args)
 
     # Recording, in the order in which CUDAGraphNode's constructor calls it
 
@@ -480,7 +482,7 @@ class BoundGraphNode(CopyGraphNode):
     ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
         if pointers != self.input_pointers:
-            if functools.reduce(operator.or_, pointers, 0) % self.alignment:
+            if not are_aligned(pointers, self.alignment):
                 status = CheckInvariantStatus.BoundInputAlignmentMismatch
                 return status, lambda: f"{status}"
             self.input_pointers = pointers
@@ -535,14 +537,15 @@ class BoundGraphNode(CopyGraphNode):
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
-        self.is_steady = is_steady(self)
-        if not self.is_steady:
+        if is_steady(self):
+            self.replay_graph.value = self.graph
+        else:
             # Trees replay it, which is slower.
             counters["pygraph"]["unsteady_recordings"] += 1
 
     def remove_node_cached_tensors(self) -> None:
+        self.replay_graph.value = None
         super().remove_node_cached_tensors()
-        self.is_steady = False
 
     def run(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run(new_inputs)

@@ -157,7 +157,7 @@ class Controller:
                 # Trees end a path when another function runs. There may be none.
                 manager.current_node = None
             drop(manager, self.state.id)
-            self.state.is_outdated = False
+            self.state.outdated.value = False
         last = manager.current_node
         if last is None or last.all_outputs_are_dead():
             return True
@@ -191,7 +191,7 @@ class Controller:
         if moving:
             # Earlier recordings are dropped, and this one with them.
             state.moving_idxs |= moving
-            state.is_outdated = True
+            state.outdated.value = True
             log.info(
                 "%s: %d static inputs are replaced by the program, bound from now on",
                 self.report.place,
@@ -212,6 +212,7 @@ class Controller:
             self.owned_output_idxs,
             state.needed_bytes,
             self.report.stock_copied_bytes,
+            state.outdated,
             refusal,
         )
 
@@ -320,7 +321,7 @@ class Controller:
 
     def gradients_are_held(self) -> None:
         """Record the function anew, with memory of their own for its gradients."""
-        self.state.outputs_outlive = self.state.is_outdated = True
+        self.state.outputs_outlive = self.state.outdated.value = True
 
     def prelude_failed(self, error: str) -> None:
         """A replay failed while a prelude was tried."""

@@ -23,18 +23,14 @@ from torch._inductor.cudagraph_trees import (
 )
 from torch._inductor.pygraph.capture.copying import apart
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.replay.steady import CompiledReplays, steady_replay
+from torch._inductor.pygraph.replay.chain import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.trees.cached import NotReplayed
 from torch._inductor.pygraph.trees.queries import forget, policies_around
-from torch._inductor.pygraph.trees.threads import (
-    has_trees,
-    lock_of,
-    manager_of,
-    stream_order_of,
-)
+from torch._inductor.pygraph.trees.state import state_of
+from torch._inductor.pygraph.trees.threads import has_trees, manager_of
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
     CANDIDATES,
@@ -240,16 +236,14 @@ class Deployment:
             manager = get_manager(self.spec.device_index, create_if_none_exists=False)
         if manager is not None:
             manager.set_to_running_backward()
-            lock = lock_of(manager)
-            if not torch.cuda.is_current_stream_capturing() and lock.acquire(
-                blocking=False
-            ):
+            state = state_of(manager)
+            if not torch.cuda.is_current_stream_capturing() and state.acquire():
                 # The next launch waits for this stream: the backward may read activations of
                 # the pool.
                 try:
-                    stream_order_of(manager).follow()
+                    state.follow()
                 finally:
-                    lock.release()
+                    state.release()
         return self.model(inputs)
 
     def record(self, inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
@@ -258,11 +252,11 @@ class Deployment:
         thread records, the call runs uncaptured and nothing replays it.
         """
         manager = manager_of(self.spec.device_index)
-        lock = lock_of(manager)
-        if not lock.acquire(blocking=False):
+        state = state_of(manager)
+        if not state.acquire():
             return None, self.uncaptured(inputs)
         try:
-            stream_order_of(manager).follow()
+            state.follow()
             fn, outputs = cudagraphify(
                 self.model,
                 inputs,
@@ -275,17 +269,12 @@ class Deployment:
                 **self.kwargs,
             )
         finally:
-            lock.release()
-        roots = manager.roots.get(self.controller.state.id)
-        replays = CompiledReplays(self.controller, manager, self.mode, self.owner)
-        replayer = Replayer(self, manager, fn, replays)
+            state.release()
+        chain = ReplayChain(self.controller, manager, state, self.mode, self.owner)
+        replayer = Replayer(self, manager, fn, chain)
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
         replayer.general = self._realigned(replayer)
-        if (compiled := replays.add(replayer.general)) is not None:
-            return compiled, outputs
-        if roots and self.controller.binds_inputs:
-            replayer.replay = steady_replay(roots[0], manager, self.mode, fn)
-        return replayer.general, outputs
+        return chain.add(replayer.general) or replayer.general, outputs
 
     def _locked(
         self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T]
@@ -298,13 +287,13 @@ class Deployment:
 
         def of_id(id: FunctionID | None) -> T | None:
             manager = get_manager(device_index)
-            lock = lock_of(manager)
-            if not lock.acquire(blocking=False):
+            state = state_of(manager)
+            if not state.acquire():
                 return None
             try:
                 return fn(manager, id)
             finally:
-                lock.release()
+                state.release()
 
         return of_id
 
@@ -314,7 +303,8 @@ class Replayer:
     Replays the recordings of a function, or runs it uncaptured where that is not possible.
 
     Args:
-        replay: runs trees, or one recording that is known in advance
+        trees: runs the function by trees
+        chain: its recordings that are replayed without trees
 
     Attributes:
         general: this object behind the alignment of inputs
@@ -326,15 +316,14 @@ class Replayer:
         self,
         deployment: Deployment,
         manager: CUDAGraphTreeManager,
-        replay: ModelType,
-        replays: CompiledReplays,
+        trees: ModelType,
+        chain: ReplayChain,
     ) -> None:
         self.deployment = deployment
         self.manager = manager
-        self.lock = lock_of(manager)
-        self.stream_order = stream_order_of(manager)
-        self.replay = replay
-        self.replays = replays
+        self.state = state_of(manager)
+        self.trees = trees
+        self.chain = chain
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         deployment = self.deployment
@@ -346,15 +335,15 @@ class Replayer:
             thread_containers() is not deployment.owner
             or self.manager.roots is None
             or torch.cuda.is_current_stream_capturing()
-            or not self.lock.acquire(blocking=False)
+            or not self.state.acquire()
         ):
             return deployment.uncaptured(inputs)
         restored: frozenset[int] = frozenset()
         try:
-            self.stream_order.follow()
-            outputs = self.replay(inputs)
-            if (compiled := self.replays.add(self.general)) is not None:
-                deployment.selection.shorten(compiled)
+            self.state.follow()
+            outputs = self.trees(inputs)
+            if (first := self.chain.add(self.general)) is not None:
+                deployment.selection.shorten(first)
             return outputs
         except NotReplayed as e:
             restored = e.restored
@@ -365,7 +354,7 @@ class Replayer:
         except DriverError as e:
             self._failed(e)
         finally:
-            self.lock.release()
+            self.state.release()
         return apart(deployment.uncaptured(inputs), restored)
 
     def _failed(self, error: DriverError) -> None:

@@ -1,17 +1,22 @@
 """
-The tensors that a node caches, and returns again in each replay.
+The tensors that a node caches and returns again in each replay, and whether a replay needs
+trees.
 
-The program may have changed such a tensor in any way while it had it.
+The program may have changed a cached tensor in any way while it had it.
 """
 
 from __future__ import annotations
 
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._inductor import config
+from torch._inductor.cudagraph_trees import AliasesBoundMemory
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch._inductor.cudagraph_trees import CUDAGraphNode
     from torch._inductor.pygraph.graph.driver import DriverError
 
@@ -40,17 +45,36 @@ class NotReplayed(Exception):
         self.error = error
 
 
-def is_lazy(t: torch.Tensor) -> bool:
-    """Return whether a tensor is the conjugate or the negative of its memory."""
-    return t.is_conj() or t.is_neg()
+def is_steady(node: Any) -> bool:
+    """
+    Return whether a replay plan can describe a BoundGraphNode: it copies nothing, and each of
+    its outputs is bound memory, a tensor that the node caches, a static input, or no tensor.
+    """
+    return (
+        not node.non_static_input_idx
+        and not node.returned_from_pool
+        and node.rerecord_if_static_inputs_change
+        and not config.triton.fast_path_cudagraph_asserts
+        and not config.triton.force_cudagraph_sync
+        and all(
+            not isinstance(metadata, dict)
+            or (isinstance(alias, AliasesBoundMemory) and alias.is_whole)
+            or is_cached
+            or static is not None
+            for alias, metadata, is_cached, static in zip(
+                node.output_storage_alias,
+                node.outputs_metadata,
+                node.unaliased_in_all_paths,
+                node.static_output_tensors,
+            )
+        )
+    )
 
 
 def renew(t: torch.Tensor) -> None:
     """
-    Make a cached tensor like new before it is returned once more.
-
-    Nobody has it any more. Its last owner may have left autograd's state, hooks and
-    attributes.
+    Take from a cached tensor what its last owner left, before it is returned once more:
+    autograd's state, hooks, attributes.
     """
     if t.requires_grad:
         t.detach_()
@@ -65,27 +89,54 @@ def renew(t: torch.Tensor) -> None:
         t.__dict__.clear()
 
 
+def is_lazy(t: torch.Tensor) -> bool:
+    """Return whether the conjugate or the negative of what lies at its address is meant."""
+    return t.is_conj() or t.is_neg()
+
+
+def are_aligned(pointers: Iterable[int], alignment: int) -> bool:
+    """Return whether all addresses are multiples of ``alignment``."""
+    return not any(pointer % alignment for pointer in pointers)
+
+
 def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
-    """Return whether the program gave no other memory to a cached tensor."""
+    """Return whether the program did not give other memory to a tensor that a node caches."""
     return t.untyped_storage().data_ptr() == metadata["data_ptr"]
 
 
-def caches_are_whole(node: CUDAGraphNode) -> bool:
-    """
-    Return whether the tensors that a node caches have the recorded shape, memory and type.
+class CachedTensor(NamedTuple):
+    """A tensor that a node caches, as it was recorded."""
 
-    The program may have changed these in place. ``renew`` does not undo that.
-    """
-    return all(
-        t is None
-        or (
-            has_own_memory(t, metadata)  # type: ignore[arg-type]
-            and t.storage_offset() == metadata["storage_offset"]  # type: ignore[index]
-            and t.size() == metadata["size"]  # type: ignore[index]
-            and t.stride() == metadata["stride"]  # type: ignore[index]
-            and t.dtype == metadata["dtype"]  # type: ignore[index]
-            and type(t) is torch.Tensor
+    address: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, metadata: dict[str, Any]) -> CachedTensor:
+        size, stride, dtype = (metadata[key] for key in ("size", "stride", "dtype"))
+        # A tensor without elements says that it lies nowhere.
+        address = metadata["data_ptr"] + metadata["storage_offset"] * dtype.itemsize
+        return cls(0 if 0 in size else address, size, stride, dtype)
+
+    def describes(self, t: torch.Tensor) -> bool:
+        """
+        Return whether a tensor is still as it was recorded. Its last owner may have changed
+        the shape in place, the memory or the type: renew does not undo that.
+        """
+        return (
+            type(t) is torch.Tensor
+            and t.dtype == self.dtype
             and not (is_lazy(t) or t.has_names())
+            and t.data_ptr() == self.address
+            and t.size() == self.size
+            and t.stride() == self.stride
         )
+
+
+def caches_are_whole(node: CUDAGraphNode) -> bool:
+    """Return whether all tensors that a node caches are as they were recorded."""
+    return all(
+        t is None or CachedTensor.of(metadata).describes(t)  # type: ignore[arg-type]
         for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
     )

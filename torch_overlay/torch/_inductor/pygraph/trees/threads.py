@@ -1,12 +1,8 @@
-"""
-Which threads may record and replay, one at a time, and in which order streams launch.
-"""
+"""Which threads may record and replay, and the trees of a thread."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
-import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -74,85 +70,3 @@ def manager_of(device_index: int) -> CUDAGraphTreeManager:
             graph.register_generator_state(torch.cuda.default_generators[device_index])
             manager = get_manager(device_index)
     return manager
-
-
-_locks: weakref.WeakKeyDictionary[CUDAGraphTreeManager, threading.Lock] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def lock_of(manager: CUDAGraphTreeManager) -> threading.Lock:
-    """
-    Return the lock that a thread holds while it records or replays.
-
-    A thread that does not get the lock runs the function uncaptured. It never waits: the
-    holder may be waiting for it. Trees belong to one thread and to autograd's threads that
-    work on its behalf. Autograd runs the backward of CPU outputs in the calling thread and
-    that of GPU outputs in a thread of its own, both at the same time.
-
-    A finalizer in the same thread does not get the lock either. The collector may run
-    finalizers where a replay allocates, and the replay has already checked the path.
-    """
-    return _locks.setdefault(manager, threading.Lock())
-
-
-class StreamOrder:
-    """
-    The order in which the graphs of one manager are launched on different streams.
-
-    Launches must follow one another: the graphs use the same memory, and a replay reads the
-    generator's state where the next replay writes it. The holder of the manager's lock uses
-    this.
-
-    Attributes:
-        raw_stream: the stream of the last launch
-    """
-
-    __slots__ = ("device_index", "raw_stream", "stream")
-
-    def __init__(self, device_index: int) -> None:
-        self.device_index = device_index
-        self.raw_stream: int | None = None
-        self.stream: torch.cuda.Stream | None = None
-
-    def follow(self) -> None:
-        """
-        Let the current stream wait for the last launch if that was on another stream.
-
-        Called outside of captures, before a launch and before everything that is written
-        for it. The wait covers all work of the other stream until now. An uncaptured
-        backward that reads activations of the pool is part of that work.
-        """
-        raw_stream = torch._C._cuda_getCurrentRawStream(self.device_index)
-        if raw_stream == self.raw_stream:
-            return
-        stream = torch.cuda.current_stream(self.device_index)
-        if self.stream is not None:
-            try:
-                if not is_captured(self.stream):
-                    stream.wait_stream(self.stream)
-            except RuntimeError:
-                # The program owned the stream and destroyed it.
-                torch.cuda.synchronize(self.device_index)
-        self.stream, self.raw_stream = stream, raw_stream
-
-
-def is_captured(stream: torch.cuda.Stream) -> bool:
-    """
-    Return whether the program captures a stream.
-
-    There is nothing to wait for then: the capture began when the device was done, and the
-    captured work runs later. Waiting on an event of a capturing stream would pull the
-    current stream into the capture.
-    """
-    with torch.cuda.stream(stream):
-        return torch.cuda.is_current_stream_capturing()
-
-
-_stream_orders: weakref.WeakKeyDictionary[CUDAGraphTreeManager, StreamOrder] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def stream_order_of(manager: CUDAGraphTreeManager) -> StreamOrder:
-    return _stream_orders.setdefault(manager, StreamOrder(manager.device_index))

@@ -12,6 +12,7 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.types.candidate import COPY, NODE_UPDATE
+from torch._inductor.pygraph.types.replay_state import Cell
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -81,7 +82,8 @@ class FunctionState:
         id: the name that trees gave the function's present recordings
         binding: the candidate that the next recording is made for; COPY or one of BINDINGS
         is_capturable: cleared for good when a capture failed
-        is_outdated: recordings are to be dropped before the next call
+        outdated: a cell, which replays read: recordings are to be dropped before the next
+            call
         outputs_outlive: gradients were held beyond their step, or the outputs are none
         has_stepped: whether gradients outlive their step is known
         is_even: the graph measured no better than no graph, and waits for the decisions
@@ -98,7 +100,7 @@ class FunctionState:
     id: FunctionID | None = None
     binding: str = NODE_UPDATE
     is_capturable: bool = True
-    is_outdated: bool = False
+    outdated: Any = dataclasses.field(default_factory=lambda: Cell(False))
     is_even: bool = False
     recordings: int = 0
     needed_bytes: int = 0
@@ -107,6 +109,10 @@ class FunctionState:
     @property
     def binds_inputs(self) -> bool:
         return self.binding != COPY
+
+    @property
+    def is_outdated(self) -> bool:
+        return self.outdated.value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +128,7 @@ class RecordingRequest:
             in the graphs' pool
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         external_bytes: bytes of the external inputs of an earlier recording, or 0
+        outdated: the function's cell; see FunctionState
         refusal: why the function cannot be recorded at all
     """
 
@@ -132,6 +139,7 @@ class RecordingRequest:
     owned_output_idxs: OrderedSet[int]
     needed_bytes: int
     external_bytes: int
+    outdated: Any
     refusal: Reason | None = None
 
 

@@ -1,0 +1,179 @@
+"""The Python interpreter of a replay plan. The compiled module has the same as ``Replay``."""
+
+from __future__ import annotations
+
+import bisect
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.trees.cached import are_aligned, is_lazy, renew
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._inductor.cudagraph_trees import CUDAGraphNode
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.replay.plan import PathOutput, ReplayPlan
+    from torch._inductor.utils import InputType
+
+
+def are_dead(outputs: Iterable[PathOutput]) -> bool:
+    """Return whether nobody but their nodes has these outputs."""
+    for weakrefs, cached, i in outputs:
+        ref = weakrefs[i]
+        if ref.extra_ref_check is not None and i >= len(cached):
+            return False
+        if ref() is not None:
+            return False
+    return True
+
+
+class Replay:
+    """
+    Replay a recording if its plan allows it, and else call ``general``.
+
+    Attributes:
+        general: called with the inputs of the call, all of them
+    """
+
+    def __init__(self, plan: ReplayPlan, state: Any, general: ModelType) -> None:
+        """
+        Args:
+            state: the TreeState of the plan's manager
+        """
+        self.plan = plan
+        self.state = state
+        self.general = general
+        self._last_seen: CUDAGraphNode | None = None
+        self._live_of_last: tuple[PathOutput, ...] = ()
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        plan, state = self.plan, self.state
+        if (
+            self._fits(inputs)
+            and not plan.is_capturing()
+            and plan.containers() is plan.owner
+            and state.acquire()
+        ):
+            try:
+                state.follow()
+                outputs = self._run(inputs)
+            finally:
+                state.release()
+            if outputs is not None:
+                return outputs
+            if plan.dropped and inputs[plan.dropped[0]] is None:
+                plan.restore(inputs)
+        return self.general(inputs)
+
+    def _fits(self, inputs: list[InputType]) -> bool:
+        """Return whether the static inputs are those of the recording."""
+        return (
+            type(inputs) is list
+            and len(inputs) >= self.plan.num_inputs
+            and all(
+                isinstance(t := inputs[i], torch.Tensor) and t.data_ptr() == address
+                for i, address in self.plan.static
+            )
+        )
+
+    def _run(self, inputs: list[InputType]) -> OutputType | None:
+        """Return the outputs, or None if the general path has to be taken."""
+        plan = self.plan
+        last = plan.manager._current_node
+        if not self._may_follow(last) or not self._caches_are_whole():
+            return None
+        tensors = self._bound(inputs)
+        if tensors is None:
+            return None
+        pointers = [t.data_ptr() for t in tensors]
+        # Before the allocations: there the collector may run a finalizer that packs
+        # other values.
+        words = [] if plan.words is None else plan.words()
+        for allocate in plan.allocators:
+            tensors.append(t := allocate())
+            pointers.append(t.data_ptr())
+        pointers += words
+        if not are_dead(plan.dead_before):
+            return None
+        for i in plan.dropped:
+            inputs[i] = None
+        if not are_dead(plan.dead_after) or not plan.nodes.update(pointers):
+            return None
+        self._enter(last)
+        plan.launch(plan.graph.value)
+        if plan.pending_backward is not None:
+            plan.manager.running_forwards_with_pending_backwards = plan.pending_backward
+        outputs = self._outputs(inputs, tensors)
+        inputs.clear()
+        return outputs
+
+    def _may_follow(self, last: CUDAGraphNode | None) -> bool:
+        """
+        Return whether the recording may follow the current path, and may be replayed at all.
+        """
+        plan = self.plan
+        if last is not None and plan.manager.path_state is not plan.executing:
+            return False
+        if plan.parent is not None:
+            if last is not plan.parent:
+                return False
+        elif last is not None:
+            if last is not self._last_seen:
+                self._live_of_last = plan.live_outputs(last)
+                self._last_seen = last
+            if not are_dead(self._live_of_last):
+                return False
+        return plan.graph.value is not None and not plan.is_outdated.value
+
+    def _caches_are_whole(self) -> bool:
+        return all(
+            output.value.describes(self.plan.cached[i])
+            for i, output in enumerate(self.plan.outputs)
+            if output.kind == "cached"
+        )
+
+    def _bound(self, inputs: list[InputType]) -> list[torch.Tensor] | None:
+        """Return the inputs to bind, or None if one cannot be bound as it is."""
+        plan = self.plan
+        tensors = [inputs[i] for i in plan.bound]
+        for t in tensors:
+            if not isinstance(t, torch.Tensor) or is_lazy(t):
+                return None
+            # Bounds alternate between the start and the end of a segment.
+            if bisect.bisect_right(plan.pool, t.data_ptr()) % 2 == 1:
+                return None
+        if not are_aligned((t.data_ptr() for t in tensors), plan.alignment):  # type: ignore[union-attr]
+            return None
+        return tensors  # type: ignore[return-value]
+
+    def _enter(self, last: CUDAGraphNode | None) -> None:
+        plan = self.plan
+        manager = plan.manager
+        if last is not plan.node:
+            manager.current_node = plan.node
+            if last is None:
+                manager.path_state = plan.executing
+        manager.update_generation()
+
+    def _outputs(
+        self, inputs: list[InputType], tensors: list[torch.Tensor]
+    ) -> OutputType:
+        outputs: OutputType = []
+        cached = []
+        for i, (kind, value) in enumerate(self.plan.outputs):
+            if kind == "bound":
+                value = tensors[value]
+            elif kind == "cached":
+                value = self.plan.cached[i]
+                cached.append(value)
+            elif kind == "input":
+                value = inputs[value]
+            elif kind == "empty":
+                value = value()
+            outputs.append(value)
+        # Last: what they let go of may be the program's, whose finalizers run.
+        for t in cached:
+            renew(t)  # type: ignore[arg-type]
+        return outputs

@@ -1,0 +1,260 @@
+"""
+The plan of a replay: all that a replay of one recording checks, sets and hands out.
+
+Trees look for the recording that fits each call: they compare generations, try the children
+of the last graph and then the roots, and rebuild every output from its metadata. A plan has
+the answers that do not change between calls. What remains is what can change, and any change
+sends the call to the general path, which is trees':
+
+- a static input moved, or an input of an earlier graph of the path (``static``)
+- the program captures the stream (``is_capturing``), another thread calls (``owner``), or
+  another call has the lock of the trees
+- the path is not the one that the recording followed (``parent``), or an output of the path
+  is alive that was dead (``live_outputs``, ``dead_before``, ``dead_after``)
+- the recording has no graph (``graph``) or its function is to be recorded again
+  (``is_outdated``)
+- a cached tensor was changed by its last owner (``outputs``)
+- a bound input lies in the graphs' memory (``pool``), is less aligned than the recording, or
+  is a conjugate or a negative that is not computed
+- a node of the graph refused its new parameters (``nodes``)
+
+Not checked again: whether a mutated input is bound and whether the function was warmed up,
+which a recording implies. A new generation does not end the path: trees try the children
+first too. Where several recordings would do, any of them is right.
+
+Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. Both
+may touch these attributes of trees and no others, the compiled one by name:
+
+==========================================  ==============================================
+``CUDAGraphTreeManager._current_node``      read, set to ``node``
+``CUDAGraphTreeManager.path_state``         read; set to EXECUTION where a path begins
+``CUDAGraphTreeManager.current_gen``        set, as ``update_generation`` does
+``...running_forwards_with_pending_...``    set to ``pending_backward``
+``MarkStepBox.mark_step_counter``           read, for the generation
+``GenerationTracker.generation``            read, for the generation
+``local.tree_manager_containers``           read, for the thread
+``StorageWeakRefWrapper.extra_ref_check``   read: None if the node does not cache the output
+``cached_tensor_outputs``                   of nodes of the path: the lists, held by a plan
+``outputs_weakrefs``                        likewise
+==========================================  ==============================================
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._dynamo.mutation_guard import GenerationTracker
+from torch._inductor import cudagraph_trees
+from torch._inductor.cudagraph_trees import (
+    AliasesBoundMemory,
+    CompilationMode,
+    ExecutionState,
+    MarkStepBox,
+    thread_containers,
+)
+from torch._inductor.pygraph.trees.cached import CachedTensor
+from torch._inductor.utils import GPU_ALIGN_BYTES
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.cudagraph_trees import (
+        CUDAGraphNode,
+        CUDAGraphTreeManager,
+        PathOutputIndex,
+    )
+    from torch._inductor.pygraph.capture.bound import BoundGraphNode
+    from torch._inductor.utils import InputType
+
+
+class Output(NamedTuple):
+    """
+    An output of a replay. By kind, ``value`` is:
+
+    - bound: the position of the tensor, bound inputs first and then allocations
+    - cached: the CachedTensor that lies at the output's position in ``cached``
+    - constant: the output, the same in each call: a number, a view of a weight, None
+    - input: the position of the static input that the output is
+    - empty: a function that makes a tensor without elements
+    """
+
+    kind: Literal["bound", "cached", "constant", "input", "empty"]
+    value: Any
+
+
+class PathOutput(NamedTuple):
+    """An output of a graph of the path: its place in the lists of its node."""
+
+    weakrefs: list[Any]
+    cached: list[Any]
+    index: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ReplayPlan:
+    """
+    See the module.
+
+    Attributes:
+        node: the recording
+        graph: a cell with the node's graph, or None while its cached tensors were dropped
+        is_outdated: a cell: whether the function is to be recorded again
+        manager: of the trees
+        executing: the path state of replays
+        mark_step: where the program's steps are counted
+        tracker: where Dynamo counts generations
+        local: where threads find their containers
+        containers: returns those of the calling thread
+        owner: the containers of the thread that recorded
+        parent: the node before on the path, or None
+        live_outputs: returns what has to be dead of the path before a new one begins, given
+            its last node
+        dead_before: what has to be dead of the path
+        dead_after: likewise, once the inputs that are ``dropped`` are gone
+        pending_backward: what the replay sets running_forwards_with_pending_backwards to,
+            or None
+        is_capturing: returns whether the current stream is captured
+        num_inputs: a call has at least so many
+        static: (position, address) of inputs that may not move
+        bound: positions of inputs that may
+        alignment: of their addresses in bytes
+        pool: bounds of the segments of the graphs' memory, starts and ends in turn
+        dropped: positions of inputs that earlier graphs of the path returned. The replay lets
+            go of them
+        restore: rebuilds these, given the inputs, where the call takes the general path
+        allocators: each makes memory for an output
+        words: returns the words of CPU values, or None
+        nodes: the graph's. Its ``update`` takes addresses of bound inputs and allocations,
+            and words. It returns False if a node refused
+        launch: launches the graph, given that
+        cached: tensors that the node caches, by output
+        outputs: what is returned
+    """
+
+    node: BoundGraphNode
+    graph: Any
+    is_outdated: Any
+    manager: CUDAGraphTreeManager
+    executing: ExecutionState
+    mark_step: Any
+    tracker: Any
+    local: Any
+    containers: Callable[[], object]
+    owner: object
+    parent: CUDAGraphNode | None
+    live_outputs: Callable[[CUDAGraphNode], tuple[PathOutput, ...]]
+    dead_before: tuple[PathOutput, ...]
+    dead_after: tuple[PathOutput, ...]
+    pending_backward: bool | None
+    is_capturing: Callable[[], bool]
+    num_inputs: int
+    static: tuple[tuple[int, int], ...]
+    bound: tuple[int, ...]
+    alignment: int
+    pool: tuple[int, ...]
+    dropped: tuple[int, ...]
+    restore: Callable[[list[InputType]], None]
+    allocators: tuple[Callable[[], torch.Tensor], ...]
+    words: Callable[[], list[int]] | None
+    nodes: Any
+    launch: Callable[[Any], None]
+    cached: list[torch.Tensor | None]
+    outputs: tuple[Output, ...]
+
+
+# What running a function of a mode sets running_forwards_with_pending_backwards to.
+PENDING_BACKWARDS = {
+    CompilationMode.FORWARD: True,
+    CompilationMode.BACKWARD: False,
+    CompilationMode.INFERENCE: None,
+}
+
+
+def path_outputs(
+    node: CUDAGraphNode, indices: list[PathOutputIndex]
+) -> tuple[PathOutput, ...]:
+    """Return the outputs at these (depth, index) of a node's path."""
+    path = list(node._path_from_root)
+    return tuple(
+        PathOutput(path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
+        for depth, i in indices
+    )
+
+
+def live_outputs(node: CUDAGraphNode) -> tuple[PathOutput, ...]:
+    """Return the outputs that all_outputs_are_dead looks at."""
+    return path_outputs(node, node.live_indices_after_graph)
+
+
+def replay_plan(
+    node: BoundGraphNode,
+    manager: CUDAGraphTreeManager,
+    mode: CompilationMode,
+    owner: object,
+) -> ReplayPlan:
+    """
+    Return the plan of a recording. Of the nodes of a function on one path it has to be the
+    first; see Controller.may_run.
+    """
+    static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
+    dropped = (
+        i for i in node.cudagraph_managed_idxs if not node.preserved_aliased_inputs[i]
+    )
+    # What torch.cuda.CUDAGraph's methods forward to.
+    graph_type: type[Any] = torch._C._CUDAGraph
+    if not isinstance(node.graph, graph_type):
+        graph_type = type(node.graph)
+    return ReplayPlan(
+        node=node,
+        graph=node.replay_graph,
+        is_outdated=node.request.outdated,
+        manager=manager,
+        executing=ExecutionState.EXECUTION,
+        mark_step=MarkStepBox,
+        tracker=GenerationTracker,
+        local=cudagraph_trees.local,
+        containers=thread_containers,
+        owner=owner,
+        parent=node.parent,
+        live_outputs=live_outputs,
+        dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
+        dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
+        pending_backward=PENDING_BACKWARDS[mode],
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+        num_inputs=1 + max((*static_idxs, *node.bound_input_idxs), default=-1),
+        static=tuple((i, node.static_input_data_ptrs[i]) for i in static_idxs),  # type: ignore[misc]
+        bound=tuple(node.bound_input_idxs),
+        alignment=max(node.alignment, GPU_ALIGN_BYTES),
+        pool=tuple(node.pool_ranges.bounds),
+        dropped=tuple(dropped),
+        restore=node.restore_managed,
+        allocators=tuple(node.allocators),
+        words=node.values.words_for_replay(),
+        nodes=node.binding.nodes,
+        launch=graph_type.replay,
+        cached=node.cached_tensor_outputs,
+        outputs=tuple(outputs_of(node)),
+    )
+
+
+def outputs_of(node: BoundGraphNode) -> list[Output]:
+    """Return what a replay of a node that is steady returns."""
+    outputs = []
+    for i, (alias, metadata, static) in enumerate(
+        zip(node.output_storage_alias, node.outputs_metadata, node.static_output_tensors)
+    ):
+        if i in node.returned_inputs:
+            output = Output("input", node.returned_inputs[i])
+        elif i in node.empty_outputs:
+            output = Output("empty", node.empty_outputs[i])
+        elif static is not None or not isinstance(metadata, dict):
+            output = Output("constant", metadata if static is None else static)
+        elif isinstance(alias, AliasesBoundMemory):
+            output = Output("bound", alias.index)
+        else:
+            output = Output("cached", CachedTensor.of(metadata))
+        outputs.append(output)
+    return outputs
