@@ -50,30 +50,17 @@ SAME_ON_EVERY_DEVICE = OrderedSet(
 SAME_ON_EVERY_DEVICE_FOR_INTEGERS = OrderedSet(
     [
         aten.add.Tensor,
-        aten.bitwise_and.Scalar,
-        aten.bitwise_and.Tensor,
         aten.bitwise_not.default,
-        aten.bitwise_or.Scalar,
-        aten.bitwise_or.Tensor,
-        aten.bitwise_xor.Scalar,
-        aten.bitwise_xor.Tensor,
-        aten.eq.Scalar,
-        aten.eq.Tensor,
-        aten.ge.Scalar,
-        aten.ge.Tensor,
-        aten.gt.Scalar,
-        aten.gt.Tensor,
-        aten.le.Scalar,
-        aten.le.Tensor,
         aten.logical_not.default,
-        aten.lt.Scalar,
-        aten.lt.Tensor,
         aten.mul.Tensor,
-        aten.ne.Scalar,
-        aten.ne.Tensor,
         aten.neg.default,
         aten.sub.Tensor,
         aten.where.self,
+        *(
+            overload
+            for name in ("bitwise_and", "bitwise_or", "bitwise_xor", "eq", "ge", "gt", "le", "lt", "ne")
+            for overload in (getattr(aten, name).Scalar, getattr(aten, name).Tensor)
+        ),
     ]
 )
 

@@ -110,12 +110,19 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     updater = FakeTensorUpdater(graph)
     ConstructorMoverPass(get_gpu_type())(graph)
     updater.incremental_update()
-    placement = Placement(graph)
-    if placement.run():
-        stable_topological_sort(graph)
-        # Inductor would run operations that were computed at compile time: not all of them
-        # fuse away.
-        graph.eliminate_dead_code(lambda node: node not in placement.computed)
+    callers = graph.owning_module.meta.get(CALLERS)
+    if callers is not None and not INLINES_GRAPHS.isdisjoint(callers):
+        return
+    found = [*crossings(graph)]
+    if not found:
+        return
+    # Inductor gives the code of a subgraph no constants that a pass adds.
+    placement = Placement(graph, found, adds_constants=callers is None)
+    placement.run()
+    stable_topological_sort(graph)
+    # Inductor would run operations that were computed at compile time: not all of them fuse
+    # away.
+    graph.eliminate_dead_code(lambda node: node not in placement.computed)
 
 
 class Placement:
@@ -123,19 +130,26 @@ class Placement:
     The counterparts of the CPU values of one graph.
 
     Args:
-        graph: Where ``run`` inserts counterparts.
+        graph: where ``run`` inserts counterparts
+        found: the CPU values that GPU code reads
+        adds_constants: whether values may be computed at compile time
     """
 
-    def __init__(self, graph: torch.fx.Graph) -> None:
+    def __init__(
+        self,
+        graph: torch.fx.Graph,
+        found: Sequence[Crossing],
+        *,
+        adds_constants: bool,
+    ) -> None:
         self.graph = graph
+        self.found = found
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.transfers_before = transfers_to_host_before(graph)
         self.draws_before = random_draws_before(graph)
         self.recomputable = recomputable_values(graph)
-        callers = graph.owning_module.meta.get(CALLERS)
-        self.is_inlined = callers is not None and not INLINES_GRAPHS.isdisjoint(callers)
-        # Inductor gives the code of a subgraph no constants that a pass adds.
-        self.known = OrderedSet() if callers is not None else known_values(graph)
+        self.known = known_values(graph) if adds_constants else OrderedSet()
+        self.exposed = exposed_storages(graph)
         # Results of nodes that were computed at compile time.
         self.computed: dict[torch.fx.Node, Any] = {}
         self.counterparts: dict[
@@ -146,20 +160,15 @@ class Placement:
         # The first node on the GPU that reads a value. The report shows its line.
         self.first_user: dict[torch.fx.Node, torch.fx.Node] = {}
 
-    def run(self) -> bool:
-        """Change the graph. Return whether it changed: its nodes are then unsorted."""
-        found = [] if self.is_inlined else list(crossings(self.graph))
-        if not found:
-            return False
-        exposed = exposed_storages(self.graph)
-        self.find_non_blocking(found)
-        self.deliver(found)
-        for crossing in found:
+    def run(self) -> None:
+        """Change the graph. Its nodes are not in topological order afterwards."""
+        self.find_non_blocking()
+        self.deliver()
+        for crossing in self.found:
             with self.graph.inserting_before(crossing.user):
-                self.replace(crossing, exposed)
-        return True
+                self.replace(crossing)
 
-    def replace(self, crossing: Crossing, exposed: OrderedSet[int | None]) -> None:
+    def replace(self, crossing: Crossing) -> None:
         """Make the user of a value read the counterpart, if the value can have one."""
         value, user = crossing.value, crossing.user
         counterpart = self.counterpart(value, crossing.device)
@@ -168,7 +177,7 @@ class Placement:
         if not crossing.is_copy:
             user.replace_input_with(value, counterpart)
             return
-        if get_node_storage(user) in exposed:
+        if get_node_storage(user) in self.exposed:
             # Counterparts may share a buffer, and may be memory that all calls share.
             counterpart = self.call_like(user, aten.clone.default, (counterpart,))
         user.replace_all_uses_with(counterpart)
@@ -176,10 +185,10 @@ class Placement:
 
     # Delivered values.
 
-    def find_non_blocking(self, found: Sequence[Crossing]) -> None:
+    def find_non_blocking(self) -> None:
         """Fill ``non_blocking``."""
         blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
-        for c in found:
+        for c in self.found:
             for value in (c.value, *self.values_to_deliver(c.value)):
                 # The host computes anything but a view at once, and waits for the value.
                 is_view = get_node_storage(value) == get_node_storage(c.value)
@@ -203,10 +212,10 @@ class Placement:
             return []
         return [i for i in value.all_input_nodes if is_on_cpu(i)]
 
-    def deliver(self, found: Sequence[Crossing]) -> None:
+    def deliver(self) -> None:
         """Insert a delivery for each group of small values that are there together."""
         groups: dict[tuple[int, int, torch.device], OrderedSet[torch.fx.Node]] = {}
-        for c in found:
+        for c in self.found:
             self.first_user.setdefault(c.value, c.user)
             for value in self.values_to_deliver(c.value):
                 self.first_user.setdefault(value, c.user)
