@@ -17,7 +17,6 @@ output of a function that is not ours, is staged, that is copied first, as trees
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import dataclasses
 import functools
@@ -65,6 +64,7 @@ from torch._inductor.pygraph.capture.shared import (
     InputHeld,
     is_lazy,
     is_steady,
+    lies_within,
     NoTrees,
     renew,
 )
@@ -172,8 +172,7 @@ class PoolRanges:
             self.bounds += (start, start + segment["total_size"])
 
     def __contains__(self, address: int) -> bool:
-        # Bounds alternate between the start and the end of a segment.
-        return bisect.bisect_right(self.bounds, address) % 2 == 1
+        return lies_within(self.bounds, address)
 
 
 def write(t: torch.Tensor, values: torch.Tensor) -> None:

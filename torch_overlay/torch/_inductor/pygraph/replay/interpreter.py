@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.capture.shared import are_aligned, is_lazy, renew
+from torch._inductor.pygraph.capture.shared import (
+    are_aligned,
+    is_lazy,
+    lies_within,
+    renew,
+)
 
 
 if TYPE_CHECKING:
@@ -141,8 +145,7 @@ class Replay:
         for t in tensors:
             if not isinstance(t, torch.Tensor) or is_lazy(t):
                 return None
-            # Bounds alternate between the start and the end of a segment.
-            if bisect.bisect_right(plan.pool, t.data_ptr()) % 2 == 1:
+            if lies_within(plan.pool, t.data_ptr()):
                 return None
         if not are_aligned((t.data_ptr() for t in tensors), plan.alignment):  # type: ignore[union-attr]
             return None
