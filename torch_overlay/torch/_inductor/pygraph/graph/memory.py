@@ -18,6 +18,8 @@ from torch._inductor.pygraph.graph.placeholder import tensor_at
 
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from torch.cuda import _POOL_HANDLE
@@ -36,6 +38,16 @@ def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
     ]
 
 
+def lies_within(bounds: Sequence[int], address: int) -> bool:
+    """
+    Return whether an address lies in one of several ranges.
+
+    Args:
+        bounds: the start and the end of each range, in ascending order
+    """
+    return bisect.bisect_right(bounds, address) % 2 == 1
+
+
 class PoolRanges:
     """The address ranges of a memory pool's segments."""
 
@@ -46,8 +58,7 @@ class PoolRanges:
             self.bounds += (start, start + segment["total_size"])
 
     def __contains__(self, address: int) -> bool:
-        # Bounds alternate between the start and the end of a segment.
-        return bisect.bisect_right(self.bounds, address) % 2 == 1
+        return lies_within(self.bounds, address)
 
 
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import bisect
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.memory import lies_within
 from torch._inductor.pygraph.trees.cached import are_aligned, is_lazy, renew
 
 
@@ -141,8 +141,7 @@ class Replay:
         for t in tensors:
             if not isinstance(t, torch.Tensor) or is_lazy(t):
                 return None
-            # Bounds alternate between the start and the end of a segment.
-            if bisect.bisect_right(plan.pool, t.data_ptr()) % 2 == 1:
+            if lies_within(plan.pool, t.data_ptr()):
                 return None
         if not are_aligned((t.data_ptr() for t in tensors), plan.alignment):  # type: ignore[union-attr]
             return None

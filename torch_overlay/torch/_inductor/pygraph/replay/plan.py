@@ -22,21 +22,21 @@ Not checked again: whether a mutated input is bound and whether the function was
 which a recording implies. A new generation does not end the path: trees try the children
 first too. Where several recordings would do, any of them is right.
 
-Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. Both
-may touch these attributes of trees and no others, the compiled one by name:
+Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They
+touch these attributes of trees and no others. The compiled one knows their names in one
+place, trees.cpp:
 
-==========================================  ==============================================
-``CUDAGraphTreeManager._current_node``      read, set to ``node``
-``CUDAGraphTreeManager.path_state``         read; set to EXECUTION where a path begins
-``CUDAGraphTreeManager.current_gen``        set, as ``update_generation`` does
-``...running_forwards_with_pending_...``    set to ``pending_backward``
-``MarkStepBox.mark_step_counter``           read, for the generation
-``GenerationTracker.generation``            read, for the generation
-``local.tree_manager_containers``           read, for the thread
-``StorageWeakRefWrapper.extra_ref_check``   read: None if the node does not cache the output
-``cached_tensor_outputs``                   of nodes of the path: the lists, held by a plan
-``outputs_weakrefs``                        likewise
-==========================================  ==============================================
+- ``_current_node`` of the manager: read, set to ``node``
+- ``path_state`` of the manager: read, set to EXECUTION where a path begins
+- ``current_gen`` of the manager: set, as update_generation does
+- ``running_forwards_with_pending_backwards`` of the manager: set to ``pending_backward``
+- ``MarkStepBox.mark_step_counter``, ``GenerationTracker.generation``: read
+- ``local.tree_manager_containers``: read, to know the thread
+- ``extra_ref_check`` of a StorageWeakRefWrapper: None if no node caches the output
+
+Of the nodes of the path a plan has the lists ``outputs_weakrefs`` and
+``cached_tensor_outputs``, which change in place. What else changes between calls is in cells
+and in a TreeState; see types/replay_state.py.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ def replay_plan(
 
 
 def outputs_of(node: BoundGraphNode) -> list[Output]:
-    """Return what a replay of a node that is steady returns."""
+    """Return what a replay returns, of a node for which is_steady holds."""
     outputs = []
     for i, (alias, metadata, static) in enumerate(
         zip(node.output_storage_alias, node.outputs_metadata, node.static_output_tensors)

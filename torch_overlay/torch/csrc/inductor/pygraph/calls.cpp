@@ -27,8 +27,8 @@ struct {
   PyObject* detach;
 } names;
 
-// torch._as_tensor_fullprec. It makes the tensor of a float itself, in a tenth
-// of the time, unless the thread is in a mode: fake tensors, functorch.
+// torch._as_tensor_fullprec. Makes the tensor of a float here, in a tenth of the
+// time, unless the thread is in a mode such as fake tensors or functorch.
 PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   if (PyFloat_CheckExact(value) &&
@@ -45,7 +45,7 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
       ? PyObject_CallMethod(torch.get(), "_as_tensor_fullprec", "O", value)
       : nullptr;
 }
-// Dynamo compiles no Python that is called while this lives, as in disable().
+// Keeps Dynamo from compiling Python that is called meanwhile, as disable() does.
 class NoDynamo {
  public:
   explicit NoDynamo(PyObject* set)
@@ -66,7 +66,8 @@ class NoDynamo {
   Ref prior_;
 };
 
-// See direct.py, which makes it, for what lies between the two and why that has
+// What compiled bytecode calls to replay an inference graph of one partition.
+// calls/direct.py makes it, and says which layers it leaves out and why they have
 // nothing to do.
 struct Direct {
   Direct(PyObject* args, PyObject* kwargs) {
@@ -174,8 +175,8 @@ struct Direct {
     return PyObject_Vectorcall(self.slow.get(), args, nargs, kwnames);
   }
 
-  // What is replaced in the list when the decision changes. Who profiles or
-  // debugs sees every layer.
+  // A decision against the graph replaces the replay in the list. With a profiler
+  // or a debugger the call goes through every layer.
   bool has_replay() const {
     return PyList_CheckExact(partitions.get()) &&
         PyList_GET_SIZE(partitions.get()) == 1 &&
@@ -185,19 +186,19 @@ struct Direct {
         PyDict_GetItem(debug.get(), names.record_graph_execution) == Py_False;
   }
 
-  // The recordings in turn, as Replay.general has them. What none of them was
-  // recorded for goes the slow way from its beginning: arguments are the
-  // caller's for as long as the call takes, so that none can be lost.
+  // Tries the recordings in turn, as Replay.general has them. A call that none of
+  // them fits takes the slow path from its beginning. The caller has the
+  // arguments for as long as the call takes, so that none is lost.
   PyObject* replay(PyObject* const* args) {
-    // Others may replace it while a stage lets them run.
+    // Another thread may replace it while a stage releases the GIL.
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
     // For the stages too.
     check_not_captured(Boxed<Replay>::of(fn.get()).is_capturing);
     NoDynamo no_dynamo(set_eval_frame.get());
     c10::AutoGradMode no_grad(false);
-    // Both may be done again by the slow way: it packs the same bytes to the
-    // same places, and to a stage they are what it holds, or are copied again
-    // from pinned memory.
+    // The slow path may do both again. It packs the same bytes to the same
+    // places. A stage holds the value already, or copies it again from pinned
+    // memory.
     Given given;
     for (const auto& [pack, values] : packs) {
       const auto& of_pack = values;
@@ -233,7 +234,7 @@ struct Direct {
     }
   }
 
-  // What the partition is called with.
+  // The inputs of the partition.
   Ref listed(PyObject* const* args, const c10::SmallVector<Ref, 4>& staged)
       const {
     Ref list = checked(PyList_New(inputs.size()));
@@ -246,7 +247,7 @@ struct Direct {
     return list;
   }
 
-  // The graph's outputs, of its partition's.
+  // The graph's outputs, given the partition's.
   PyObject* in_order(PyObject* of_partition) const {
     if (is_in_order) {
       return of_partition;
@@ -279,18 +280,18 @@ struct Direct {
   Ref profiler;
   Ref debug;
   Py_ssize_t num_args = 0;
-  // Each with its arguments, or argument.
+  // Each with the positions of its arguments.
   std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
   std::vector<std::pair<Ref, Py_ssize_t>> stages;
   Py_ssize_t num_outputs = 0;
-  // Of the arguments, followed by what is staged.
+  // Positions in the arguments, which the staged values follow.
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;
   bool is_in_order = false;
 };
 
-// What compiled bytecode calls to run a training graph: see runtime_wrapper in
-// training.py, whose wrapper does the same, for the arguments.
+// What compiled bytecode calls to run a training graph. runtime_wrapper in
+// calls/training.py does the same, and explains the arguments.
 struct Training {
   Training(PyObject* args, PyObject* kwargs) {
     static const char* keywords[] = {
@@ -351,9 +352,8 @@ struct Training {
     });
   }
 
-  // The first call is analysed, where that is set, and who profiles sees every
-  // layer. A wrapper of one of functorch's transforms that is gone has to be
-  // unwrapped.
+  // Not steady: a first call that AOTAutograd analyses, a call under a profiler,
+  // and an argument that a functorch transform, which has ended, still wraps.
   bool is_steady(PyObject* const* args, Py_ssize_t num_args) const {
     auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
     return PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
@@ -459,7 +459,7 @@ struct Training {
   Py_ssize_t num_outputs = 0;
 };
 
-// saved(outputs, start): what saved_tensors in training.py returns.
+// saved(outputs, start): returns the same as saved_tensors in calls/training.py.
 PyObject* saved(PyObject* /*module*/, PyObject* args) {
   return guarded([&]() -> PyObject* {
     PyObject* outputs = nullptr;
@@ -488,12 +488,12 @@ PyObject* saved(PyObject* /*module*/, PyObject* args) {
   });
 }
 
-// Link(object, next): does all that `object` does, but knows its
-// _torchdynamo_orig_backend: `next`, or that there is none if it is None.
+// Link(object, next): does all that `object` does. Its _torchdynamo_orig_backend
+// is `next`; it has none if `next` is None.
 //
-// In each frame Dynamo follows that attribute from its callback to an object
-// without one, the backend, by char*: for objects of Python a string a step and
-// an exception in the end.
+// In each frame Dynamo follows that attribute from its callback to the backend,
+// which has none. Dynamo asks by char*: for a Python object each step makes a
+// string, and the last one raises an exception.
 struct Link {
   Link(PyObject* args, PyObject* /*kwargs*/) {
     PyObject *of = nullptr, *to = nullptr;
@@ -552,8 +552,8 @@ struct Link {
   Ref next;
 };
 
-// NoHooks(general): whether the thread has no hooks of saved tensors, or else
-// what `general` says. A guard of each frame.
+// NoHooks(general): true if the thread has no hooks of saved tensors, and else
+// what `general` returns. Dynamo calls it as a guard of each frame.
 struct NoHooks {
   NoHooks(PyObject* args, PyObject* /*kwargs*/) {
     PyObject* slow = nullptr;
