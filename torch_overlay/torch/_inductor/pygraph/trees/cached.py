@@ -7,7 +7,6 @@ The program may have changed a cached tensor in any way while it had it.
 
 from __future__ import annotations
 
-import bisect
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -16,7 +15,7 @@ from torch._inductor.cudagraph_trees import AliasesBoundMemory
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch._inductor.cudagraph_trees import CUDAGraphNode
     from torch._inductor.pygraph.graph.driver import DriverError
@@ -98,14 +97,6 @@ def is_lazy(t: torch.Tensor) -> bool:
 def are_aligned(pointers: Iterable[int], alignment: int) -> bool:
     """Return whether all addresses are multiples of ``alignment``."""
     return not any(pointer % alignment for pointer in pointers)
-
-
-def lies_within(bounds: Sequence[int], address: int) -> bool:
-    """
-    Return whether an address lies in one of the ranges with these bounds: the start and the
-    end of each range, in ascending order.
-    """
-    return bisect.bisect_right(bounds, address) % 2 == 1
 
 
 def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
