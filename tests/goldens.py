@@ -1,0 +1,839 @@
+"""
+Goldens: what the engine generates, reports and decides, to compare a changed tree with.
+
+    python tests/goldens.py --write FILE [--texts DIR]
+    python tests/goldens.py --check FILE [--texts DIR] [--quick] [--only REGEX]
+
+It needs no GPU. An entry of the file is one of:
+
+program/N       a random program, compiled for a pretended GPU
+model/NAME      a case of the benchmarks in a small size, compiled alike
+selection/N     a function in simulated time, until a candidate is deployed
+prelude/N       the same, of a graph that may set its nodes itself
+record/N        random steps of a program on the modelled device
+
+Each part of an entry is compared by itself:
+
+code        hashes of the generated code of each graph, by setting
+structure   numbers and names: kernels, partitions, blockers, choices, calls
+where       the text of the lines that a report points at
+words       reasons in words; numbers are "#"
+
+Differences of words are shown as one table of old and new words, so that a change of wording
+can be told from a change of behaviour. The texts that --write leaves in DIR show a difference
+of code as a diff. The random programs are in FILE, so that no entry depends on their generator.
+
+The adapters below are all that knows the names of the engine. Code that moves takes an edit there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import gc
+import hashlib
+import importlib.util
+import itertools
+import json
+import linecache
+import random
+import re
+import sys
+import types
+import unittest
+import warnings
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Entry = dict[str, Any]
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("code", "structure", "where", "words")
+
+# How a program is compiled: Inductor alone, with stock CUDA graphs, with PyGraph.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "stock": {"triton.cudagraphs": True},
+    "pygraph": {"pygraph": True},
+}
+
+# By kind of program: how many are drawn, and the features that they must and must not have.
+DRAWN = {
+    "without_items": (30, (), ("item", "backward")),
+    "items": (10, ("item",), ("backward",)),
+    "backward": (20, ("backward",), ("item", "backward: CPU")),
+}
+SELECTIONS = 300
+PRELUDES = 40
+RECORDS = 60
+
+# Cases of the benchmarks that need no package beside torch, compile in seconds and have a graph
+# without values, which nothing has there.
+MODELS = (
+    *("pointwise_16x4MiB", "mlp_20x64", "mlp_bf16_2x4096", "sdpa_bf16", "conv2d", "mutated_input_mlp"),
+    *("cpu_sum", "cpu_scalar_and_operator", "cpu_index", "cpu_scalar_output", "cpu_constructor_output", "cpu_dtypes"),
+    *("cpu_element", "cpu_expression", "cpu_division", "cpu_scalar_mutated", "python_float", "cpu_item", "cpu_output"),
+    *("cpu_in_the_middle", "numpy_attribute", "cpu_scalar_attribute", "cpu_tensor_attribute", "cpu_table"),
+    *("cpu_tensor_input", "cpu_tensor_in_the_middle", "mutated_input", "branch_on_sum"),
+    *("llama_decode", "llama_sessions", "moe_decode", "xlnet_cpu_positions", "dit_step", "gat_train", "ppo_update"),
+    *("cartpole_rollout", "dlrm_dcn", "shallow_water"),
+    *("eos", "tke", "deeprecommender_train", "deeprecommender_infer", "dlrm", "speech_transformer", "mm_clip"),
+    *("dcgan_train", "lcnet", "bert_pretraining"),
+    *("train_mlp", "train_chain", "chain_mixed", "recommender", "item_decoder", "cache_16MiB", "attention_small"),
+)
+
+# What the fast tests compare: each n-th entry, and some models.
+QUICK_EACH = {"program": 5, "selection": 1, "prelude": 1, "record": 3}
+QUICK_MODELS = ("cpu_sum", "cpu_in_the_middle", "eos", "train_mlp")
+
+
+# The adapters
+
+
+def module_at(path: str) -> types.ModuleType:
+    """A test file, as a module."""
+    file = ROOT / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[file.stem] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def new_graph_reports() -> Callable[[], list[Any]]:
+    """Forget reports, and return a function that lists those of graphs since then."""
+    from torch._inductor.pygraph import report, reset_report
+
+    reset_report()
+    return lambda: report().graphs
+
+
+def draw_programs() -> dict[str, dict[str, Any]]:
+    """Draw random programs; each kind from a seed of its own."""
+    import hypothesis
+    from hypothesis.internal.conjecture import providers
+
+    from torch.testing._internal.pygraph_programs import programs
+
+    drawn: dict[str, dict[str, Any]] = {}
+    for kind, (count, needed, without) in DRAWN.items():
+        found: list[Any] = []
+        settings = hypothesis.settings(
+            max_examples=40 * count,
+            phases=[hypothesis.Phase.generate],
+            database=None,
+            deadline=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
+        # Hypothesis also draws constants of the modules that are imported by then.
+        constants = mock.patch.object(
+            providers, "_get_local_constants", lambda: providers._local_constants, create=True
+        )
+        with constants:
+            hypothesis.seed(0)(settings(hypothesis.given(programs(without, calls=False))(lambda p: found.append(p))))()
+        # The first ones are tiny, and the largest ones take long.
+        sources = {p.source(check=False): p for p in found if p.features.issuperset(needed)}
+        chosen = sorted(sources, key=lambda source: (abs(len(source) - 1500), source))[:count]
+        if len(chosen) < count:
+            raise RuntimeError(f"{len(chosen)} programs {kind}, not {count}")
+        for source in chosen:
+            program = sources[source]
+            drawn[f"{len(drawn):03}"] = {
+                "source": source,
+                "backward": program.backward,
+                "no_grad": program.no_grad,
+            }
+    return drawn
+
+
+class Selecting:
+    """
+    The selection of one function in simulated time.
+
+    Args:
+        mode: "inference", "forward" or "backward"
+        how: "selected", "forced" or "remembered"
+        uncaptured: runs the function without a graph
+        record: called with the way to bind inputs. It returns what replays the recording, or
+            None while another thread records
+        forget: whether a recording can be dropped now
+        around: choices of other functions of the same path, "even" for one that waits
+    """
+
+    def __init__(
+        self,
+        mode: str,
+        how: str,
+        uncaptured: Callable[[], None],
+        record: Callable[[str], Callable[[], None] | None],
+        forget: Callable[[], bool],
+        around: Callable[[], list[str]],
+    ) -> None:
+        from torch._dynamo.utils import counters
+        from torch._inductor.pygraph import FunctionReport, select, store
+        from torch.utils._ordered_set import OrderedSet
+
+        self.counters = counters["pygraph"]
+        self.counters.clear()
+        # A sum of all functions before this one.
+        select.Samples.own_us = 0.0
+        self.undecided = "undecided"
+        self.function = select.Function(FunctionReport("f", mode), OrderedSet(), reused_input_idxs=OrderedSet())
+        self.function.has_stepped = True
+        self.deployments = 0
+        self.deployed: Callable[[list[Any]], Any] | None = None
+
+        def run(candidate: Callable[[], None]) -> Callable[[list[Any]], list[Any]]:
+            return lambda inputs: candidate() or []
+
+        def recorded(inputs: list[Any]) -> tuple[Any, list[Any]]:
+            binding = self.function.binding if self.function.binds_inputs else select.COPY
+            before = self.function.id
+            self.function.id = f"id {self.function.recordings + 1}"
+            replay = record(binding)
+            if replay is None:
+                self.function.id = before
+                return None, []
+            self.function.recordings += 1
+            return run(replay), []
+
+        def neighbours(id: Any) -> OrderedSet[Any]:
+            functions = OrderedSet()
+            for choice in around():
+                other = select.Function(FunctionReport("other", mode), OrderedSet(), reused_input_idxs=OrderedSet())
+                other.is_even = choice == "even"
+                other.report.choice = self.undecided if other.is_even else choice
+                functions.add(other)
+            return functions
+
+        self.selection = select.Selection(
+            self.function,
+            run(uncaptured),
+            recorded,
+            self.deploy,
+            lambda id: forget(),
+            neighbours,
+            0,
+            is_forced=how == "forced",
+            remembered=store.Decision(select.NODE_UPDATE, "measured", {}) if how == "remembered" else None,
+        )
+        if how == "forced":
+            select.decide(self.function, select.NODE_UPDATE, "forced")
+
+    def deploy(self, fn: Callable[[list[Any]], Any]) -> None:
+        self.deployments += 1
+        self.deployed = fn
+
+    def call(self) -> None:
+        (self.deployed or self.selection)([])
+
+    @property
+    def is_decided(self) -> bool:
+        return self.function.report.choice != self.undecided
+
+    @property
+    def is_deployed(self) -> bool:
+        return self.deployed not in (None, self.selection)
+
+    def refuse(self, is_capturable: bool) -> None:
+        """What was recorded is not bound, or not captured at all."""
+        self.function.is_capturable = is_capturable
+        self.function.unbind("refused")
+
+    def copies(self, nbytes: int) -> None:
+        """A replay copies so many bytes of inputs."""
+        self.function.note_copied_bytes(nbytes)
+
+    def sets_nodes(self, count: int) -> None:
+        """The host sets so many nodes in a replay."""
+        self.function.report.updated_nodes = count
+
+    def look(self) -> Entry:
+        report = self.function.report
+        return {
+            "structure": {
+                "choice": report.choice,
+                "deployments": self.deployments,
+                "recordings": self.function.recordings,
+                "timings": {name: round(us, 1) for name, us in sorted(report.timings_us.items())},
+                "counters": dict(sorted(self.counters.items())),
+            },
+            "words": [report.reason],
+        }
+
+
+def selecting_simulation() -> types.ModuleType:
+    """What has Simulation and NoisySimulation."""
+    return module_at("torch_overlay/test/inductor/test_pygraph_select.py")
+
+
+class Recording:
+    """Runs random programs on the modelled device."""
+
+    def __init__(self) -> None:
+        self.module = module_at("torch_overlay/test/inductor/test_pygraph_record.py")
+        self.steps = self.module.STEPS
+        # So that collecting looks at what a program leaves, and not at all modules.
+        gc.collect()
+        gc.freeze()
+
+    def run(self, force: str | None, times: list[float], steps: list[tuple[str, int, int, bool]]) -> Entry:
+        """``times``: of the candidates that are timed, one after the other, if nothing is forced."""
+        from torch._dynamo.utils import counters
+        from torch._inductor import cudagraph_trees as trees
+        from torch._inductor.pygraph import report, select
+
+        found: Entry = {}
+
+        class Run(self.module.RecordTest):
+            def runTest(self) -> None:
+                trees.MarkStepBox.mark_step_counter = 0
+                program = module.Program(self, force)
+                # The values are what the engine's own tests compare, after each step.
+                for name, k, j, is_new in steps:
+                    if is_new:
+                        module.new_generation()
+                    getattr(program, name)(k, j)
+                program.check()
+                functions = [(f.name, f.mode, f.choice, f.kernel_nodes, f.updated_nodes) for f in report()]
+                found["structure"] = {
+                    "functions": [*zip(program.deployed, functions, strict=True)],
+                    "copied_bytes": [[f.stock_copied_bytes, f.copied_bytes] for f in report()],
+                    "counters": dict(sorted(counters["pygraph"].items())),
+                }
+                found["words"] = [f.reason for f in report()]
+
+        module = self.module
+        costs = (select.Cost(*[select.Estimate(us)] * 3) for us in itertools.cycle(times))
+        result = unittest.TestResult()
+        with (
+            mock.patch.multiple(select, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
+            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+        ):
+            unittest.TestSuite([Run()]).run(result)
+        # Without the counters that tests end with.
+        for _, message in (*result.errors, *result.failures):
+            raise RuntimeError(message)
+        return found
+
+
+@contextlib.contextmanager
+def benchmarks() -> Iterator[Any]:
+    """The package of the benchmarks' cases."""
+    path = str(ROOT / "torch_overlay" / "benchmarks" / "dynamo")
+    sys.path.insert(0, path)
+    try:
+        from pygraph import cases, program
+
+        yield types.SimpleNamespace(cases=cases.CASES, program=program)
+    finally:
+        sys.path.remove(path)
+
+
+# Generated code and reports
+
+
+NORMALIZED = (
+    # Where a kernel was written, and the build of Triton and torch that would compile it.
+    (re.compile(r"^# kernel path: .*\n", re.M), ""),
+    (re.compile(r"'backend_hash': '\w*'"), "'backend_hash': ''"),
+    # They count what the process compiled before.
+    (re.compile(r"# AOT ID: \['\d+_"), "# AOT ID: ['"),
+    # Modules of PyGraph move; the names that code imports from them tell what it calls.
+    (re.compile(r"\bfrom torch\._inductor\.pygraph[\w.]* import"), "from pygraph import"),
+    (re.compile(r"\bimport torch\._inductor\.pygraph[\w.]*"), "import pygraph"),
+    (re.compile(r"\btorch\._inductor\.pygraph\.(?:\w+\.)*(\w+)"), r"pygraph.\1"),
+    # Objects, files of this machine, and the arguments of this process.
+    (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
+    (re.compile(r"(?<![\w.])/[^\s'\"<>()]*/(?=[\w.-]+\.(?:py|h|cpp)\b)"), ""),
+    (re.compile(r"compiled_module_main\('[^']*'"), "compiled_module_main(''"),
+)
+
+
+def normalized(source: str) -> str:
+    for pattern, replacement in NORMALIZED:
+        source = pattern.sub(replacement, source)
+    return source
+
+
+def hash_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def lines_at(source: str) -> str:
+    """The text of "file:line in function" or "file:first-last in function"; lines move when code does."""
+    match = re.fullmatch(r"(.*):(\d+)(?:-(\d+))? in (\S+)", source)
+    if match is None:
+        return source
+    file, first, last, function = match.groups()
+    texts = [linecache.getline(file, int(line)).strip() for line in (first, last) if line]
+    # Functions that go on after a graph break are named after their line.
+    return re.sub(r"(_at)_\d+$", r"\1", f"{' ... '.join(dict.fromkeys(texts))} in {function}")
+
+
+def compiled_entry(run: Callable[[dict[str, Any]], None], keep: Callable[[str, str], None]) -> Entry:
+    """
+    ``run`` compiles with Inductor's options and calls; ``keep`` gets a name and a text for each
+    graph.
+    """
+    from torch.testing._internal.fake_cuda import fake_cuda
+
+    entry: Entry = {"code": {}, "structure": {}, "where": {}, "words": {}}
+    for setting, options in SETTINGS.items():
+        reports = new_graph_reports()
+        error = None
+        with (
+            warnings.catch_warnings(),
+            # As many threads as the machine has would be in the code.
+            torch._inductor.config.patch({"cpp.threads": 1}),
+            fake_cuda() as graphs,
+        ):
+            warnings.simplefilter("ignore")
+            try:
+                run(options)
+            except Exception as e:
+                # Nothing has a value there, so that a program may end where it reads one.
+                error = type(e).__name__
+        texts = [normalized(graph.source) for graph in graphs]
+        for number, text in enumerate(texts):
+            keep(f"{setting}.{number}", text)
+        structure: dict[str, Any] = {"graphs": [graph_structure(graph) for graph in graphs]}
+        if error:
+            structure["error"] = error
+        words = [w for graph in graphs for w in graph_words(graph)]
+        where: list[str] = []
+        if found := reports():
+            structure["reports"] = [report_structure(report) for report in found]
+            words += [w for report in found for w in report_words(report)]
+            where += [lines_at(w) for report in found for w in report_where(report)]
+        entry["code"][setting] = [hash_of(text) for text in texts]
+        entry["structure"][setting] = structure
+        entry["where"][setting] = where
+        entry["words"][setting] = words
+    return entry
+
+
+def graph_structure(graph: Any) -> list[Any]:
+    return [
+        "backward" if graph.is_backward else "forward",
+        bool(graph.skip_reason),
+        [[p.captured, p.kernels, p.copied, p.mutated, p.cpu_inputs, len(p.reasons)] for p in graph.partitions],
+        len(graph.inputs),
+        # Without weights that are only read.
+        [[i.name, i.origin, i.nbytes, i.static, i.mutated] for i in graph.inputs if i.mutated or not i.static],
+    ]
+
+
+def graph_words(graph: Any) -> list[str]:
+    return [
+        (graph.skip_reason or "").partition("Found from")[0].strip(),
+        *(r for p in graph.partitions for r in p.reasons),
+    ]
+
+
+def report_structure(report: Any) -> list[Any]:
+    return [
+        report.mode,
+        bool(report.skip_reason),
+        [
+            [p.kernels, [b.op for b in p.blockers], [[v.name, v.type, v.how] for v in p.cpu_values]]
+            for p in report.partitions
+        ],
+    ]
+
+
+def report_words(report: Any) -> list[str]:
+    return [report.skip_reason, *(b.reason for p in report.partitions for b in p.blockers)]
+
+
+def report_where(report: Any) -> list[str]:
+    return [
+        report.source,
+        *(
+            source
+            for p in report.partitions
+            for source in (p.source, *(b.source for b in p.blockers), *(v.source for v in p.cpu_values))
+        ),
+    ]
+
+
+def program_entry(name: str, program: dict[str, Any], keep: Callable[[str, str], None]) -> Entry:
+    filename = f"<program {name}>"
+    source = program["source"]
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+
+    def run(options: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        random.seed(0)
+        script: dict[str, Any] = {"__name__": "program"}
+        exec(compile(source, filename, "exec"), script)
+        model, kept = script["make"]()
+        function = torch.compile(model, options=options)
+        args = script["arguments"](kept)
+        with torch.no_grad() if program["no_grad"] else contextlib.nullcontext():
+            outputs = function(*args)
+        if program["backward"]:
+            roots = [t for t in outputs if isinstance(t, torch.Tensor) and t.requires_grad]
+            torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+
+    return compiled_entry(run, keep)
+
+
+def module_to(module: torch.nn.Module, device: torch.device, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Replace ``Module.to``, which swaps fake tensors that others refer to: that crashes the interpreter."""
+    moved: dict[int, Any] = {}
+
+    def move(t: torch.Tensor) -> torch.Tensor:
+        if id(t) not in moved:
+            new = t.detach().to(device, dtype if t.is_floating_point() else None)
+            if isinstance(t, torch.nn.Parameter):
+                new = torch.nn.Parameter(new, t.requires_grad)
+            moved[id(t)] = t, new
+        return moved[id(t)][1]
+
+    for part in module.modules():
+        for tensors in (part._parameters, part._buffers):
+            tensors.update({name: move(t) for name, t in tensors.items() if t is not None})
+    return module
+
+
+def model_entry(package: Any, name: str, keep: Callable[[str, str], None]) -> Entry:
+    case, build = package.cases[name], package.program
+
+    def run(options: dict[str, Any]) -> None:
+        device = torch.device("cuda")
+        with mock.patch.object(torch.nn.Module, "to", module_to):
+            module = build.build(case, device, small=True)
+        build.seed()
+        with device:
+            args, kwargs = case.inputs(True)
+        for attribute in case.attributes:
+            setattr(module, attribute, kwargs.pop(attribute))
+        # Without what Program does besides: copies of modules with fake weights crash the interpreter.
+        function, is_training = torch.compile(module, options=options), case.mode == "training"
+        with torch.set_grad_enabled(is_training), torch.autocast("cuda", case.dtype, enabled=case.autocast):
+            outputs = function(*args, **kwargs)
+        if is_training:
+            build.loss_of(outputs).backward()
+
+    return compiled_entry(run, keep)
+
+
+# Decisions
+
+
+def scenario(name: str) -> dict[str, Any]:
+    """What a simulated program does. Times are (host, device) in microseconds."""
+    draw = random.Random(name)
+    chance = lambda percent: draw.random() * 100 < percent  # noqa: E731
+    host, device = 10 ** draw.uniform(1, 3.5), 10 ** draw.uniform(0, 3.7)
+    # Some graphs are as good as none.
+    of_host = draw.uniform(0.98, 1.02) if chance(25) else draw.uniform(0.02, 1.4)
+    found = {
+        "mode": draw.choice(("inference", "inference", "inference", "forward", "backward")),
+        "how": draw.choice(("selected",) * 8 + ("forced", "remembered")),
+        "noise": chance(30),
+        "waits": chance(30),
+        "uncaptured": (host, device),
+        "graph": (of_host * host, draw.uniform(0.9, 1.1) * device),
+        "prelude": (draw.uniform(0.3, 1.3) * of_host * host, draw.uniform(0.95, 1.2) * device),
+        "rest": (10 ** draw.uniform(0, 3), 10 ** draw.uniform(0, 3)),
+        "cold": draw.choice((0, 0, 0, 0.5, 2)),
+        "pause": (draw.randrange(2, 9), draw.uniform(1e3, 1e5)) if chance(10) else None,
+        "updated_nodes": draw.randrange(1, 32),
+        # Of which call of a graph something else becomes true; 0 is its recording.
+        "refuses": (draw.choice((0, 0, 3, 40, 150)), chance(50)) if chance(25) else None,
+        "copied": [(0, 24), (draw.choice((60, 150)), 2048)] if chance(30) else [],
+        "busy": draw.choice((0, 0, 0, 1, 3)),
+        "kept": draw.choice((0, 0, 1, 3, 9)),
+        "around": [
+            (draw.choice((0, 10, 150, 300)), draw.choice(("node_update", "copy", "no_graph", "even", "undecided")))
+            for _ in range(draw.randrange(3))
+        ],
+    }
+    if name.startswith("prelude"):
+        found |= {"mode": "inference", "how": "selected", "updated_nodes": draw.randrange(28, 200)}
+    return found
+
+
+def selection_entry(module: types.ModuleType, name: str) -> Entry:
+    """One entry: who ran each call, with the number of calls in a row, and what was chosen."""
+    what = scenario(name)
+    simulation = module.NoisySimulation(random.Random(name)) if what["noise"] else module.Simulation()
+    ran: list[str] = []
+    calls = replays = busy = kept = 0
+    decided: int | None = None
+
+    def launch(who: str, times: tuple[float, float]) -> None:
+        ran.append(who)
+        run = simulation.work if who == "uncaptured" else simulation.replay
+        host, device = times
+        run(host * (1 + what["cold"] * 2 ** (-calls / 12)), device)
+
+    def happens(replay: int) -> None:
+        if what["refuses"] and what["refuses"][0] == replay:
+            selecting.refuse(what["refuses"][1])
+        if what["copied"]:
+            selecting.copies(next(nbytes for first, nbytes in what["copied"][::-1] if replay >= first))
+
+    def record(binding: str) -> Callable[[], None] | None:
+        nonlocal busy
+        busy += 1
+        if busy <= what["busy"]:
+            launch("uncaptured", what["uncaptured"])
+            return None
+        ran.append(f"record {binding}")
+        simulation.work(10_000, 10_000)
+        who = "prelude" if binding == "prelude" else "graph"
+        selecting.sets_nodes(1 if who == "prelude" else what["updated_nodes"])
+        if replays == 0:
+            happens(0)
+
+        def replay() -> None:
+            nonlocal replays
+            replays += 1
+            happens(replays)
+            launch(who, what[who])
+
+        return replay
+
+    def forget() -> bool:
+        nonlocal kept
+        kept += 1
+        ran.append("forget" if kept > what["kept"] else "cannot forget")
+        return kept > what["kept"]
+
+    selecting = Selecting(
+        what["mode"],
+        what["how"],
+        lambda: launch("uncaptured", what["uncaptured"]),
+        record,
+        forget,
+        lambda: [choice if calls >= first else "undecided" for first, choice in what["around"]],
+    )
+    with simulation.patched():
+        after = 0
+        while calls < 1200 and after < 200:
+            selecting.call()
+            calls += 1
+            after += selecting.is_deployed
+            if decided is None and selecting.is_decided:
+                decided = calls
+            simulation.work(*what["rest"])
+            if what["pause"] and calls % what["pause"][0] == 0:
+                simulation.work(what["pause"][1], 0)
+            if what["waits"]:
+                simulation.synchronize()
+    entry = selecting.look()
+    entry["structure"]["decided"] = decided
+    entry["structure"]["ran"] = ", ".join(f"{who} x{len([*group])}" for who, group in itertools.groupby(ran))
+    entry["structure"]["freed"] = simulation.freed
+    return entry
+
+
+def record_entry(recording: Recording, name: str) -> Entry:
+    draw = random.Random(name)
+    force = draw.choice(("node_update", "copy", None, None))
+    times = [draw.choice((10.0, 50.0, 90.0)) for _ in range(draw.randrange(1, 9))]
+    steps = []
+    for name in ("infer", "mutate", "partitions", "forward", "backward") * 4:
+        steps += [(name, 5, 1, True), ("forget_kept", 0, 9, False)]
+    for _ in range(draw.randrange(20, 60) if force else draw.randrange(100, 300)):
+        steps.append((draw.choice(recording.steps), draw.randrange(6), draw.randrange(6), chance(draw)))
+    # When the collector runs depends on what the process did before.
+    gc.collect()
+    gc.disable()
+    try:
+        return recording.run(force, times, steps)
+    finally:
+        gc.enable()
+
+
+def chance(draw: random.Random) -> bool:
+    return draw.random() < 0.5
+
+
+# Writing and checking
+
+
+def names_of(programs: dict[str, Any]) -> list[str]:
+    return [
+        *(f"program/{name}" for name in programs),
+        *(f"model/{name}" for name in MODELS),
+        *(f"selection/{n:03}" for n in range(SELECTIONS)),
+        *(f"prelude/{n:03}" for n in range(PRELUDES)),
+        *(f"record/{n:03}" for n in range(RECORDS)),
+    ]
+
+
+def is_quick(name: str) -> bool:
+    kind, _, which = name.partition("/")
+    return which in QUICK_MODELS if kind == "model" else int(which) % QUICK_EACH[kind] == 0
+
+
+def entries(
+    names: list[str], programs: dict[str, Any], package: Any, keep: Callable[[str, str], None]
+) -> Iterator[tuple[str, Entry]]:
+    """The entries of these names, in the form that JSON gives back."""
+    modules: dict[str, Any] = {}
+
+    def once(make: Callable[[], Any]) -> Any:
+        if make.__name__ not in modules:
+            modules[make.__name__] = make()
+        return modules[make.__name__]
+
+    for name in names:
+        kind, _, which = name.partition("/")
+
+        def keep_text(graph: str, text: str, name: str = name) -> None:
+            keep(f"{name.replace('/', '.')}.{graph}", text)
+
+        if kind == "program":
+            entry = program_entry(which, programs[which], keep_text)
+        elif kind == "model":
+            entry = model_entry(package, which, keep_text)
+        elif kind == "record":
+            entry = record_entry(once(Recording), name)
+        else:
+            entry = selection_entry(once(selecting_simulation), name)
+        if "words" in entry:
+            entry["words"] = pytree.tree_map_only(str, without_numbers, entry["words"])
+        yield name, json.loads(json.dumps(entry))
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"\d+(\.\d+)?", "#", text)
+
+
+def dump(programs: dict[str, Any], found: dict[str, Entry]) -> str:
+    """JSON with a line for each program and each part of an entry."""
+    lines = ["{", ' "programs": {']
+    lines.append(",\n".join(f"  {json.dumps(name)}: {json.dumps(program)}" for name, program in programs.items()))
+    lines += [" },", ' "entries": {']
+    blocks = []
+    for name, entry in found.items():
+        parts = ",\n".join(f"   {json.dumps(part)}: {json.dumps(entry[part])}" for part in PARTS if part in entry)
+        blocks.append(f"  {json.dumps(name)}: {{\n{parts}\n  }}")
+    lines += [",\n".join(blocks), " }", "}"]
+    return "\n".join(lines) + "\n"
+
+
+@dataclasses.dataclass
+class Differences:
+    """
+    Attributes:
+        parts: (entry, part, place, old, new), without words
+        words: by old and new words, the entries that have them
+    """
+
+    parts: list[tuple[str, str, str, Any, Any]] = dataclasses.field(default_factory=list)
+    words: dict[tuple[str, str], list[str]] = dataclasses.field(default_factory=dict)
+
+    def add(self, name: str, old: Entry, new: Entry) -> None:
+        for part in PARTS:
+            if old.get(part) == new.get(part):
+                continue
+            for place, a, b in leaves(old.get(part), new.get(part)):
+                if part == "words" and isinstance(a, str) and isinstance(b, str):
+                    self.words.setdefault((a, b), []).append(name)
+                else:
+                    self.parts.append((name, part, place, a, b))
+
+    def text(self, texts: Path | None, changed: dict[str, str]) -> str:
+        lines = []
+        for name, part, place, old, new in self.parts:
+            lines.append(f"{name}: {part}{place}: {json.dumps(old)} -> {json.dumps(new)}")
+            if texts is not None and part == "code":
+                setting, _, number = place.strip("[]").partition("][")
+                file = f"{name.replace('/', '.')}.{setting}.{number}"
+                before = texts / f"{file}.txt"
+                if file in changed and before.exists():
+                    a, b = before.read_text().splitlines(), changed[file].splitlines()
+                    lines += difflib.unified_diff(a, b, f"{file} before", f"{file} now", lineterm="")
+        if self.words:
+            lines.append("words:")
+            news: dict[str, set[str]] = {}
+            for old, new in self.words:
+                news.setdefault(old, set()).add(new)
+            for (old, new), names in sorted(self.words.items()):
+                # Wording that changed maps each old text to one new text.
+                mark = "  (one of several)" if len(news[old]) > 1 else ""
+                lines.append(f"  {old!r} -> {new!r}, {len(names)} times, first in {names[0]}{mark}")
+        return "\n".join(lines)
+
+
+def leaves(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Where two JSON values differ, down to lists of different lengths."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*old, *new)):
+            yield from leaves(old.get(key), new.get(key), f"{place}[{key}]")
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for n, (a, b) in enumerate(zip(old, new)):
+            yield from leaves(a, b, f"{place}[{n}]")
+    elif old != new:
+        yield place, old, new
+
+
+def write(file: Path, texts: Path | None, only: str) -> None:
+    programs = json.loads(file.read_text())["programs"] if file.exists() else draw_programs()
+
+    def keep(name: str, text: str) -> None:
+        if texts is not None:
+            (texts / f"{name}.txt").write_text(text)
+
+    if texts is not None:
+        texts.mkdir(parents=True, exist_ok=True)
+    with benchmarks() as package:
+        names = [name for name in names_of(programs) if re.search(only, name)]
+        found = dict(entries(names, programs, package, keep))
+    file.write_text(dump(programs, found))
+    print(f"{len(found)} entries")
+
+
+def check(file: Path, texts: Path | None, only: str, quick: bool) -> int:
+    golden = json.loads(file.read_text())
+    changed: dict[str, str] = {}
+    differences = Differences()
+    count = 0
+    with benchmarks() as package:
+        names = [name for name in golden["entries"] if re.search(only, name) and (not quick or is_quick(name))]
+        for name, entry in entries(names, golden["programs"], package, changed.__setitem__):
+            differences.add(name, golden["entries"][name], entry)
+            count += 1
+    if text := differences.text(texts, changed):
+        print(text)
+    parts = {part: len({d[0] for d in differences.parts if d[1] == part}) for part in PARTS}
+    parts["words"] += len({name for names in differences.words.values() for name in names})
+    print(f"{count} entries; different: " + ", ".join(f"{n} in {part}" for part, n in parts.items()))
+    return int(any(parts.values()))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", type=Path, metavar="FILE", help="the programs in FILE are kept, if it exists")
+    action.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 if anything differs")
+    parser.add_argument("--texts", type=Path, metavar="DIR", help="where the generated code is, or goes")
+    parser.add_argument("--only", default="", metavar="REGEX", help="entries whose names have it")
+    parser.add_argument("--quick", action="store_true", help="each n-th entry")
+    args = parser.parse_args()
+    # More wait for each other longer than such sizes compute.
+    torch.set_num_threads(1)
+    if args.write:
+        write(args.write, args.texts, args.only)
+        return 0
+    return check(args.check, args.texts, args.only, args.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
