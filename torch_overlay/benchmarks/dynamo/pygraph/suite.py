@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cgct_run
-from .cases import described, SUITES
+from .case import described
+from .catalogue import SUITES
 from .program import VARIANTS
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
@@ -35,7 +36,7 @@ from .timing import Interval, MAX_SLOWDOWN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from .cases import Case, Suite
+    from .case import Case, Suite
     from .report import Row
 
 

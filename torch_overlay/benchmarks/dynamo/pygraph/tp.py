@@ -31,7 +31,8 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 
-from .cases import CASES, TOLERANCE
+from .case import TOLERANCE
+from .catalogue import CASES
 from .compare import compare, Difference, snapshot
 from .models.language import CachedDecoder, RelativeEncoder
 from .modern import llama
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .cases import Inputs
+    from .case import Inputs
     from .report import Row
 
 
