@@ -36,7 +36,7 @@ def measure() -> None:
 
 def compile_for_h200(name: str) -> list[CompiledGraph]:
     """The graphs of one step of a case."""
-    from pygraph.cases import CASES
+    from pygraph.catalogue import CASES
     from pygraph.program import build, Program, VARIANTS
 
     from torch.testing._internal.fake_cuda import fake_cuda

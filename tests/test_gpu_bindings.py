@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_overlay" 
 
 pytest.importorskip("torch")
 
-from pygraph import bindings, cases, program, suite  # noqa: E402
+from pygraph import bindings, catalogue, program, suite  # noqa: E402
 
 
 def _points(**ways):
@@ -69,7 +69,7 @@ def test_shown(capsys):
 def test_binding_that_fell_back_is_named():
     row = {
         "name": "mlp",
-        **{f"{name}_us": 10.04 for name in cases.SUITES["bindings"].variants if name != "forced_prelude"},
+        **{f"{name}_us": 10.04 for name in catalogue.SUITES["bindings"].variants if name != "forced_prelude"},
         "forced": {"copy": "copy", "table": "2 node_update"},
         "failed": {"forced_prelude": "wrong result"},
     }
@@ -85,7 +85,7 @@ def test_binding_that_fell_back_is_named():
 
 
 def test_bindings_copy_nothing():
-    (case,) = cases.select("bindings", ["mlp_20x64"])
+    (case,) = catalogue.select("bindings", ["mlp_20x64"])
     row = {
         **dict.fromkeys(("pygraph_us", "forced_prelude_us"), 9.0),
         "no_cg_us": 30.0,
@@ -105,13 +105,13 @@ def test_bindings_copy_nothing():
 
 
 def test_suite_forces_each_binding():
-    forced = {name for name in cases.SUITES["bindings"].variants if name.startswith("forced_")}
+    forced = {name for name in catalogue.SUITES["bindings"].variants if name.startswith("forced_")}
     assert forced == {"forced_copy", "forced_node_update", "forced_prelude", "forced_table"}
     for name in forced:
         config = program.VARIANTS[name].config
         assert config == {"pygraph": True, "pygraph_force": name.removeprefix("forced_")}
-    assert [case.name for case in cases.select("bindings")] == [case.name for case in cases.select("pi")]
+    assert [case.name for case in catalogue.select("bindings")] == [case.name for case in catalogue.select("pi")]
 
 
 def test_models():
-    assert {case.name for case in cases.select("pi", list(bindings.MODELS))} == set(bindings.MODELS)
+    assert {case.name for case in catalogue.select("pi", list(bindings.MODELS))} == set(bindings.MODELS)

@@ -16,13 +16,13 @@ sys.path.insert(0, str(ROOT / "torch_overlay" / "benchmarks" / "dynamo"))
 
 torch = pytest.importorskip("torch")
 
-from pygraph import cases, cgct_run, program, suite  # noqa: E402
+from pygraph import catalogue, cgct_run, program, suite  # noqa: E402
 
 from torch.utils import _pytree as pytree  # noqa: E402
 
 
-NAMES = cases.SUITES["cgct"].variants
-CASES = {case.name: case for case in cases.select("cgct")}
+NAMES = catalogue.SUITES["cgct"].variants
+CASES = {case.name: case for case in catalogue.select("cgct")}
 
 
 @pytest.fixture(autouse=True)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
-from pygraph import cases, jax_peer, program, worker  # noqa: E402
+from pygraph import catalogue, jax_peer, program, worker  # noqa: E402
 
 
 EAGER = {
@@ -38,7 +38,7 @@ def _reset(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _measure(name: str, **overrides: object) -> dict:
-    (case,) = cases.select("pi", [name])
+    (case,) = catalogue.select("pi", [name])
     case = dataclasses.replace(case, **overrides)
     run = worker.CaseRun(case, "cpu", small=True, variants=VARIANTS, rounds=2, round_s=1e-4)
     run.prepare()
@@ -48,7 +48,7 @@ def _measure(name: str, **overrides: object) -> dict:
 @pytest.mark.parametrize("name", jax_peer.MODELS)
 def test_the_same_computation(name: str) -> None:
     pytest.importorskip("jax")
-    (case,) = cases.select("pi", [name])
+    (case,) = catalogue.select("pi", [name])
     if case.missing:
         pytest.skip(f"needs {case.missing}")
     row = _measure(name)

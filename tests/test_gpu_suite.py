@@ -30,8 +30,10 @@ from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timin
 
 torch = pytest.importorskip("torch")
 
-from pygraph import cases, launches, program, smoke, suite, worker  # noqa: E402
+from pygraph import catalogue, launches, program, smoke, suite, worker  # noqa: E402
+from pygraph.case import Case  # noqa: E402
 from pygraph.compare import compare, snapshot  # noqa: E402
+from pygraph.models.small import MutatedInput  # noqa: E402
 
 
 ROW = {
@@ -55,7 +57,7 @@ ROW = {
 
 
 def _case(**overrides):
-    return cases.Case("case", "pi", lambda small: torch.nn.Identity(), lambda small: ((), {}), **overrides)
+    return Case("case", "pi", lambda small: torch.nn.Identity(), lambda small: ((), {}), **overrides)
 
 
 # timing
@@ -294,7 +296,7 @@ def _variant(name, compile):
 
 
 # Those that run without a GPU, and in this process.
-PI = [name for name in cases.SUITES["pi"].variants if name not in ("hand_written", "jax")]
+PI = [name for name in catalogue.SUITES["pi"].variants if name not in ("hand_written", "jax")]
 EAGER = {name: _variant(name, {"backend": "eager"}) for name in PI}
 
 
@@ -305,10 +307,10 @@ def _measure(case, variants, **options):
 
 
 def _tiny(mode="inference", module=None):
-    return cases.Case(
+    return Case(
         "tiny",
         "pi",
-        module or (lambda small: cases.MutatedInput(4, 1)),
+        module or (lambda small: MutatedInput(4, 1)),
         lambda small: ((torch.randn(2, 4), torch.randn(2, 4)), {}),
         mode,
     )
@@ -636,7 +638,7 @@ def test_state_is_restored_before_each_comparison():
     def build(small):
         return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
 
-    case = cases.Case("bn", "pi", build, lambda small: ((torch.randn(8, 4),), {}), "training")
+    case = Case("bn", "pi", build, lambda small: ((torch.randn(8, 4),), {}), "training")
     assert _measure(case, EAGER)["bitwise"]
 
 
@@ -646,7 +648,7 @@ def test_variants_do_not_evict_each_other():
     assert "compiled again" not in run.measure()["note"]
 
 
-@pytest.mark.parametrize("case", cases.CASES.values(), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", catalogue.CASES.values(), ids=lambda case: case.name)
 def test_smoke(case):
     if case.missing:
         pytest.skip(f"needs {case.missing}")
@@ -654,22 +656,22 @@ def test_smoke(case):
 
 
 def test_the_suites():
-    by_suite = {suite: cases.select(suite) for suite in cases.SUITES}
+    by_suite = {suite: catalogue.select(suite) for suite in catalogue.SUITES}
     assert len(by_suite["pi"]) == 14 and len(by_suite["scg"]) >= 30
     names = {case.name for case in by_suite["scg"]}
-    assert {*cases.SUITES["scg"].repeated, cases.SUITES["scg"].decided_at_once} <= names
+    assert {*catalogue.SUITES["scg"].repeated, catalogue.SUITES["scg"].decided_at_once} <= names
     papers = [case.paper for case in by_suite["paper"]]
     assert len(papers) == len(set(papers)) == 25 and all(papers)
     assert all(case.about for suite in ("paper", "modern") for case in by_suite[suite])
     assert all(case.suite == "quick" for case in by_suite["quick"]) and 5 <= len(by_suite["quick"]) <= 12
-    assert all(case.tolerance > 0 for case in cases.CASES.values())
-    assert all(set(suite.variants) <= set(program.VARIANTS) for suite in cases.SUITES.values())
+    assert all(case.tolerance > 0 for case in catalogue.CASES.values())
+    assert all(set(suite.variants) <= set(program.VARIANTS) for suite in catalogue.SUITES.values())
 
 
 def test_selecting_cases():
-    assert [case.name for case in cases.select("pi", ["conv2d", "mlp_20x64"])] == ["mlp_20x64", "conv2d"]
+    assert [case.name for case in catalogue.select("pi", ["conv2d", "mlp_20x64"])] == ["mlp_20x64", "conv2d"]
     with pytest.raises(ValueError, match="no case nonsense"):
-        cases.select("pi", ["nonsense"])
+        catalogue.select("pi", ["nonsense"])
 
 
 def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
@@ -779,7 +781,7 @@ class FakeWorker:
 def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, **overrides):
     FakeWorker.answers, FakeWorker.closed, FakeWorker.started, FakeWorker.compiled = answers, [], [], []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
-    selected = [cases.Case(name, suite_name, *build, **overrides) for name in names]
+    selected = [Case(name, suite_name, *build, **overrides) for name in names]
     return suite.run_suite(
         selected, options=[], logs=Path(), budget_s=budget_s, on_row=on_row, start_worker=FakeWorker
     )
@@ -882,7 +884,7 @@ def test_the_last_cases_compile_as_long_as_measuring_them_allows(monkeypatch):
         _run_suite(names, {**answers, **MEMORY}, budget_s=400.0)
         return [round(found / suite.PREPARE_SHARE) for _, found in sorted(FakeWorker.compiled)]
 
-    to_measure = cases.SUITES["pi"].max_case_s
+    to_measure = catalogue.SUITES["pi"].max_case_s
     assert seconds("a") == [400 - to_measure]
     assert seconds("abcde") == [200] * 5
     # The first of two batches leaves half to the second.
@@ -913,7 +915,7 @@ def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeyp
     answers = {"a prepare": {}, "a measure": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
     rows, skipped = _run_suite(["a", "b"], answers)
     assert [row.get("error") for row in rows] == ["out of time", None] and skipped == []
-    rows, skipped = _run_suite(["a", "b"], answers, budget_s=cases.SUITES["pi"].max_case_s / 2)
+    rows, skipped = _run_suite(["a", "b"], answers, budget_s=catalogue.SUITES["pi"].max_case_s / 2)
     assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
     # Alone it takes nobody's time, and the budget ends it.
     assert _run_suite(["a"], answers) == ([], ["a"])
@@ -990,9 +992,9 @@ def test_regret_is_what_is_beyond_the_noise():
 
 def test_an_exhaustive_suite_times_all_in_turns():
     case = dataclasses.replace(_tiny(), suite="scg")
-    variants = {name: _variant(name, {"backend": "eager"}) for name in cases.SUITES["scg"].variants}
+    variants = {name: _variant(name, {"backend": "eager"}) for name in catalogue.SUITES["scg"].variants}
     row = _measure(case, variants)
-    assert row["equal"] and set(row["ratios"]) == set(row["candidates_us"]) == set(cases.SUITES["scg"].candidates)
+    assert row["equal"] and set(row["ratios"]) == set(row["candidates_us"]) == set(catalogue.SUITES["scg"].candidates)
     assert row["best"] in ("no_graph", "copy", "node_update")
     run = worker.CaseRun(case, "cpu", small=True, variants=variants)
     found = run.again()
@@ -1074,7 +1076,7 @@ def test_cases_are_prepared_together_as_memory_allows():
 
 
 def test_the_papers_workloads_fit_two_runs_on_an_h200():
-    found = suite._batches(cases.select("paper"), suite.BATCH_SHARE * 139)
+    found = suite._batches(catalogue.select("paper"), suite.BATCH_SHARE * 139)
     assert sorted(map(len, found)) == [12, 13]
 
 
@@ -1246,7 +1248,7 @@ def test_resuming_runs_what_has_no_result_of_these_sources():
             {"suite": "quick", "name": "gat_train", "sources": "new", "skipped": "needs something"},
         ]
     }
-    names = [case.name for case in cases.select("quick")]
+    names = [case.name for case in catalogue.select("quick")]
     gpu_suite = _gpu_suite()
     assert gpu_suite.missing("quick", gpu_suite._names("quick"), record, "new") == [n for n in names if n != "eos"]
     assert gpu_suite._names("replay")[0] == "linear_relu"

@@ -21,9 +21,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cases, smoke
+from . import catalogue, smoke
+from .cgct_run import CpuValuesRun
+from .program import VARIANTS
 from .report import format_table, write_rows
 from .suite import run_suite
+from .worker import CaseRun, summary
 
 
 if TYPE_CHECKING:
@@ -38,7 +41,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--suite", default="pi", choices=cases.SUITES)
+    parser.add_argument("--suite", default="pi", choices=catalogue.SUITES)
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--cases", help="comma-separated; all by default")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
@@ -59,7 +62,7 @@ def main() -> None:
         sys.exit(smoke.main())
     names = args.cases.split(",") if args.cases else None
     try:
-        selected = cases.select(args.suite, names)
+        selected = catalogue.select(args.suite, names)
     except ValueError as error:
         parser.error(str(error))
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -117,9 +120,6 @@ def _serve(args: argparse.Namespace) -> None:
     # What libraries print must not end up between the answers.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
-    from .cgct_run import CpuValuesRun
-    from .program import VARIANTS
-    from .worker import CaseRun, summary
 
     def send(line: Row) -> None:
         print(json.dumps(line, default=str), file=answers, flush=True)
@@ -139,8 +139,8 @@ def _serve(args: argparse.Namespace) -> None:
         def produce(command: str = command, arguments: list[str] = arguments) -> Row:
             nonlocal run
             if run is None:
-                (case,) = cases.select(args.suite, [args.worker])
-                names = args.variants.split(",") if args.variants else cases.SUITES[args.suite].variants
+                (case,) = catalogue.select(args.suite, [args.worker])
+                names = args.variants.split(",") if args.variants else catalogue.SUITES[args.suite].variants
                 kind = CpuValuesRun if args.suite == "cgct" else CaseRun
                 run = kind(
                     case,

@@ -44,8 +44,7 @@ from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, P
 from torch._inductor.pygraph.graph.prelude import kernels_that_read, Prelude
 from torch._inductor.pygraph.graph.table import Table
 
-from . import cases
-from .cases import SUITES
+from .catalogue import select, SUITES
 from .program import build, seed
 from .report import write_rows
 from .suite import run_suite
@@ -323,7 +322,7 @@ def format_figure8(points: list[dict[str, Any]]) -> str:
 
 def _last_calls(name: str, small: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
     """Each Triton kernel of a model with the arguments of its last call."""
-    (case,) = cases.select("pi", [name])
+    (case,) = select("pi", [name])
     module = build(case, torch.device("cuda"), small)
     calls: dict[int, tuple[Any, tuple[Any, ...]]] = {}
 
@@ -389,7 +388,7 @@ def measure_kernel(kernel: Any, args: tuple[Any, ...]) -> dict[str, Any]:
 
 def measure_kernels(small: bool) -> Iterator[dict[str, Any]]:
     for name in MODELS:
-        (case,) = cases.select("pi", [name])
+        (case,) = select("pi", [name])
         if case.missing:
             yield {"model": name, "error": f"needs {case.missing}"}
             continue
@@ -504,7 +503,7 @@ def main() -> None:
 
         args.logs.mkdir(parents=True, exist_ok=True)
         result["cases"], skipped = run_suite(
-            cases.select("bindings"),
+            select("bindings"),
             options=["--small"] if args.small else [],
             logs=args.logs,
             budget_s=deadline - time.monotonic(),

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from .cases import Case, CASES, Inputs, MLP, MutatedInput
+from .case import Case, Cases, Inputs, Suite
+from .models.small import MLP, MutatedInput
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class CpuValues(Case):
     # CUDA graphs that a call has to launch, and why the host is needed in the middle, if so.
     graphs: int = 1
     host: str = ""
+
+
+SUITE = Suite(
+    ("no_cg", "stock_cg", "pygraph", "gpu", "forced_node_update", "gpu_node_update"),
+    max_case_s=60.0,
+    solo=(),
+    must_equal=("pygraph", "forced_node_update"),
+)
+CASES = Cases("cgct", CpuValues, gib=0.5, capturable=False)
 
 
 class Function(nn.Module):
@@ -64,9 +74,7 @@ def values(
         found = inputs()
         return found if isinstance(found[-1], dict) else (found, {})
 
-    if name in CASES:
-        raise ValueError(f"two cases {name}")
-    CASES[name] = CpuValues(name, "cgct", module, both, program=program, gib=0.5, capturable=False, **kwargs)
+    CASES.add(name, module, both, program=program, **kwargs)
 
 
 def function(name: str, program: str, fn: Callable[..., Any], inputs: Callable[[], Any], **kwargs: Any) -> None:

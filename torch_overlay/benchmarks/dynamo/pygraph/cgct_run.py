@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils import _pytree as pytree
 
-from .cases import described
+from .case import described
 from .compare import compare, Difference, snapshot
 from .program import build, clone, Program, VARIANTS
 from .worker import blockers, CaseRun, report, reset_report, totals
@@ -25,7 +25,7 @@ from .worker import blockers, CaseRun, report, reset_report, totals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from .cases import Inputs
+    from .case import Inputs
     from .cgct import CpuValues
     from .report import Row
     from .timing import Timing

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 import torch
 from torch import nn
 
-from .cases import add, Inputs, sized
+from .case import Cases, Inputs, sized, WORKLOADS
 from .models.hpc import ShallowWater
 from .models.hub import token_inputs, transformers_model
 from .models.language import CachedDecoder, Decoder, empty_caches, GatheredExperts, RelativeEncoder, RoutedExperts
@@ -22,8 +21,9 @@ from .models.multimodal import DiT, GuidedStep
 from .models.tables import CartPoleRollout, CrossNetworkRecommender, GraphAttentionNetwork, PolicyUpdate
 
 
-def modern(name: str, *args: Any, **kwargs: Any) -> None:
-    add(name, *args, suite="modern", **kwargs)
+SUITE = WORKLOADS
+CASES = Cases("modern")
+modern = CASES.add
 
 
 # decoding

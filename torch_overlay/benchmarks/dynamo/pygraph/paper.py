@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .cases import add, Inputs, normal, sized
+from .case import Cases, Inputs, normal, sized, WORKLOADS
 from .models.hpc import EquationOfState, TurbulentKineticEnergy
 from .models.hub import token_inputs, torchvision_model, transformers_model
 from .models.language import BertPretraining
@@ -25,8 +25,12 @@ from .models.tables import DeepRecommender, DLRM
 from .models.vision import Discriminator, EfficientDet, LCNet
 
 
+SUITE = WORKLOADS
+CASES = Cases("paper")
+
+
 def paper(name: str, label: str, *args: Any, **kwargs: Any) -> None:
-    add(name, *args, suite="paper", paper=label, **kwargs)
+    CASES.add(name, *args, paper=label, **kwargs)
 
 
 # HPC

@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .cases import SUITES
+from .catalogue import SUITES
 from .compare import snapshot
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from .cases import Case, Inputs
+    from .case import Case, Inputs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 
-from .cases import TOLERANCE
+from .case import TOLERANCE
 from .compare import compare, Difference, snapshot
 from .layers import CASES, LAYERS, measure, VARIANTS
 from .report import format_table, write_rows

@@ -382,7 +382,7 @@ SECTIONS = (
 
 def format_table(rows: list[Row], *, markdown: bool = False) -> str:
     """Times in microseconds a call, bytes copied a call, and what the case must show."""
-    text = _table(rows, _columns(rows), markdown)
+    text = as_table(rows, _columns(rows), markdown)
     if markdown:
         return text
     notes = [f"{row['name']}: {note}" for row in rows for note in _notes(row)]
@@ -409,7 +409,8 @@ def _columns(rows: list[Row]) -> Columns:
     }
 
 
-def _table(rows: list[Row], columns: Columns, markdown: bool) -> str:
+def as_table(rows: list[Row], columns: Columns, markdown: bool = False) -> str:
+    """Return a line for each row, below the titles of the columns."""
     table = [list(columns), *([cell(row) for cell in columns.values()] for row in rows)]
     if markdown:
         table.insert(1, ["---"] * len(columns))
@@ -574,7 +575,7 @@ def overview(record: Row, pages: str = "") -> str:
         "measured": lambda line: _when(line["rows"]),
     }
     lines = [{"suite": suite, "rows": rows} for suite, rows in by_suite(record).items()]
-    parts = [_table(lines, columns, True)] if lines else []
+    parts = [as_table(lines, columns, True)] if lines else []
     others = []
     if "tests" in record:
         others.append(f"- Tests that need a GPU: {_counted(record['tests'])} ({_run(record['tests'])}).")
@@ -644,7 +645,7 @@ def _beside_cases(more: Row) -> list[str]:
         columns |= {
             way: lambda point, way=way, key=key: _us(point["ways"].get(way, {}).get(key)) for way in ways(points)
         }
-        parts += [f"## Microseconds by inputs that move: {title}", _table(points, columns, True)]
+        parts += [f"## Microseconds by inputs that move: {title}", as_table(points, columns, True)]
     if more.get("crossovers"):
         parts.append(
             "\n".join(
@@ -655,7 +656,7 @@ def _beside_cases(more: Row) -> list[str]:
     if more.get("kernels"):
         parts += [
             "## Kernels, plain and with pointers loaded from a table",
-            _table(more["kernels"], KERNEL_COLUMNS, True),
+            as_table(more["kernels"], KERNEL_COLUMNS, True),
         ]
     return parts
 
@@ -698,10 +699,10 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     for title, text, columns, key in SECTIONS:
         having = [row for row in ran if row.get(key)]
         if having:
-            parts += [f"## {title}", text, _table(having, columns, True)]
+            parts += [f"## {title}", text, as_table(having, columns, True)]
     parts += _beside_cases(more or {})
     if rows and not small:
-        parts += ["## The workloads", _table(rows, ABOUT_COLUMNS, True)]
+        parts += ["## The workloads", as_table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
     if notes:
         parts += ["## Notes", "\n".join(notes)]

@@ -6,7 +6,6 @@ graphs in one program, and whether the program waits.
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -14,12 +13,28 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .cases import add, MLP, MutatedInput, normal, Pointwise, sized
+from .case import Cases, normal, sized, Suite
+from .models.small import MLP, MutatedInput, Pointwise
 
 
 KIB, MIB = 1 << 8, 1 << 18  # in float32
 
-add = functools.partial(add, suite="scg", gib=1.0)
+SUITE = Suite(
+    ("no_cg", "stock_cg", "pygraph", "forced_copy", "forced_node_update"),
+    max_case_s=30.0,
+    together=17,
+    solo=(),
+    cold=False,
+    profile=False,
+    exhaustive=True,
+    selects_in_loop=True,
+    rounds=41,
+    round_s=0.004,
+    repeated=("mlp_40x64_of_8", "pointwise_4x16MiB", "chain_3", "train_mlp", "mutated_mlp", "waits_for_a_value"),
+    decided_at_once="chain_3",
+)
+CASES = Cases("scg", gib=1.0)
+add = CASES.add
 
 
 class SharedInput(nn.Module):

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch.utils import _pytree as pytree
 
-from .cases import CASES
+from .catalogue import CASES
 from .compare import compare, Difference
 from .program import build, Program, seed, VARIANTS
 
 
 if TYPE_CHECKING:
-    from .cases import Case
+    from .case import Case
 
 CPU = torch.device("cpu")
 

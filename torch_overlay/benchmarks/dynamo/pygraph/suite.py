@@ -20,22 +20,24 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cgct_run
-from .cases import described, SUITES
+from .case import described
+from .catalogue import SUITES
 from .program import VARIANTS
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from .cases import Case, Suite
+    from .case import Case, Suite
     from .report import Row
 
 
@@ -79,10 +81,12 @@ class Worker:
         threads: int,
         cold: bool = False,
         caches: str | None = None,
+        variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
         """
         With caches of its own if ``cold``, or else the case's in the folder ``caches``, or where
         they are kept: of cases that share kernels, one would get what another one tuned meanwhile.
+        The process also has the environment ``variables``.
         """
         self.case = case
         # The variant it was last heard to begin with.
@@ -97,6 +101,7 @@ class Worker:
             "TEARDOWN_CUPTI": "0",
             "TORCHINDUCTOR_CACHE_DIR": self.folder,
             "TRITON_CACHE_DIR": os.path.join(self.folder, "triton"),
+            **variables,
         }
         with open(logs / f"{case.name}.log", "a") as output:
             self.process = subprocess.Popen(
@@ -240,7 +245,7 @@ class _Run:
         settling = threading.Lock()
         tasks = [(case, name) for case in cases for name in SUITES[case.suite].solo if self.solo]
         rows, skipped = [], []
-        with _closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
+        with closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
             # The threads only wait: for the workers, or for room.
             with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
                 apart = [] if len(cases) > 1 else self.apart(cases[0], len(cases) + len(tasks))
@@ -258,7 +263,7 @@ class _Run:
                         if time.monotonic() >= compiled_by:
                             return {"error": "out of time"}
                         own = self.start_worker(case, self.options, self.logs, shared, cold)
-                        with _closing([own]) as (worker,):
+                        with closing([own]) as (worker,):
                             row = worker.ask(f"compile_alone {variant}", compiled_by)
                             if "error" not in row:
                                 with settling:
@@ -316,7 +321,7 @@ class _Run:
         """The worker finds in its caches what was compiled apart, which ends when it has all it needs."""
         options = [[*self.options, "--variants", name] for name in apart]
         started = [self.start_worker(worker.case, own, self.logs, threads) for own in options]
-        with ThreadPoolExecutor(1 + len(apart)) as pool, _closing(started) as others:
+        with ThreadPoolExecutor(1 + len(apart)) as pool, closing(started) as others:
             for other in others:
                 pool.submit(other.ask, "prepare", by)
             return worker.ask(f"prepare {seconds:.0f}", by)
@@ -330,7 +335,7 @@ class _Run:
             return row
         worker.close()
         options = [*self.options, "--without", culprit]
-        with _closing([self.start_worker(worker.case, options, self.logs, threads)]) as (again,):
+        with closing([self.start_worker(worker.case, options, self.logs, threads)]) as (again,):
             second = again.ask("measure", by)
         if "error" in second:
             return row
@@ -371,7 +376,7 @@ class _Run:
             return []
         threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(tasks))
         started = [self.start_worker(case, self.options, self.logs, threads, caches=caches) for case, caches in tasks]
-        with _closing(started) as workers, ThreadPoolExecutor(len(workers)) as pool:
+        with closing(started) as workers, ThreadPoolExecutor(len(workers)) as pool:
             return list(pool.map(lambda worker: worker.ask("again", self.deadline), workers))
 
     def of_processes(self, name: str, cases: list[Case], answers: list[Row], missed: list[str]) -> Row:
@@ -516,7 +521,7 @@ def _note(row: Row, text: str) -> None:
 
 
 @contextlib.contextmanager
-def _closing(workers: list[Worker]) -> Iterator[list[Worker]]:
+def closing(workers: list[Worker]) -> Iterator[list[Worker]]:
     try:
         yield workers
     finally:

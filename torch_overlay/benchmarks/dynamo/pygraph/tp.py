@@ -10,14 +10,12 @@ fails or decides differently can leave the others waiting. Rows are of suite tp.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import copy
 import itertools
 import json
 import logging
 import math
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -31,10 +29,12 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 
-from .cases import CASES, TOLERANCE
+from .case import TOLERANCE
+from .catalogue import CASES
 from .compare import compare, Difference, snapshot
 from .models.language import CachedDecoder, RelativeEncoder
 from .modern import llama
+from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
 from .timing import LoopFailed, time_interleaved
@@ -51,11 +51,9 @@ from .worker import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from torch.distributed.device_mesh import DeviceMesh
 
-    from .cases import Inputs
+    from .case import Inputs
     from .report import Row
 
 
@@ -296,7 +294,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> 
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     command += ["-m", "pygraph.tp", "--worker", name, "--output", str(file)]
     command += ["--device", args.device, "--rounds", str(args.rounds), "--variants", args.variants]
-    with open(log_file, "w") as output, _group(command + ["--small"] * args.small, output) as process:
+    with open(log_file, "w") as output, process_group(command + ["--small"] * args.small, output) as process:
         try:
             status = process.wait(seconds)
             error = f"ended with {status}"
@@ -308,18 +306,6 @@ def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> 
         return json.loads(file.read_text())
     empty = dict.fromkeys([*(f"{name}_us" for name in NAMES), "choice", "max_diff", "note"])
     return {**described(name, ranks), **empty, "equal": False, "error": error, "missed": [error]}
-
-
-@contextlib.contextmanager
-def _group(command: list[str], output: Any) -> Iterator[subprocess.Popen]:
-    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        yield process
-    finally:
-        # Also the ranks.
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
 
 
 def main() -> None:

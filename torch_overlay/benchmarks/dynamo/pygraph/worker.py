@@ -30,7 +30,8 @@ from torch._inductor.codecache import PyCodeCache
 from torch.utils import _pytree as pytree
 
 from . import jax_peer
-from .cases import described, SUITES
+from .case import described
+from .catalogue import SUITES
 from .compare import compare, Difference
 from .launches import counting_copies, profiled
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from types import ModuleType
 
-    from .cases import Case, Inputs
+    from .case import Case, Inputs
     from .report import Row
     from .timing import Timing
 

@@ -1,0 +1,174 @@
+"""
+What a case and a suite are, and helpers to declare them. Each suite declares its cases in a
+module of its own; ``catalogue`` knows all suites.
+
+``small`` shrinks a case so that a machine without a GPU can check that it runs.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]
+
+# Relative to the size of the values. benchmarks/dynamo allows the same for these types.
+TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-4, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    suite: str
+    module: Callable[[bool], nn.Module]
+    inputs: Callable[[bool], Inputs]
+    mode: Literal["inference", "training"] = "inference"
+    # Of the inputs and weights, or of autocast when training.
+    dtype: torch.dtype = torch.float32
+    # Distinct sets of input buffers that consecutive calls go through.
+    ring: int = 8
+    # What the case must show, beyond what every case must.
+    must_capture: bool = False
+    min_gain_over_stock: float | None = None
+    min_saved_mib: float = 0.0
+    # For workloads: what it is, the paper's name for it, and what stands in the way of
+    # CUDA graphs.
+    about: str = ""
+    paper: str = ""
+    obstacle: str = ""
+    # Keyword inputs that are set as attributes of the module before each call.
+    attributes: tuple[str, ...] = ()
+    # Libraries it is built from.
+    needs: tuple[str, ...] = ()
+    # Moved to the device once built, as programs do, so that what is no parameter or
+    # buffer stays on the CPU.
+    built_on_cpu: bool = False
+    # Why its results cannot be compared with eager's.
+    not_as_eager: str = ""
+    # Its convolutions are, as cuDNN has it by default, so that rounding errors of other
+    # kernels before them become as large as float16's: the mantissa has as many bits. Where
+    # CPU values are placed otherwise there are other kernels.
+    in_tf32: bool = False
+    # They are not in TF32, as rounding would decide its gradients.
+    without_tf32: bool = False
+    # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
+    capturable: bool = True
+    quick: bool = False
+    # Device memory that it holds while others are measured.
+    gib: float = 2.0
+    # One variant after the other takes longer to compile than a run has. Side by side each
+    # tunes its own kernels, so that variants differ by rounding.
+    apart: bool = False
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE[torch.float16 if self.in_tf32 else self.dtype]
+
+    @property
+    def tolerance_of_eager(self) -> float:
+        """Of results that are compared with eager's: benchmarks/dynamo allows more in training."""
+        return max(self.tolerance, 1e-3) if self.mode == "training" else self.tolerance
+
+    @property
+    def autocast(self) -> bool:
+        return self.mode == "training" and self.dtype != torch.float32
+
+    @property
+    def missing(self) -> str:
+        """The libraries that are not installed."""
+        return ", ".join(name for name in self.needs if importlib.util.find_spec(name) is None)
+
+
+@dataclass(frozen=True)
+class Suite:
+    variants: tuple[str, ...]
+    # Whether a training step updates the weights, or is a forward and a backward, as in the
+    # paper.
+    optimizer: bool = False
+    # Gradients are comparable to eager's only without dropout; its kernels stay.
+    dropout: bool = False
+    rounds: int = 21
+    # A case that hangs must not take the time of the others.
+    max_case_s: float = 90.0
+    # Cases that are prepared at the same time: they also need the host's memory.
+    together: int = 16
+    # Variants that are also run alone, for the memory they need, what they launch and copy,
+    # and, from cold caches, the time until their steady state.
+    solo: tuple[str, ...] = ("stock_cg", "pygraph")
+    cold: bool = True
+    profile: bool = True
+    # Those of which it is also known what they launch where they were timed, beside others.
+    # What is dropped once it is measured is not: of those only the last stays.
+    profiled: tuple[str, ...] = ()
+    # Variants whose results must be those without CUDA graphs.
+    must_equal: tuple[str, ...] = ("pygraph",)
+    # Every variant is timed in turns with the others.
+    exhaustive: bool = False
+    # PyGraph selects in the loop that is timed then, and not in one that compares results. In
+    # another program another choice may be right.
+    selects_in_loop: bool = False
+    # Seconds that a round of a variant takes at least.
+    round_s: float = 0.02
+    # Cases that processes after the first repeat with its decisions, and the one that is
+    # decided by several processes at once.
+    repeated: tuple[str, ...] = ()
+    decided_at_once: str = ""
+
+    @property
+    def candidates(self) -> tuple[str, ...]:
+        """What PyGraph must not be slower than."""
+        if not self.exhaustive:
+            return ("no_cg", "stock_cg")
+        return tuple(name for name in self.variants if name != "pygraph")
+
+
+# For suites of whole workloads.
+WORKLOADS = Suite(
+    (
+        "eager",
+        "no_cg",
+        "stock_cg",
+        "stock_whole",
+        "pygraph",
+        "forced_node_update",
+        "hand_written",
+        "forced_copy",
+    ),
+    profiled=("stock_whole", "pygraph", "forced_copy"),
+)
+
+
+class Cases:
+    """The cases of one suite, by name, in the order in which they are added."""
+
+    def __init__(self, suite: str, kind: type[Case] = Case, **common: Any) -> None:
+        """``common``: what all of them are created with, unless a case says otherwise."""
+        self.suite, self.kind, self.common = suite, kind, common
+        self.by_name: dict[str, Case] = {}
+
+    def add(self, name: str, *args: Any, **kwargs: Any) -> None:
+        if name in self.by_name:
+            raise ValueError(f"two cases {name}")
+        self.by_name[name] = self.kind(name, self.suite, *args, **{**self.common, **kwargs})
+
+
+def described(case: Case) -> dict[str, Any]:
+    """What the tables and plots say about a case."""
+    found = {"suite": case.suite, "name": case.name}
+    if case.about:
+        found |= {"mode": case.mode, "paper": case.paper, "about": case.about, "obstacle": case.obstacle}
+    return found
+
+
+def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Callable[[], Inputs]:
+    return lambda: (tuple(torch.randn(shape, dtype=dtype) for shape in shapes), {})
+
+
+def sized(full: Callable[[], Any], small: Callable[[], Any]) -> Callable[[bool], Any]:
+    return lambda is_small: small() if is_small else full()

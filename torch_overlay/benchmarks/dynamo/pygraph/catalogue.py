@@ -1,0 +1,72 @@
+"""All suites and their cases. It imports what declares them, and nothing that runs them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from . import cgct, modern, paper, pi, scg
+from .case import Suite
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .case import Case
+
+
+SUITES: dict[str, Suite] = {
+    "pi": pi.SUITE,
+    "cgct": cgct.SUITE,
+    # The cases of pi with each way to bind inputs.
+    "bindings": Suite(
+        (
+            "no_cg",
+            "stock_cg",
+            "pygraph",
+            "forced_copy",
+            "forced_node_update",
+            "forced_prelude",
+            "forced_table",
+        ),
+        optimizer=True,
+        dropout=True,
+        solo=(),
+        cold=False,
+        profile=False,
+        must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
+        exhaustive=True,
+        selects_in_loop=True,
+    ),
+    "paper": paper.SUITE,
+    "modern": modern.SUITE,
+    "scg": scg.SUITE,
+    # A few of paper and modern, in the time of a coffee.
+    "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11, max_case_s=60.0, solo=()),
+}
+
+# Suites of cases that other suites declare. Their rows do not replace those of the other suite.
+BORROWED: dict[str, Callable[[Case], bool]] = {
+    "bindings": lambda case: case.suite == "pi",
+    "quick": lambda case: case.quick,
+}
+
+CASES: dict[str, Case] = {}
+for _suite in (pi, cgct, modern, paper, scg):
+    if _twice := CASES.keys() & _suite.CASES.by_name:
+        raise ValueError(f"two cases {', '.join(sorted(_twice))}")
+    CASES |= _suite.CASES.by_name
+
+
+def select(suite: str, names: list[str] | None = None) -> list[Case]:
+    """Return the cases of a suite, or those of them that ``names`` has."""
+    if suite in BORROWED:
+        cases = [replace(case, suite=suite) for case in CASES.values() if BORROWED[suite](case)]
+    else:
+        cases = [case for case in CASES.values() if case.suite == suite]
+    if names is None:
+        return cases
+    unknown = set(names) - {case.name for case in cases}
+    if unknown:
+        raise ValueError(f"suite {suite} has no case {', '.join(sorted(unknown))}")
+    return [case for case in cases if case.name in names]
