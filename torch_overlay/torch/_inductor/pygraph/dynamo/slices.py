@@ -2,8 +2,8 @@
 A slice with tensor bounds, such as ``x[:n]`` with a tensor ``n``.
 
 Dynamo reads the bounds when it makes the slice, at BUILD_SLICE, which breaks the graph. Dynamo
-cannot resume there: the rest of the function runs eagerly, and so does the statement before it.
-Dynamo can resume where a tensor is indexed. With PyGraph, it reads the bounds there.
+cannot resume there: the function runs eagerly from the start of that statement. Dynamo can
+resume where a tensor is indexed. With PyGraph, it reads the bounds there.
 """
 
 from __future__ import annotations
