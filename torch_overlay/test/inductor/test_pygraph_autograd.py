@@ -26,7 +26,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
-from torch._functorch._aot_autograd import runtime_wrappers, utils
+from torch._functorch._aot_autograd import runtime_wrappers
 from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
@@ -1273,7 +1273,7 @@ class AutogradTest(TestCase):
 
     def test_without_pygraph(self):
         "Nothing of this is made."
-        utils.forwards_to.clear()
+        direct.forwards_to.clear()
         module, x = mlp(), torch.randn(3, 4)
         with (
             mock.patch.object(training, "specialize") as specialize,
@@ -1289,7 +1289,7 @@ class AutogradTest(TestCase):
             for made in (specialize, wrapper, called):
                 made.assert_not_called()
         self.assertEqual(counts, [2, 1])
-        self.assertEqual(len(utils.forwards_to), 0)
+        self.assertEqual(len(direct.forwards_to), 0)
         self.assertNotIn("symints", vars(type(node)))
         self.assertNotIn("apply", vars(type(node)))
 

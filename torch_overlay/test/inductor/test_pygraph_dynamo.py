@@ -9,8 +9,10 @@ from __future__ import annotations
 import collections
 import contextlib
 import dis
+import gc
 import math
 import operator
+import pathlib
 import random
 import sys
 import types
@@ -23,11 +25,12 @@ import numpy as np
 
 import torch
 import torch._dynamo
+from torch._dynamo.capabilities import BackendCapabilities, FrameExtension
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list, innermost_backend
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.dynamo import prefix
+from torch._inductor.pygraph.dynamo import obstacles
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -189,6 +192,12 @@ def in_loop(x: torch.Tensor) -> Any:
         x = x + i
         opaque(x)
     return x * 2
+
+
+def scaled_in_loop(x: torch.Tensor) -> Any:
+    for i in range(2):
+        x = x * opaque(x).sum().item() + i
+    return x
 
 
 def before_loop(x: torch.Tensor) -> Any:
@@ -1037,11 +1046,11 @@ class BytecodeTest(PyGraphTestCase):
             graph = torch.fx.Graph()
             x = graph.placeholder("x")
             graph.call_function(target, (x if of_input else graph.call_function(torch.sin, (x,)), 2))
-            self.assertEqual(any("writes an input" in o for o in prefix.of_graph(graph)), is_write)
+            self.assertEqual(any("writes an input" in o for o in obstacles.of_graph(graph)), is_write)
         graph = torch.fx.Graph()
         x = graph.placeholder("x")
         graph.call_function(torch.sin, (graph.call_method("cos", (x,)),), {"out": x})
-        self.assertEqual(sum("writes an input" in o for o in prefix.of_graph(graph)), 1)
+        self.assertEqual(sum("writes an input" in o for o in obstacles.of_graph(graph)), 1)
 
     @parametrize("dynamic", (False, True))
     def test_views_before_a_loop(self, dynamic: bool) -> None:
@@ -1109,7 +1118,7 @@ class BytecodeTest(PyGraphTestCase):
                 return gm.forward
 
             torch.compile(fn, backend=backend)(torch.rand(3))
-            self.assertEqual(any("is random" in o for o in prefix.of_graph(graphs[0])), is_random)
+            self.assertEqual(any("is random" in o for o in obstacles.of_graph(graphs[0])), is_random)
 
     def test_sign_of_zero_before_a_loop(self) -> None:
         def f(x: torch.Tensor, n: float) -> Any:
@@ -1913,6 +1922,106 @@ class BackendTest(PyGraphTestCase):
             link(1)
 
 
+class LifetimeTest(PyGraphTestCase):
+    """Dynamo holds nothing that it traced once a frame is compiled."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        # A cycle would be collected at any time.
+        gc.collect()
+        gc.disable()
+        self.addCleanup(gc.enable)
+
+    def assertFreed(self, refs: Sequence[weakref.ref[Any]]) -> None:
+        self.assertEqual([ref() for ref in refs], [None] * len(refs))
+
+    @parametrize("pygraph", (False, True))
+    def test_optimizer(self, pygraph: bool) -> None:
+        model = torch.nn.Linear(4, 4, bias=False)
+        optimizer: Any = torch.optim.Adam(model.parameters())
+        step = self.compile(lambda: optimizer.step(), pygraph=pygraph)
+        model(torch.ones(4)).sum().backward()
+        step()
+        self.assertEqual(self.num_graphs(), 1)
+        grads = [weakref.ref(p.grad) for p in model.parameters()]
+        optimizer.zero_grad(set_to_none=True)
+        self.assertFreed(grads)
+        states = [weakref.ref(t) for s in optimizer.state.values() for t in s.values()]
+        optimizer = None
+        self.assertEqual(len(states), 3)
+        self.assertFreed(states)
+
+    @parametrize("pygraph", (False, True))
+    def test_module(self, pygraph: bool) -> None:
+        model: Any = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+        forward = self.compile(lambda x: model(x), pygraph=pygraph)
+        forward(torch.ones(4))
+        self.assertEqual(self.num_graphs(), 1)
+        parameters = [weakref.ref(p) for p in model.parameters()]
+        model = None
+        self.assertFreed(parameters)
+
+    @parametrize("program", [subtest(p, name=p.__name__) for p in (before_loop, scaled_in_loop)])
+    def test_break(self, program: Callable[..., Any]) -> None:
+        "Without PyGraph, the frame that is skipped is kept, as in stock Dynamo."
+        x = torch.ones(3, 3)
+        self.compile(program)(x)
+        ref = weakref.ref(x)
+        del x
+        self.assertFreed([ref])
+
+    @parametrize("pygraph", (False, True))
+    def test_item(self, pygraph: bool) -> None:
+        x, scale = torch.ones(3), torch.tensor(2.0)
+        self.compile(lambda x, scale: x * scale.item(), pygraph=pygraph)(x, scale)
+        refs = [weakref.ref(x), weakref.ref(scale)]
+        del x, scale
+        self.assertFreed(refs)
+
+
+class HooksTest(PyGraphTestCase):
+    """Without PyGraph, tracing runs what stock Dynamo runs."""
+
+    def test_no_extension_without_pygraph(self) -> None:
+        "No method is called for a traced instruction or call, no object is made for a frame."
+        made = []
+        init = FrameExtension.__init__
+        record = lambda self: made.append(type(self)) or init(self)  # noqa: E731
+        with mock.patch.object(FrameExtension, "__init__", record):
+            for pygraph in (False, True):
+                torch._dynamo.reset()
+                self.compile(before_loop, pygraph=pygraph)(torch.ones(3, 3))
+                self.assertEqual(bool(made), pygraph)
+
+    def test_dynamo_names_no_backend(self) -> None:
+        "A backend is asked for its capabilities."
+        root = pathlib.Path(torch._dynamo.__file__).parent
+        found = [p for p in root.rglob("*.py") if "pygraph" in p.read_text()]
+        self.assertEqual(found, [])
+
+    def test_any_backend_may_have_capabilities(self) -> None:
+        class Backend:
+            def __call__(self, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Any:
+                return gm.forward
+
+            def dynamo_capabilities(self) -> BackendCapabilities:
+                return capabilities
+
+        calls = []
+
+        class Extension(FrameExtension):
+            def on_call(self, _tx: Any, fn: Any) -> None:
+                calls.append(fn.as_python_constant())
+
+        capabilities = BackendCapabilities()
+        capabilities.extend_frame = Extension
+        compiled = torch.compile(lambda x: torch.sin(x), backend=Backend())
+        x = torch.ones(3)
+        self.assertEqual(compiled(x), x.sin())
+        self.assertEqual(calls, [torch.sin])
+
+
+instantiate_parametrized_tests(LifetimeTest)
 instantiate_parametrized_tests(BytecodeTest)
 instantiate_parametrized_tests(BackendTest)
 instantiate_parametrized_tests(ItemTest)

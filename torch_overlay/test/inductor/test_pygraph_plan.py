@@ -25,7 +25,7 @@ from torch._inductor.cudagraph_trees import (
     StorageWeakRefWrapper,
 )
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.capture.shared import CachedTensor
+from torch._inductor.pygraph.trees.cached import CachedTensor
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.replay.plan import Output, PathOutput, ReplayPlan
 from torch._inductor.pygraph.trees import threads

@@ -29,7 +29,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch._aot_autograd.runtime_wrappers import SerializableCompiledFunction
-from torch._functorch._aot_autograd.utils import forwards_to
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
 
@@ -37,6 +36,12 @@ from torch._inductor.pygraph import native
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+
+# Functions that only pass on their arguments to another one, and its results: that one, and the
+# number of outputs that they check, if any.
+forwards_to: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], int | None]] = (
+    WeakKeyDictionary()
+)
 
 # Of AOTAutograd's runtime wrapper of a training graph, by training.py: the arguments of
 # _replay.Training, which does the same.

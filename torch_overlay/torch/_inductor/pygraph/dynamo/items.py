@@ -1,17 +1,19 @@
 """
-The value of a tensor on the CPU, ``s.item()``, as a float that varies.
+The value of a 0-d CPU tensor, ``tensor.item()``, as an input of the graph.
 
-Dynamo breaks the graph where the host reads a tensor. But what a 0-d input on the CPU has is
-known before the graph runs, unless the graph writes to it first: bytecode reads it in each
-call, and gives the graph what it gives it for a Python float that varies, a tensor of its
-own. That is delivered to the GPU, and the tensor that was read may be written to as soon as
-the call returns, whatever a backward needs.
+Dynamo breaks the graph where the host reads a tensor. But the value of an input on the CPU is
+known before the graph runs, unless the graph writes the tensor first. Bytecode reads it in each
+call and passes it as Dynamo passes a Python float that varies: as a tensor. PyGraph delivers
+that tensor to the GPU. The program may write the tensor that was read as soon as the call
+returns, because the backward does not use it either.
 
-Nothing is compiled for one value: arithmetic of tensors is the same for all of them. The
-symbol that stands for the value while Dynamo traces can do more, but not always what Python
-does, as sympy orders sums and products anew; and where a program branches on it, or makes
-something of it on the host, there would be a guard of it. If the graph turns out to hold
-such a use, the frame is analysed again, and breaks at item() as it does without PyGraph.
+The graph has to be the same for all values. Two uses of a value depend on it:
+
+- A branch on the value, or a value that the host computes from it, needs a guard.
+- Arithmetic of symbols is not Python's: sympy orders sums and products in its own way.
+
+Therefore the value may only be an operand of arithmetic with tensors. If the graph has another
+use of it, Dynamo analyses the frame again and breaks the graph at this item().
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ import torch
 from torch._dynamo.exc import RestartAnalysis, TensorifyScalarRestartAnalysis
 from torch._dynamo.source import CallMethodItemSource
 from torch._dynamo.symbolic_convert import TensorifyState
-from torch._inductor.pygraph.dynamo.prefix import obstacles
+from torch._dynamo.variables.builder import VariableBuilder
+from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
+from torch._inductor.pygraph.dynamo.obstacles import of_frame, Traced
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 
@@ -36,16 +40,15 @@ if TYPE_CHECKING:
     import sympy
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 
 
-# Stands for the value while it is traced.
+# The value while it is traced.
 HINT = 1.25
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# What the value may be an operand of, beside a tensor: arithmetic that
-# tensorify_python_scalars makes arithmetic of tensors from.
+# Operations of a value and a tensor that tensorify_python_scalars turns into operations of
+# tensors.
 FUNCTIONS = OrderedSet(
     [
         operator.add,
@@ -68,9 +71,9 @@ IN_PLACE_METHODS = OrderedSet(["add_", "div_", "mul_", "sub_"])
 @dataclasses.dataclass
 class Item:
     variable: SymNodeVariable
-    # Of the same value; a tensor of float64 has one already.
+    # All that stand for the value. Dynamo makes two for an item of a float64.
     symbols: OrderedSet[sympy.Symbol]
-    # Whether upstream breaks the graph there, and does not skip the frame.
+    # Whether Dynamo breaks the graph here without PyGraph, rather than skip the frame.
     is_break: bool
 
     @property
@@ -78,47 +81,91 @@ class Item:
         return symbol_of(self.variable.sym_num)
 
 
-def wrap_item(
-    tx: InstructionTranslatorBase, tensor: TensorVariable
-) -> SymNodeVariable | None:
-    """The value of ``tensor`` as an input of the graph, None if it can not be one."""
-    from torch._dynamo.variables.builder import VariableBuilder
-    from torch._dynamo.variables.tensor import SymNodeVariable
+class Items:
+    """The values of tensors that are inputs of one graph, by the names of the tensors."""
 
-    output = tx.output
-    if (
-        not is_cpu_float_input(tx, tensor)
-        or tensor.source.name in tx.speculation_log.graph_break_on_items
-        or may_be_written(output.graph)
-    ):
-        return None
-    root = output.root_tx
-    is_break = (
-        root is not None
-        and root.should_compile_partial_graph()
-        and not root.maybe_has_backedge()
-    )
-    if (known := output.items.get(tensor.source.name)) is not None:
-        known.is_break &= is_break
-        return known.variable
-    source = CallMethodItemSource(tensor.source)
-    variable = VariableBuilder(tx, source).wrap_symfloat(HINT)
-    if not isinstance(variable, SymNodeVariable):
-        return None
-    # There shall be no guard, not even that it is no NaN, as of each float that is tracked.
-    tracked = output.tracked_fakes
-    symbols = OrderedSet(symbol_of(t.fake) for t in tracked if t.source == source)
-    tracked[:] = [t for t in tracked if symbol_of(t.fake) not in symbols]
-    item = Item(variable, symbols, is_break)
-    output.items[tensor.source.name] = item
-    # Of another frame's symbol of the same name.
-    TensorifyState.force_specializations.discard(item.symbol.name)
-    return variable
+    def __init__(self, traced: Traced) -> None:
+        self.traced = traced
+        self.by_name: dict[str, Item] = {}
+
+    def wrap(
+        self, tx: InstructionTranslatorBase, tensor: TensorVariable
+    ) -> SymNodeVariable | None:
+        """Return the value of ``tensor`` as an input, or None if it cannot be one."""
+        output = tx.output
+        if (
+            not is_cpu_float_input(tx, tensor)
+            or tensor.source.name in tx.speculation_log.graph_break_on_items
+            or may_be_written(output.graph)
+        ):
+            return None
+        root = output.root_tx
+        is_break = (
+            root is not None
+            and root.should_compile_partial_graph()
+            and not root.maybe_has_backedge()
+        )
+        if (known := self.by_name.get(tensor.source.name)) is not None:
+            known.is_break &= is_break
+            return known.variable
+        source = CallMethodItemSource(tensor.source)
+        variable = VariableBuilder(tx, source).wrap_symfloat(HINT, varies=True)
+        if not isinstance(variable, SymNodeVariable):
+            return None
+        # Tracked floats are guarded not to be NaN, and a guard would read the tensor.
+        tracked = output.tracked_fakes
+        symbols = OrderedSet(symbol_of(t.fake) for t in tracked if t.source == source)
+        tracked[:] = [t for t in tracked if symbol_of(t.fake) not in symbols]
+        item = Item(variable, symbols, is_break)
+        self.by_name[tensor.source.name] = item
+        # Another frame may have had a symbol of this name.
+        TensorifyState.force_specializations.discard(item.symbol.name)
+        return variable
+
+    def check_graph(self, tx: InstructionTranslatorBase) -> None:
+        """
+        Raises:
+            RestartAnalysis: the complete graph has a use that a value may not have.
+        """
+        if not self.by_name:
+            return
+        items = self.by_name.items()
+        values = {n: i.variable.proxy.node for n, i in items}
+        break_at(tx, (n for n, value in values.items() if not is_operand(value)))
+        break_at(tx, (n for n, value in values.items() if has_two_backwards(value)))
+        skipped = [n for n, i in items if not i.is_break]
+        root = tx.output.root_tx
+        if skipped and root is not None and any(of_frame(root, self.traced)):
+            break_at(tx, skipped)
+        self.check_guards(tx)
+
+    def check_guards(self, tx: InstructionTranslatorBase) -> None:
+        env = tx.output.shape_env
+        guarded = OrderedSet(s for g in env.guards for s in g.expr.free_symbols)
+        guarded |= env.replacements.keys()
+        break_at(tx, (n for n, i in self.by_name.items() if i.symbols & guarded))
+
+    @contextlib.contextmanager
+    def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:
+        """
+        Raises:
+            RestartAnalysis: the backend used a value as a constant.
+        """
+        try:
+            yield
+        except TensorifyScalarRestartAnalysis:
+            specialized = TensorifyState.force_specializations
+            items = self.by_name.items()
+            break_at(tx, (n for n, i in items if i.symbol.name in specialized))
+            raise
+        if self.by_name:
+            self.check_guards(tx)
+
+    def break_at_all(self, tx: InstructionTranslatorBase) -> None:
+        break_at(tx, self.by_name)
 
 
 def is_cpu_float_input(tx: InstructionTranslatorBase, tensor: TensorVariable) -> bool:
-    from torch._dynamo.variables.tensor import TensorVariable
-
     output = tx.output
     if (
         type(tensor) is not TensorVariable
@@ -144,15 +191,16 @@ def is_cpu_float_input(tx: InstructionTranslatorBase, tensor: TensorVariable) ->
 
 def may_be_written(graph: torch.fx.Graph) -> bool:
     """
-    Whether the graph may have written to a tensor on the CPU by now, which may share memory
-    with any other. Versions do not tell: x.data has one of its own.
+    Return whether the graph may have written a CPU tensor by now.
+
+    Any two may share memory. Versions do not tell: x.data has its own.
     """
 
     def only_reads(node: torch.fx.Node) -> bool:
         if "out" in node.kwargs:
             return False
-        # As methods are named.
         if node.op == "call_method":
+            # Methods that write have names that end so.
             return not node.target.endswith("_") or not on_cpu(node.args[0])
         if node.target in IN_PLACE:
             return not on_cpu(node.args[0])
@@ -173,27 +221,8 @@ def on_cpu(arg: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
-def check_uses(tx: InstructionTranslatorBase) -> None:
-    """Called when Dynamo's graph is complete."""
-    items = tx.output.items.items()
-    values = {n: i.variable.proxy.node for n, i in items}
-    break_at(tx, (n for n, value in values.items() if not is_operand(value)))
-    break_at(tx, (n for n, value in values.items() if has_two_backwards(value)))
-    skipped = [n for n, i in items if not i.is_break]
-    if skipped and tx.output.root_tx is not None and any(obstacles(tx.output.root_tx)):
-        break_at(tx, skipped)
-    check_guards(tx)
-
-
-def check_guards(tx: InstructionTranslatorBase) -> None:
-    env, items = tx.output.shape_env, tx.output.items.items()
-    guarded = OrderedSet(s for g in env.guards for s in g.expr.free_symbols)
-    guarded |= env.replacements.keys()
-    break_at(tx, (name for name, item in items if item.symbols & guarded))
-
-
 def is_operand(value: torch.fx.Node) -> bool:
-    """Whether all that is done to a value is arithmetic of tensors."""
+    """Return whether the graph uses a value only in arithmetic with tensors."""
 
     def arithmetic(node: torch.fx.Node) -> bool:
         if node.target is torch.sym_float:
@@ -208,7 +237,7 @@ def is_operand(value: torch.fx.Node) -> bool:
         if node.target in IN_PLACE | IN_PLACE_METHODS and any(
             not arg.meta["example_value"].is_floating_point() for arg in operands
         ):
-            # Eager mode raises an error, where compiled code casts the result.
+            # Eager mode raises an error. Compiled code would cast the result.
             return False
         return node.target in allowed and bool(operands)
 
@@ -217,9 +246,10 @@ def is_operand(value: torch.fx.Node) -> bool:
 
 def has_two_backwards(value: torch.fx.Node) -> bool:
     """
-    Whether gradients go through results in front of it and through others behind it. Of two
-    graphs the program may call the one backward after the other, and ask for the gradient of
-    what the first one gave.
+    Return whether results before the value and results after it require gradients.
+
+    With a graph break at the value there are two graphs. A program may run their backwards one
+    after the other, or differentiate the first one's result.
     """
     *nodes, output = value.graph.nodes
     results = OrderedSet(output.all_input_nodes)
@@ -243,28 +273,16 @@ def is_real_tensor(arg: object) -> bool:
     )
 
 
-@contextlib.contextmanager
-def checked(tx: InstructionTranslatorBase) -> Iterator[None]:
-    """Around the backend: when it is done, nothing may have looked at a value."""
-    try:
-        yield
-    except TensorifyScalarRestartAnalysis:
-        items = tx.output.items.items()
-        specialized = TensorifyState.force_specializations
-        break_at(tx, (n for n, i in items if i.symbol.name in specialized))
-        raise
-    check_guards(tx)
-
-
 def symbol_of(fake: object) -> sympy.Symbol | None:
-    # Not what it may have been replaced by.
+    # expr would be what the symbol was replaced by.
     return fake.node._expr if isinstance(fake, torch.SymFloat) else None
 
 
 def break_at(tx: InstructionTranslatorBase, names: Iterable[str]) -> None:
+    """Let Dynamo analyse the frame again, with graph breaks at these items, if any."""
     names = OrderedSet(names)
     if names:
         tx.speculation_log.graph_break_on_items |= names
         raise RestartAnalysis(
-            restart_reason=f"the value of {', '.join(names)} is no mere operand"
+            restart_reason=f"the value of {', '.join(names)} is not only an operand"
         )

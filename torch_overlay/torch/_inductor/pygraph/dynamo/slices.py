@@ -1,10 +1,9 @@
 """
-A slice that is bounded by values of tensors, ``x[:n]`` with a tensor ``n``.
+A slice with tensor bounds, such as ``x[:n]`` with a tensor ``n``.
 
-Dynamo reads the bounds where the slice is made, at BUILD_SLICE. It cannot resume from a break
-there: the rest of the function runs eagerly, from the last instruction on before which
-nothing was on the stack. It can where a tensor is indexed. So the bounds are read there, and
-what comes before it in the same statement, and after it, is captured.
+Dynamo reads the bounds when it makes the slice, at BUILD_SLICE, which breaks the graph. Dynamo
+cannot resume there: the function runs eagerly from the start of that statement. Dynamo can
+resume where a tensor is indexed. With PyGraph, it reads the bounds there.
 """
 
 from __future__ import annotations
@@ -14,9 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
-from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import Unsupported
-from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import (
     ConstantVariable,
@@ -24,7 +21,7 @@ from torch._dynamo.variables import (
     TensorVariable,
     VariableTracker,
 )
-from torch._inductor.pygraph.dynamo import prefix
+from torch._inductor.pygraph.dynamo import eager, obstacles
 
 
 if TYPE_CHECKING:
@@ -34,19 +31,17 @@ if TYPE_CHECKING:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
-# In the context of the code, once a slice of it broke the graph where a tensor is indexed.
-IS_READ_LATER = "pygraph_slices"
-
-
 class NotReadError(Unsupported, NotImplementedError):
     """
-    Breaks the graph where a constant is needed. Where it is only asked whether something is
-    one, such as a tuple that has the slice, it is not.
+    Raised where Dynamo needs a constant slice: the graph breaks.
+
+    Where Dynamo only asks whether a value is a constant, such as a tuple with the slice,
+    NotImplementedError answers that it is not.
     """
 
 
 class SliceOfTensors(SliceVariable):
-    """Its bounds stay tensors, as in eager mode. Their values are read when it is used."""
+    """A slice whose bounds stay tensors until it is used, as in eager mode."""
 
     def __init__(
         self,
@@ -66,9 +61,9 @@ class SliceOfTensors(SliceVariable):
         """
         tx = InstructionTranslator.current_tx()
         root = tx.output.root_tx
-        # Upstream goes on behind a call that breaks the graph.
+        # If an inlined function made it, Dynamo resumes after the call without PyGraph, too.
         if root is not None and root.f_code is self.code:
-            code_context.get_context(original(self.code))[IS_READ_LATER] = True
+            eager.mark_break_at_slice(self.code)
         return SliceVariable(self.items, tx)
 
     def as_python_constant(self) -> slice:
@@ -82,58 +77,33 @@ class SliceOfTensors(SliceVariable):
         return self.read().as_proxy()
 
 
-def original(code: types.CodeType) -> types.CodeType:
-    """The function's code where ``code`` is what follows a graph break in it, else itself."""
-    part = ContinueExecutionCache.generated_code_metadata.get(code)
-    return code if part is None else part.code
-
-
-def is_left_out(code: types.CodeType) -> bool:
-    """
-    Whether upstream runs it eagerly, since it follows a slice that breaks the graph.
-    """
-    whole = original(code)
-    return (
-        whole is not code
-        and code_context.has_context(whole)
-        and code_context.get_context(whole).get(IS_READ_LATER, False)
-    )
-
-
-def check_rest(tx: InstructionTranslatorBase) -> None:
-    """
-    Called where a graph is complete.
-
-    Raises:
-        SkipFrame: upstream runs what follows a slice eagerly, and compiled it may differ.
-    """
-    if is_left_out(tx.f_code):
-        prefix.skip_if_different(tx)
-
-
 def make_slice(
-    tx: InstructionTranslatorBase, items: Sequence[VariableTracker]
-) -> SliceVariable:
-    """Of two or three ``items``, which were on the stack, as of the instruction BUILD_SLICE."""
+    tx: InstructionTranslatorBase,
+    items: Sequence[VariableTracker],
+    traced: obstacles.Traced,
+) -> SliceVariable | None:
+    """Return the slice of BUILD_SLICE's two or three arguments, or None for Dynamo's own."""
     if (
-        tx.one_graph
+        not any(item.is_tensor() for item in items)
+        or tx.one_graph
         or torch._dynamo.config.capture_scalar_outputs
         or type(indexed(tx)) is not TensorVariable
-        # Upstream runs the statement eagerly.
-        or any(prefix.of_graph(tx.output.graph))
-        or any(prefix.of_calls(tx.output.called))
+        # The statement runs eagerly without PyGraph.
+        or traced.calls
+        or any(obstacles.of_graph(tx.output.graph))
     ):
-        return SliceVariable(items, tx)
+        return None
     start, stop, step = (*items, ConstantVariable.create(None))[:3]
     return SliceOfTensors(start, stop, step, tx.f_code)
 
 
 def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
     """
-    What is on the stack to be indexed by the slice that is made now, or by a tuple that has
-    it; None if that is not seen.
+    Return the value on the stack that the new slice, or a tuple with it, will index.
+
+    None if the instructions that follow do not tell.
     """
-    # How much of the stack there is from the slice on; the slice is not on tx.stack yet.
+    # The number of stack entries from the slice on. It is not on tx.stack yet.
     height = 1
     for inst in tx.instructions[tx.instruction_pointer :]:
         arg = inst.arg
@@ -143,7 +113,7 @@ def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
                 return None
             arg = 0
         if inst.opname == "BUILD_TUPLE" and arg >= height:
-            # It takes what is in front of the slice, too.
+            # The tuple has entries before the slice, too.
             return tx.stack[height - arg - 1].realize()
         if inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
             return tx.stack[-1].realize()

@@ -1,25 +1,29 @@
 """
-Whether what upstream runs eagerly is compiled: what comes before a loop that breaks the graph,
-what follows a slice that does (slices.py), and what breaks the graph in a loop or a try
-statement, if it does not with pygraph (items.py).
+Why compiled code may differ from eager code in a frame that runs eagerly without PyGraph.
 
-Upstream skips such a frame. Compiled, it goes through what any graph does: side effects come
-after the graph, which raises outside of the frame's try statements, values are made again
-from what Dynamo knows of them, and what Dynamo gets wrong elsewhere, it gets wrong here. So it
-is compiled where nothing tells the difference: where all that was traced is of a few plain
-kinds, and its values are known to be made again as they were. It is skipped as upstream does
-elsewhere. What still differs: locals that bytecode does not read are gone for who looks at the
-frame from outside, lru_cache counts no calls, and who asks for an error where a frame is
-compiled again gets one.
+Without PyGraph, Dynamo runs these frames eagerly: a frame with a loop that breaks the graph, and
+the code after a slice that does. PyGraph compiles them if nobody can tell the difference.
+Compiled code differs from eager code in four ways:
 
-Frames that upstream compiles are as before.
+- Side effects happen after the graph, and a graph raises outside of the frame's try statements.
+- Values that the frame made are rebuilt from what Dynamo knows of them.
+- Inductor computes some results in another way: random numbers, strides, sums of floats.
+- Dynamo and Inductor have faults, which the frame did not have as long as it ran eagerly.
+
+An obstacle is a construct for which one of these may matter. The functions below yield the
+obstacles of a frame as text for the log. Constructs that are not known to be safe are obstacles.
+
+Three differences remain:
+
+- Frame inspectors no longer see locals that later bytecode does not read.
+- functools.lru_cache counts no calls.
+- A frame that is compiled again raises an error if the program asks for one.
 """
 
 from __future__ import annotations
 
 import dis
 import inspect
-import logging
 import operator
 import sys
 from typing import Any, TYPE_CHECKING
@@ -27,8 +31,6 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.fx
 from torch._dynamo import variables
-from torch._dynamo.code_context import code_context
-from torch._dynamo.exc import SkipFrame
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import (
     numpy_attr_wrapper,
@@ -57,29 +59,24 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-log = logging.getLogger(__name__)
-
-# In the context of the code, once it was found to break in a loop: upstream skips it.
-IS_LEFT_OUT = "pygraph_prefix"
-
-# They find locals by name, tell of a tensor what no guard asks, or change a dictionary without
-# a trace.
+# A function that names one of these reads locals by name, reads what no guard of a tensor
+# checks, or changes a dictionary without a trace.
 OPAQUE_NAMES = frozenset(
     ("locals", "vars", "dir", "eval", "exec", "_getframe", "currentframe")
     + ("_base", "_version", "grad_fn", "move_to_end")
 )
 
-# Not among them: those that handle exceptions, unpack to a list, merge dictionaries, make sets
-# or import.
+# Instructions that are never an obstacle. Missing are those that of_instruction looks at, and
+# those that handle exceptions, unpack to a list, merge dictionaries, make sets or import.
 PLAIN_OPNAMES = frozenset(
     """
     BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY
-    BINARY_MODULO BINARY_MULTIPLY BINARY_OP BINARY_OR BINARY_POWER BINARY_RSHIFT
+    BINARY_MODULO BINARY_MULTIPLY BINARY_OR BINARY_POWER BINARY_RSHIFT
     BINARY_SLICE BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR
     BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_STRING BUILD_TUPLE
     CACHE CALL CALL_FUNCTION CALL_FUNCTION_EX CALL_FUNCTION_KW CALL_KW CALL_METHOD
     COMPARE_OP CONTAINS_OP COPY COPY_FREE_VARS DELETE_FAST DICT_MERGE DUP_TOP DUP_TOP_TWO
-    END_FOR EXTENDED_ARG FORMAT_SIMPLE FORMAT_VALUE FOR_ITER GEN_START GET_ITER INPLACE_ADD
+    END_FOR EXTENDED_ARG FOR_ITER GEN_START GET_ITER INPLACE_ADD
     INPLACE_AND INPLACE_FLOOR_DIVIDE INPLACE_MODULO INPLACE_OR INPLACE_SUBTRACT
     INPLACE_TRUE_DIVIDE IS_OP JUMP_ABSOLUTE JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT
     JUMP_FORWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND LIST_EXTEND
@@ -96,23 +93,23 @@ PLAIN_OPNAMES = frozenset(
     """.split()
 )
 
-# Called for an effect that each call of compiled code has: it writes elements, and bytecode
-# sets the gradient mode. Operators have theirs as well.
-EFFECTS = (operator.setitem, torch._C._set_grad_enabled)
-OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-
-# From Python 3.12 on CALL_INTRINSIC_1 does with these arguments what instructions did:
-# UNARY_POSITIVE and LIST_TO_TUPLE.
+# The arguments with which CALL_INTRINSIC_1 of Python 3.12 replaces UNARY_POSITIVE and
+# LIST_TO_TUPLE.
 PLAIN_INTRINSICS = (5, 6)
 
-# A flag of FORMAT_VALUE: what is on top of the stack is the format.
+# FORMAT_VALUE's flag for a format on top of the stack.
 FORMAT_WITH_SPEC = 4
 
-# Python's own functions and types that may be called.
+# Builtin functions and types that may be called.
 PLAIN_BUILTINS = frozenset(
     (abs, bool, dict, divmod, enumerate, float, getattr, hasattr, int, isinstance, issubclass)
     + (iter, len, list, max, min, range, slice, str.format, super, tuple, type, zip)
 )
+
+# Nodes without a value whose effect every call has: compiled code writes elements, and bytecode
+# sets the gradient mode. Operators have their effect in every call, too.
+EFFECTS = (operator.setitem, torch._C._set_grad_enabled)
+OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
 
 IN_PLACE = frozenset(
     (operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul)
@@ -120,16 +117,14 @@ IN_PLACE = frozenset(
     + (operator.isub, operator.itruediv, operator.ixor, operator.setitem)
 )
 
-# They draw by operators of other names.
+# Functions that draw by operators of other names.
 DRAWING = frozenset(
     (functional.gumbel_softmax, torch.pca_lowrank, torch.svd_lowrank)
     + (functional.fractional_max_pool2d, functional.fractional_max_pool2d_with_indices)
     + (functional.fractional_max_pool3d, functional.fractional_max_pool3d_with_indices)
 )
 
-SUMS = "sums of numbers are computed in another order"
-
-# Values that were not there before the frame, and are made again as they were.
+# Values that did not exist before the frame and that bytecode rebuilds as they were.
 REBUILT = frozenset(
     (
         variables.BuiltinVariable,
@@ -151,71 +146,38 @@ REBUILT = frozenset(
     )
 )
 
+SUMS = "a sum of floats is computed in another order"
 
-def leave_out(tx: InstructionTranslatorBase) -> bool:
+
+class Traced:
     """
-    Called where a loop breaks the graph, and upstream skips the frame. Returns whether there
-    may be something to compile before the loop, which check is asked about.
+    The obstacles that are seen only while Dynamo traces the frame and what it inlines.
+
+    It keeps text, because variables would keep the program's tensors alive.
     """
-    root = tx.output.root_tx
-    if root is None:
-        return False
-    code_context.get_context(root.f_code)[IS_LEFT_OUT] = True
-    return True
+
+    def __init__(self) -> None:
+        # As ordered sets
+        self.instructions: dict[str, None] = {}
+        self.calls: dict[str, None] = {}
+
+    def add_instruction(self, inst: Instruction, stack: Sequence[VariableTracker]) -> None:
+        if inst.opname not in PLAIN_OPNAMES:
+            self.instructions.update(dict.fromkeys(of_instruction(inst, stack)))
+
+    def add_call(self, fn: VariableTracker) -> None:
+        self.calls.update(dict.fromkeys(of_call(fn)))
 
 
-def is_left_out(code: types.CodeType) -> bool:
-    """
-    Whether upstream skips the frame: it does not try to compile what comes before the loop,
-    and so does not fail.
-    """
-    return code_context.has_context(code) and code_context.get_context(code).get(
-        IS_LEFT_OUT, False
-    )
-
-
-def check(tx: InstructionTranslatorBase) -> None:
-    """
-    Called where a graph is complete, of what comes before the loop, or of a call for which it
-    does not break the graph.
-
-    Raises:
-        SkipFrame: upstream skips the frame, and compiled it may differ.
-    """
-    if is_left_out(tx.f_code):
-        skip_if_different(tx)
-
-
-def skip_if_different(root: InstructionTranslatorBase) -> None:
-    """
-    Raises:
-        SkipFrame: there is an obstacle, which is logged.
-    """
-    if (reason := next(obstacles(root), None)) is not None:
-        log.info("%s: not compiled: %s", root.f_code.co_name, reason)
-        raise SkipFrame(f"compiled, it may differ: {reason}")
-
-
-def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
-    """Why a frame is skipped, if it is, of what was traced by now."""
+def of_frame(root: InstructionTranslatorBase, traced: Traced) -> Iterator[str]:
+    """Yield the obstacles of what was traced by now."""
     output = root.output
     yield from of_code(root)
-    for opname, arg, top in output.traced:
-        is_plain_intrinsic = opname == "CALL_INTRINSIC_1" and arg in PLAIN_INTRINSICS
-        if opname not in PLAIN_OPNAMES and not is_plain_intrinsic:
-            yield f"{opname} is traced"
-        if opname == "BINARY_OP" and dis._nb_ops[arg][0] == "NB_INPLACE_MULTIPLY":  # type: ignore[attr-defined]
-            # A list's is lost.
-            yield "something is multiplied in place"
-        if opname.startswith("FORMAT") and (
-            top is not variables.ConstantVariable or (arg or 0) & FORMAT_WITH_SPEC
-        ):
-            # The text of a number that varies may be the number.
-            yield "a number is formatted"
-    yield from of_calls(output.called)
+    yield from traced.instructions
+    yield from traced.calls
     for code in output.tracing_context.previously_inlined_functions:
         yield from of_names(code)
-        # Upstream does not compile its frame either, where it is not inlined.
+        # Where it is not inlined, its frame runs eagerly without PyGraph, too.
         if handles_exceptions(code):
             yield f"{code.co_name} may handle an exception"
     yield from of_graph(output.graph)
@@ -225,26 +187,48 @@ def obstacles(root: InstructionTranslatorBase) -> Iterator[str]:
         yield from of_input(value)
 
 
-def of_calls(called: Sequence[VariableTracker]) -> Iterator[str]:
-    for fn in called:
-        if isinstance(fn, variables.BuiltinVariable) and fn.fn not in PLAIN_BUILTINS:
-            yield f"{fn.fn} is called"
-        if isinstance(fn, variables.UserDefinedClassVariable) and (
-            type(fn.value) is not type or hasattr(fn.value, "__del__")
-        ):
-            yield f"a {fn.value.__name__} may be made in another way, or noticed when it dies"
-        if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
-            tracing_state_functions().get(fn.value)
-        ):
-            yield "it asks whether it is compiled"
+# Instructions and calls
+
+
+def of_instruction(inst: Instruction, stack: Sequence[VariableTracker]) -> Iterator[str]:
+    """Yield the obstacles of one that is not in PLAIN_OPNAMES."""
+    opname, arg = inst.opname, inst.arg
+    if opname == "BINARY_OP":
+        if dis._nb_ops[arg][0] == "NB_INPLACE_MULTIPLY":  # type: ignore[attr-defined]
+            # Dynamo loses the product of a list.
+            yield "a value is multiplied in place"
+    elif opname in ("FORMAT_SIMPLE", "FORMAT_VALUE"):
+        with_spec = (arg or 0) & FORMAT_WITH_SPEC
+        if with_spec or type(stack[-1]) is not variables.ConstantVariable:
+            # Of a number that varies, the text may have the value of the first call.
+            yield "a number is formatted"
+    elif not (opname == "CALL_INTRINSIC_1" and arg in PLAIN_INTRINSICS):
+        yield f"{opname} is traced"
+
+
+def of_call(fn: VariableTracker) -> Iterator[str]:
+    if isinstance(fn, variables.BuiltinVariable) and fn.fn not in PLAIN_BUILTINS:
+        yield f"{fn.fn} is called"
+    if isinstance(fn, variables.UserDefinedClassVariable) and (
+        type(fn.value) is not type or hasattr(fn.value, "__del__")
+    ):
+        yield f"{fn.value.__name__} has a metaclass or a finalizer"
+    if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
+        tracing_state_functions().get(fn.value)
+    ):
+        yield f"{fn.value.__name__} tells compiled code from eager code"
+
+
+# Code
 
 
 def of_code(root: InstructionTranslatorBase) -> Iterator[str]:
+    """Yield the obstacles of the frame's own bytecode, as far as it is compiled."""
     code = root.f_code
     yield from of_names(code)
     arguments = inspect.getargs(code)
     names = OrderedSet([*arguments.args, arguments.varargs, arguments.varkw])
-    for inst in traced(root):
+    for inst in compiled_instructions(root):
         handler = inst.exn_tab_entry
         # SETUP_* up to Python 3.10.
         if inst.opname in ("SETUP_FINALLY", "SETUP_WITH") or (
@@ -252,17 +236,17 @@ def of_code(root: InstructionTranslatorBase) -> Iterator[str]:
         ):
             yield "an exception may be handled"
         if inst.opname == "DELETE_FAST" and inst.argval in names:
-            # It would be there again.
+            # The argument would be back after the graph.
             yield f"{inst.argval} is deleted"
 
 
 def of_names(code: types.CodeType) -> Iterator[str]:
     for name in OPAQUE_NAMES.intersection(code.co_names):
-        yield f"it reads {name}"
+        yield f"{code.co_name} reads {name}"
 
 
-def traced(root: InstructionTranslatorBase) -> Sequence[Instruction]:
-    """Those before the current one, and the rest of a loop that it lies in."""
+def compiled_instructions(root: InstructionTranslatorBase) -> Sequence[Instruction]:
+    """Return those before the current one, and the rest of the loops around it."""
     pointer = root.instruction_pointer
     end = len(root.instructions) if pointer is None else pointer - 1
     index = {id(inst): i for i, inst in enumerate(root.instructions)}
@@ -277,56 +261,69 @@ def handles_exceptions(code: types.CodeType) -> bool:
     return any(inst.opname == opname for inst in dis.get_instructions(code))
 
 
+# The graph
+
+
 def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
-    as_numpy = (
-        numpy_method_wrapper,
-        numpy_operator_wrapper,
-        numpy_to_tensor_wrapper,
-    )
     for node in graph.nodes:
-        argument = node.meta.get("grapharg")
-        if (
-            node.target is numpy_attr_wrapper
-            or isinstance(node.target, as_numpy)
-            or isinstance(getattr(argument, "source", None), NumpyTensorSource)
-        ):
-            # Its scalars, dtypes, views, warnings and draws are others.
-            yield f"{node.name} is NumPy's"
-        if node.target is torch._assert_async:
-            yield "a tensor is asserted, and raises another exception"
-        if (
-            node.op == "call_function"
-            and "example_value" not in node.meta
-            and not isinstance(node.target, OPERATORS)
-            and node.target not in EFFECTS
-        ):
-            # Settings have no value. They are made while the graph is compiled, and no more
-            # when it is called.
-            yield f"{node.name} is called for its effect"
-        if draws(node):
-            # Inductor draws other numbers than the operator does.
-            yield f"{node.name} is random"
-        if writes_an_input(node):
-            # If the graph raises then, it is not written.
-            yield f"{node.name} writes an input"
-        value = node.meta.get("example_value")
-        if (
-            node.op == "call_function"
-            and node.target is not torch.sym_float
-            and isinstance(value, torch.SymFloat)
-        ):
-            yield SUMS
-        if (
-            node.op.startswith("call_")
-            and isinstance(value, torch.Tensor)
-            and value.requires_grad
-        ):
-            # The graph has one backward, which is called once, and is not differentiated.
-            yield f"{node.name} requires a gradient"
+        yield from of_node(node)
+
+
+def of_node(node: torch.fx.Node) -> Iterator[str]:
+    value = node.meta.get("example_value")
+    is_call = node.op.startswith("call_")
+    if is_numpy(node):
+        # NumPy's scalars, dtypes, views, warnings and random numbers are others.
+        yield f"{node.name} is computed by NumPy"
+    if node.target is torch._assert_async:
+        # Compiled, it raises another exception.
+        yield f"{node.name} asserts a tensor"
+    if is_setting(node):
+        # It would be made while the graph is compiled, and in no call.
+        yield f"{node.name} is called for its effect"
+    if draws(node):
+        # Inductor draws other numbers than the operator.
+        yield f"{node.name} is random"
+    if writes_an_input(node):
+        # A graph that raises does not write it.
+        yield f"{node.name} writes an input"
+    if (
+        node.op == "call_function"
+        and node.target is not torch.sym_float
+        and isinstance(value, torch.SymFloat)
+    ):
+        yield SUMS
+    if is_call and isinstance(value, torch.Tensor) and value.requires_grad:
+        # A graph has one backward, which runs once and cannot be differentiated.
+        yield f"{node.name} requires a gradient"
+
+
+def is_numpy(node: torch.fx.Node) -> bool:
+    wrappers = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
+    source = getattr(node.meta.get("grapharg"), "source", None)
+    return (
+        node.target is numpy_attr_wrapper
+        or isinstance(node.target, wrappers)
+        or isinstance(source, NumpyTensorSource)
+    )
+
+
+def is_setting(node: torch.fx.Node) -> bool:
+    """Return whether the node only changes a setting. Such a node has no value."""
+    return (
+        node.op == "call_function"
+        and "example_value" not in node.meta
+        and not isinstance(node.target, OPERATORS)
+        and node.target not in EFFECTS
+    )
 
 
 def draws(node: torch.fx.Node) -> bool:
-    """Not seen: what draws in another operator, as torch.lstm does with dropout."""
+    """
+    Return whether the node draws random numbers.
+
+    Operators that draw inside of another one, as dropout in torch.lstm, are not seen.
+    """
     if not node.op.startswith("call_"):
         return False
     target = node.target
@@ -352,12 +349,17 @@ def draws(node: torch.fx.Node) -> bool:
 
 
 def argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
+    """Return the argument at ``place`` or of this name."""
     given = node.args[place] if len(node.args) > place else default
     return node.kwargs.get(name, given)
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
-    """Not seen: a write to a view of one, or of several by a foreach operator."""
+    """
+    Return whether the node writes an input in place.
+
+    Writes to a view of an input, and those of a foreach operator, are not seen.
+    """
     name = getattr(node.target, "__name__", str(node.target))
     written = node.kwargs.get("out", node.args[0] if node.args else None)
     is_write = (
@@ -368,28 +370,32 @@ def writes_an_input(node: torch.fx.Node) -> bool:
     return is_write and isinstance(written, torch.fx.Node) and written.op == "placeholder"
 
 
+# Values
+
+
 def of_values(
     side_effects: SideEffects, values: list[VariableTracker]
 ) -> Iterator[str]:
+    """Yield the obstacles of ``values``, which the frame holds, and of its side effects."""
     if side_effects.tensor_hooks:
         yield "a hook is registered"
     for value in side_effects.id_to_variable.values():
         if not side_effects.is_modified(value):
             continue
         if not isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew)):
-            yield f"a {value.python_type_name()} is changed that was there before"
+            yield f"a {value.python_type_name()} of the caller is changed"
         values.append(value)
         attributes = side_effects.store_attr_mutations.get(value, {})
         values += attributes.values()
         if type(value) is variables.UserDefinedObjectVariable:
             if not is_plain(value.value_type, attributes):
                 name = value.python_type_name()
-                yield f"a {name} may do more than to keep what it is given"
+                yield f"setting an attribute of a {name} may have another effect"
     found: list[VariableTracker] = []
     variables.VariableTracker.visit(found.append, values)
     for value in found:
         if isinstance(value, variables.LazyVariableTracker):
-            # It was there before, and nobody looked at it.
+            # It existed before the frame, which did not look at it.
             continue
         if value.source is None:
             yield from of_new(value)
@@ -401,7 +407,7 @@ def of_values(
 
 
 def of_views(nodes: Iterable[torch.fx.Node]) -> Iterator[str]:
-    """Of what the graph computes and returns; see "Found in torch.compile itself"."""
+    """Yield the obstacles of tensors that the graph computes and returns."""
     found: dict[tuple[Any, ...], torch.fx.Node] = {}
     for node in nodes:
         tensor = node.meta.get("example_value")
@@ -409,20 +415,23 @@ def of_views(nodes: Iterable[torch.fx.Node]) -> Iterator[str]:
             continue
         base = tensor._base
         if base is not None and not base.is_contiguous():
-            yield f"{node.name} is a view, and may get other strides"
+            # Inductor may make the base contiguous.
+            yield f"{node.name} is a view that may get other strides"
         numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
         # A SymInt has no hash.
         sizes = [n.node.expr if isinstance(n, torch.SymInt) else n for n in numbers]
         key = (tensor.untyped_storage()._cdata, tensor.dtype, *sizes)
         if found.setdefault(key, node) is not node:
-            yield f"{node.name} and {found[key].name} would be one tensor"
+            # AOTAutograd returns one tensor for both.
+            yield f"{node.name} and {found[key].name} would be the same tensor"
 
 
 def of_new(value: VariableTracker) -> Iterator[str]:
+    """Yield the obstacles of a value that the frame made."""
     name = value.python_type_name()
-    # A slice of tensors, too.
+    # Slices have a subclass, see slices.py.
     if type(value) not in REBUILT and not isinstance(value, variables.SliceVariable):
-        yield f"a {name} ({type(value).__name__}) is not made again as it was"
+        yield f"a {name} ({type(value).__name__}) may not be rebuilt as it was"
     if isinstance(value, variables.SymNodeVariable) and not isinstance(
         value.sym_num, (int, torch.SymInt, torch.SymBool)
     ):
@@ -430,13 +439,13 @@ def of_new(value: VariableTracker) -> Iterator[str]:
 
 
 def of_input(value: VariableTracker) -> Iterator[str]:
-    """What no guard asks for."""
+    """Yield what no guard checks of a value that existed before the frame."""
     if isinstance(value, variables.LazyVariableTracker):
         if not value.is_realized():
             return
         value = value.realize()
     if isinstance(value, (SetVariable, UserDefinedSetVariable)):
-        yield "a set has an order"
+        yield "the order of a set may differ"
     keys = value.items if isinstance(value, variables.ConstDictVariable) else ()
     for number in (value, *(key.vt for key in keys)):
         if (
@@ -444,11 +453,11 @@ def of_input(value: VariableTracker) -> Iterator[str]:
             and isinstance(number.value, float)
             and number.value == 0
         ):
-            yield "a number is zero, and has a sign"
+            yield "a float is zero, and may be -0.0"
 
 
 def is_plain(cls: type, attributes: dict[str, Any]) -> bool:
-    """Whether setting these of an object of the class has no other effect."""
+    """Return whether setting these attributes of an object has no other effect."""
     return cls.__setattr__ is object.__setattr__ and not any(
         hasattr(inspect.getattr_static(cls, name, None), "__set__")
         for name in attributes
