@@ -25,10 +25,10 @@ from torch._inductor.cudagraph_trees import (
     StorageWeakRefWrapper,
 )
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.trees.cached import CachedTensor
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.replay.plan import Output, PathOutput, ReplayPlan
 from torch._inductor.pygraph.trees import threads
+from torch._inductor.pygraph.trees.cached import CachedTensor
 from torch._inductor.pygraph.types.replay_state import PythonCell, PythonTreeState
 from torch._inductor.test_case import run_tests, TestCase
 

@@ -29,14 +29,12 @@ import torch
 import torch._logging._internal as torch_logging
 from torch._inductor import config
 from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.compile.describe import describe_partition
 from torch._inductor.pygraph.report import (
     __main__ as command,
     advice,
-    describe_partition,
-    innermost,
     new_graph,
     Report,
-    span,
     trace,
 )
 from torch._inductor.pygraph.report.text import format_bytes, format_us
@@ -51,6 +49,7 @@ from torch._inductor.pygraph.types.report import (
     GraphReport,
     PartitionReport,
 )
+from torch._inductor.pygraph.types.source import innermost, span
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
