@@ -42,7 +42,13 @@ from torch._inductor.pygraph import native
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
 from torch._inductor.pygraph.graph import memory
-from torch._inductor.pygraph.graph.binding import Nodes, NodeUpdate, Word
+from torch._inductor.pygraph.graph.binding import (
+    Nodes,
+    NodeUpdate,
+)
+from torch._inductor.pygraph.graph.parameters import (
+    Word,
+)
 from torch._inductor.pygraph.replay import interpreter, plan as replay_plan_module
 from torch._inductor.pygraph.replay.plan import replay_plan
 from torch._inductor.pygraph.trees import threads

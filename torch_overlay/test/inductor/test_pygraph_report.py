@@ -29,7 +29,7 @@ import torch
 import torch._logging._internal as torch_logging
 from torch._inductor import config
 from torch._inductor.pygraph import report, reset_report
-from torch._inductor.pygraph.compile.describe import describe_partition
+from torch._inductor.pygraph.compile.blockers import describe_partition
 from torch._inductor.pygraph.report import (
     __main__ as command,
     advice,

@@ -1711,7 +1711,12 @@ class DeployTest(DeployTestCase):
         def partition_7(inputs):
             return [inputs[0] + 1]
 
-        self.deploy(partition_7, is_backward=is_backward, is_inference=is_inference)
+        self.deploy(
+            partition_7,
+            is_backward=is_backward,
+            is_inference=is_inference,
+            info=dataclasses.replace(INFO, name="partition_7"),
+        )
         (entry,) = report()
         self.assertEqual(
             (entry.name, entry.mode, entry.choice), ("partition_7", mode, UNDECIDED)

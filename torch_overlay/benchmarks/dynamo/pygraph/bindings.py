@@ -38,10 +38,18 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch._inductor.pygraph.graph.binding import kernel_function, NodeUpdateBinding
+from torch._inductor.pygraph.graph.binding import (
+    NodeUpdateBinding,
+)
 from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.parameters import (
+    kernel_function,
+    kernels_that_read,
+)
 from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
-from torch._inductor.pygraph.graph.prelude import kernels_that_read, Prelude
+from torch._inductor.pygraph.graph.prelude import (
+    Prelude,
+)
 from torch._inductor.pygraph.graph.table import Table
 
 from .catalogue import select, SUITES

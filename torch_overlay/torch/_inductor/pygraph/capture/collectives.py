@@ -31,8 +31,10 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.parameters import (
+    graph_nodes,
+)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet

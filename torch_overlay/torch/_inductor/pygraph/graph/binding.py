@@ -24,12 +24,20 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
+from torch._inductor.pygraph.graph.parameters import (
+    find_kernel_words,
+    find_words,
+    graph_nodes,
+    kernel_parameters,
+    set_kernel_parameters,
+    Word,
+)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
     from torch._inductor.pygraph.graph.prelude import Prelude
@@ -40,23 +48,6 @@ log = logging.getLogger(__name__)
 # Parameters that a kernel reads from memory are out of reach. What is copied from the
 # host during capture is looked at up to this size: arrays of pointers are smaller.
 MAX_HOST_COPY_BYTES = 1 << 20
-
-# CU_LAUNCH_PARAM_* tags of CUDA_KERNEL_NODE_PARAMS.extra
-LAUNCH_PARAM_END = 0
-LAUNCH_PARAM_BUFFER_POINTER = 1
-
-WORD_BYTES = 8
-
-
-class Word:
-    """A parameter word that holds the address of an input plus an offset."""
-
-    __slots__ = ("input", "offset", "value")
-
-    def __init__(self, input: int, offset: int, value: ctypes.c_uint64) -> None:
-        self.input = input
-        self.offset = offset
-        self.value = value
 
 
 class NodeUpdate:
@@ -80,97 +71,6 @@ class NodeUpdate:
         self.set = set
         self.args = args
         self.keep = keep
-
-
-def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
-    """
-    Every aligned word of a parameter buffer that lies in a placeholder's range.
-
-    Words at other offsets are not looked at: a compiler aligns pointers, and bytes of two
-    neighbours read as one word have passed for an address.
-    """
-    words = []
-    whole = len(buffer) // WORD_BYTES * WORD_BYTES
-    for i, value in enumerate(memoryview(bytes(buffer))[:whole].cast("Q")):
-        if (hit := placeholders.find(value)) is not None:
-            index, offset = hit
-            word = ctypes.c_uint64.from_buffer(buffer, i * WORD_BYTES)
-            words.append(Word(index, offset, word))
-    return words
-
-
-def find_kernel_words(
-    buffer: ctypes.Array[Any], placeholders: PlaceholderMap
-) -> list[Word]:
-    """
-    Those of a parameter of a kernel.
-
-    Raises:
-        RefusedError: the kernel may have been chosen for an alignment that another call's
-            input does not have.
-    """
-    words = find_words(buffer, placeholders)
-    if any(placeholders.is_better_aligned(w.input, w.offset) for w in words):
-        raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
-    return words
-
-
-def kernel_function(params: Any) -> Any:
-    "What a kernel node launches, as a CUfunction."
-    if int(params.func) == 0:
-        # cuLibrary kernels (Triton's, cuDNN's) fill ``kern`` instead.
-        return check(bindings().cuKernelGetFunction(params.kern))
-    return params.func
-
-
-def parameter_layout(function: Any) -> list[tuple[int, int]]:
-    """
-    (offset, size) in bytes of each parameter of a kernel.
-
-    The driver API is needed: the runtime API fails for kernels that another library
-    loaded.
-    """
-    cu = bindings()
-    layout: list[tuple[int, int]] = []
-    while True:
-        result = cu.cuFuncGetParamInfo(function, len(layout))
-        if result[0] == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
-            # Past the last parameter.
-            return layout
-        layout.append(check(result))
-
-
-def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
-    "(offset in bytes, copy) of each parameter of a kernel node."
-    layout = parameter_layout(kernel_function(params))
-    if params.kernelParams:
-        pointers = ctypes.cast(
-            int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p)
-        )
-        addresses = [pointers[i] for i in range(len(layout))]
-    elif params.extra:
-        # One packed block, as nvjet kernels of cuBLAS launch.
-        extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
-        i = block = 0
-        while (tag := extra[i] or LAUNCH_PARAM_END) != LAUNCH_PARAM_END:
-            if tag == LAUNCH_PARAM_BUFFER_POINTER:
-                block = extra[i + 1]
-            i += 2
-        addresses = [block + offset for offset, _ in layout]
-    else:
-        return []
-    return [
-        (offset, ctypes.create_string_buffer(ctypes.string_at(address, size), size))
-        for address, (offset, size) in zip(addresses, layout)
-    ]
-
-
-def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> object:
-    "Lets a kernel node's parameters be read from buffers, while what it returns is alive."
-    pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
-    params.kernelParams = ctypes.addressof(pointers)
-    params.extra = 0
-    return buffers, pointers
 
 
 def kernel_update(
@@ -256,15 +156,6 @@ def memset_update(
     return struct_update(
         executable, node, params, words, cu.cuGraphExecMemsetNodeSetParams
     )
-
-
-def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
-    "(node, type) of each node of a graph, in the order of their creation."
-    cu = bindings()
-    _, count = check(cu.cuGraphGetNodes(graph))
-    nodes, _ = check(cu.cuGraphGetNodes(graph, count))
-    for node in nodes:
-        yield node, check(cu.cuGraphNodeGetType(node))
 
 
 class Nodes:

@@ -26,24 +26,24 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.codecache import write_atomic
-from torch._inductor.pygraph.graph.binding import (
-    find_kernel_words,
-    graph_nodes,
-    kernel_function,
-    kernel_parameters,
-    set_kernel_parameters,
-)
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
+from torch._inductor.pygraph.graph.parameters import (
+    kernel_function,
+    kernels_that_read,
+    ReadParameters,
+    set_kernel_parameters,
+    Write,
+)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
     from torch._inductor.pygraph.graph.table import Table
@@ -226,61 +226,6 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
         # A library is missing, too old, or of another version than the driver.
         reason = f"{type(e).__name__}: {e}".partition("\n")[0]
         raise PreludeUnavailable(f"it can not be compiled: {reason}") from e
-
-
-class Write(NamedTuple):
-    """
-    The address of an input plus ``delta`` goes to ``target``: a slot, or a device-updatable
-    node, at ``offset`` bytes of its parameters. ``offset`` is SLOT for a slot.
-    """
-
-    input: int
-    delta: int
-    target: int
-    offset: int
-
-
-SLOT = -1
-
-
-class ReadParameters(NamedTuple):
-    """A captured kernel node: the parameters that are read, and what each holds."""
-
-    node: Any
-    params: Any
-    # (offset in bytes, value) of each parameter.
-    parameters: list[tuple[int, ctypes.Array[Any]]]
-    # (parameter, offset in it, input, delta) of each word.
-    words: list[tuple[int, int, int, int]]
-
-
-def kernels_that_read(
-    graph: Any, placeholders: PlaceholderMap
-) -> Iterator[ReadParameters]:
-    """
-    The kernel nodes whose parameters hold an input.
-
-    Raises:
-        RefusedError: see find_kernel_words.
-    """
-    cu = bindings()
-    for node, node_type in graph_nodes(graph):
-        if node_type != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-            continue
-        params = check(cu.cuGraphKernelNodeGetParams(node))
-        parameters = kernel_parameters(params)
-        words = [
-            (
-                i,
-                ctypes.addressof(word.value) - ctypes.addressof(buffer),
-                word.input,
-                word.offset,
-            )
-            for i, (_, buffer) in enumerate(parameters)
-            for word in find_kernel_words(buffer, placeholders)
-        ]
-        if words:
-            yield ReadParameters(node, params, parameters, words)
 
 
 def _make_updatable(node: Any) -> None:

@@ -26,21 +26,24 @@ import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.binding import (
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.parameters import (
     kernel_function,
     parameter_layout,
     set_kernel_parameters,
+    SLOT,
     WORD_BYTES,
+    Write,
 )
-from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.prelude import SLOT, Write
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch._inductor.pygraph.graph.prelude import ReadParameters
+    from torch._inductor.pygraph.graph.parameters import (
+        ReadParameters,
+    )
 
 
 log = logging.getLogger(__name__)

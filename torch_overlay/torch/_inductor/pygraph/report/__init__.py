@@ -1,30 +1,25 @@
 """
-What PyGraph did with each graph that was compiled and each function that trees could
-record, and why.
+What PyGraph did with each compiled graph and each function, and why.
 
-report() has it while the program runs, and the structured trace (TORCH_TRACE, tlparse)
-keeps it as artifacts named "pygraph_report". Of a finished run::
+``report()`` returns it while the program runs. The structured trace (TORCH_TRACE, tlparse)
+keeps it in artifacts named "pygraph_report". For a finished run::
 
     python -m torch._inductor.pygraph.report TRACE_DIRECTORY_OR_LOG_OR_JSON [--html FILE]
-
-text, html    what a report looks like
-advice        what the user could change about a reason
-trace         from the structured trace and JSON to a report
 """
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Sequence
-from typing import overload, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import CompileContext
+from torch._inductor.pygraph.report import html, text
+from torch._inductor.pygraph.report.advice import advice
+from torch._inductor.pygraph.report.data import ReportData
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.report import (
     BRINGS_CPU_VALUES,
-    FunctionReport,
     GraphReport,
 )
 from torch._inductor.pygraph.types.source import innermost
@@ -32,68 +27,25 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from torch._inductor.output_code import CompiledFxGraph
 
 
 log = logging.getLogger(__name__)
 
 
-class Report(Sequence[FunctionReport]):
-    """The functions and graphs of one process; as a sequence, its functions."""
-
-    def __init__(
-        self,
-        functions: Iterable[FunctionReport],
-        graphs: Iterable[GraphReport],
-        title: str = "",
-    ) -> None:
-        self.functions = list(functions)
-        self.graphs = list(graphs)
-        self.title = title
-
-    def __len__(self) -> int:
-        return len(self.functions)
-
-    @overload
-    def __getitem__(self, index: int) -> FunctionReport: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[FunctionReport]: ...
-
-    def __getitem__(self, index: int | slice) -> FunctionReport | list[FunctionReport]:
-        return self.functions[index]
+class Report(ReportData):
+    """The functions and graphs of one process. As a sequence, its functions."""
 
     def __str__(self) -> str:
         return self.text()
 
-    def by_gain(self) -> list[FunctionReport]:
-        "What saves most first, then what takes longest."
-        return sorted(
-            self.functions,
-            key=lambda f: (-f.saved_us, -max(f.timings_us.values(), default=0)),
-        )
-
     def text(self, width: int = 88) -> str:
-        """For a terminal of that many columns."""
-        from torch._inductor.pygraph.report.text import render
-
-        return render(self, width)
+        """Return the report for a terminal of that many columns."""
+        return text.render(self, width)
 
     def html(self) -> str:
-        """One page that needs no other file."""
-        from torch._inductor.pygraph.report.html import render
-
-        return render([self])
-
-    def json(self) -> str:
-        content = {
-            "title": self.title,
-            "functions": [f.as_json() for f in self.functions],
-            "graphs": [g.as_json() for g in self.graphs],
-        }
-        return json.dumps(content, indent=1)
+        """Return one page that needs no other file."""
+        return html.render([self])
 
 
 def report() -> Report:
@@ -127,8 +79,6 @@ def new_graph(compiled: CompiledFxGraph) -> None:
 
 def log_uncaptured(entry: GraphReport) -> None:
     """Logs what of a graph is not captured, and the lines of the program that it is."""
-    from torch._inductor.pygraph.report.advice import advice
-
     name = f"{entry.compile_id or 'graph'} ({entry.mode})"
     if entry.skip_reason:
         why = f"{entry.skip_reason}. {advice(entry.skip_reason)}"

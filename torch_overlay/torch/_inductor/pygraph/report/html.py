@@ -29,9 +29,7 @@ from torch._inductor.pygraph.types.candidate import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from torch._inductor.pygraph.report import (
-        Report,
-    )
+    from torch._inductor.pygraph.report.data import ReportData
     from torch._inductor.pygraph.types.report import (
         FunctionReport,
     )
@@ -112,13 +110,13 @@ $body
 """)
 
 
-def render(reports: Iterable[Report]) -> str:
+def render(reports: Iterable[ReportData]) -> str:
     """One page for the reports of one run, one for each process."""
     body = "\n".join(line for report in reports for line in _process(report))
     return _PAGE.substitute(style=_STYLE, body=body)
 
 
-def _process(report: Report) -> Iterator[str]:
+def _process(report: ReportData) -> Iterator[str]:
     devices = ", ".join(dict.fromkeys(g.device for g in report.graphs))
     subtitle = " on ".join(filter(None, (report.title, devices)))
     yield f'<h1>PyGraph</h1><p class="soft">{escape(subtitle)}</p>'
@@ -151,7 +149,7 @@ def _process(report: Report) -> Iterator[str]:
         yield "</div>"
 
 
-def _tiles(report: Report) -> Iterator[str]:
+def _tiles(report: ReportData) -> Iterator[str]:
     before, after, copied_before, copied = totals(report)
     graphs = sum(f.is_graph for f in report)
     remembered = sum(f.remembered for f in report)
@@ -187,7 +185,7 @@ def _tiles(report: Report) -> Iterator[str]:
     yield "</div>"
 
 
-def _overview(report: Report) -> Iterator[str]:
+def _overview(report: ReportData) -> Iterator[str]:
     "A call of each function, end to end, without graphs and as chosen."
     known = [f for f in report.by_gain() if {NO_GRAPH, f.choice} <= f.timings_us.keys()]
     if len(known) < 2:

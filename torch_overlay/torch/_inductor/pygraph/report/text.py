@@ -24,9 +24,7 @@ from torch._inductor.pygraph.types.report import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch._inductor.pygraph.report import (
-        Report,
-    )
+    from torch._inductor.pygraph.report.data import ReportData
     from torch._inductor.pygraph.types.report import (
         FunctionReport,
         GraphReport,
@@ -105,7 +103,7 @@ def facts(f: FunctionReport) -> str:
     return ", ".join(parts)
 
 
-def totals(report: Report) -> tuple[float, float, int, int]:
+def totals(report: ReportData) -> tuple[float, float, int, int]:
     """
     Of a call of each function: microseconds without graphs and as chosen, where both are
     known, and bytes that stock CUDA graphs and the chosen candidates copy.
@@ -133,7 +131,7 @@ class Skipped(NamedTuple):
     changes: list[str]
 
 
-def skipped(report: Report) -> Iterator[Skipped]:
+def skipped(report: ReportData) -> Iterator[Skipped]:
     for g in report.graphs:
         which = _which_graph(g)
         if g.skip_reason:
@@ -170,7 +168,7 @@ class Placed(NamedTuple):
     values: list[str]
 
 
-def placed(report: Report) -> Iterator[Placed]:
+def placed(report: ReportData) -> Iterator[Placed]:
     for g in report.graphs:
         counts = Counter((v.how, v.type, v.source) for v in g.cpu_values)
         if counts:
@@ -182,7 +180,7 @@ def placed(report: Report) -> Iterator[Placed]:
             yield Placed(place(g), _which_graph(g), lines)
 
 
-def kernels(report: Report) -> tuple[int, int]:
+def kernels(report: ReportData) -> tuple[int, int]:
     """Kernels that Inductor lets be captured, and all of them."""
     captured = every = 0
     for g in report.graphs:
@@ -199,11 +197,11 @@ def change(f: FunctionReport) -> str:
     return "" if bound else next((r.advice for r in f.reasons if r.advice), "")
 
 
-def render(report: Report, width: int) -> str:
+def render(report: ReportData, width: int) -> str:
     return "\n".join(line.rstrip() for line in _lines(report, width))
 
 
-def _lines(report: Report, width: int) -> Iterator[str]:
+def _lines(report: ReportData, width: int) -> Iterator[str]:
     yield from _summary(report)
     bar_width = width - 40
     for number, f in enumerate(report.by_gain(), 1):
@@ -262,7 +260,7 @@ def _wrap(first: str, second: str, width: int) -> Iterator[str]:
         yield from textwrap.wrap(second, width, subsequent_indent="     ")
 
 
-def _summary(report: Report) -> Iterator[str]:
+def _summary(report: ReportData) -> Iterator[str]:
     devices = ", ".join(dict.fromkeys(g.device for g in report.graphs))
     title = f"PyGraph, {report.title}" if report.title else "PyGraph"
     yield f"{title} on {devices}" if devices else title

@@ -35,8 +35,10 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.graph.binding import WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, check, entry_point
+from torch._inductor.pygraph.graph.parameters import (
+    WORD_BYTES,
+)
 from torch._inductor.pygraph.graph.placeholder import (
     MAX_ALIGNMENT,
     Placeholder,
