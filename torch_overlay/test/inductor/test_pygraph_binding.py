@@ -24,7 +24,15 @@ from hypothesis import given, settings, strategies as st
 import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.capture import layout
-from torch._inductor.pygraph.graph import binding, driver, memory, placeholder, prelude, table
+from torch._inductor.pygraph.graph import (
+    binding,
+    driver,
+    memory,
+    parameters as node_parameters,
+    placeholder,
+    prelude,
+    table,
+)
 from torch._inductor.pygraph.graph.binding import (
     NodeUpdateBinding,
 )
@@ -125,9 +133,9 @@ class KernelNode(Node):
             extra = (ctypes.c_void_p * 5)(
                 LAUNCH_PARAM_BUFFER_SIZE,
                 ctypes.addressof(size),
-                binding.LAUNCH_PARAM_BUFFER_POINTER,
+                node_parameters.LAUNCH_PARAM_BUFFER_POINTER,
                 ctypes.addressof(memory),
-                binding.LAUNCH_PARAM_END,
+                node_parameters.LAUNCH_PARAM_END,
             )
             params.extra = ctypes.addressof(extra)
             self.memory = (memory, size, extra)
@@ -312,7 +320,7 @@ class ModelledDriver:
             return self.invalid, None
         new = len(self.nodes)
         values = [
-            bytes(value) for _, value in binding.kernel_parameters(params)
+            bytes(value) for _, value in node_parameters.kernel_parameters(params)
         ]
         self.nodes.append(PreludeNode(*values, threads=grid[0] * block[0]))
         self.held.append(self._captured(new))
@@ -505,7 +513,7 @@ class ModelledDriver:
 def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
     model = ModelledDriver(nodes)
     with contextlib.ExitStack() as stack:
-        for module in (driver, binding, placeholder, prelude, table):
+        for module in (driver, node_parameters, binding, placeholder, prelude, table):
             stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
         stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
         yield model
@@ -889,7 +897,7 @@ class BindingTest(TestCase):
         places = place(64)
         address = places.placeholders[0].address
         buffer = ctypes.create_string_buffer(u64(1, address + 4, 2) + b"123", 27)
-        (word,) = binding.find_words(buffer, places)
+        (word,) = node_parameters.find_words(buffer, places)
         self.assertEqual((word.input, word.offset), (0, 4))
         word.value.value = NEAR
         self.assertEqual(bytes(buffer), u64(1, NEAR, 2) + b"123")
@@ -1247,7 +1255,7 @@ class PreludeTest(TestCase):
                 return True
 
             def writes(self):
-                return [prelude.Write(k, d, a, prelude.SLOT) for (k, d), a in self.addresses.items()]
+                return [node_parameters.Write(k, d, a, node_parameters.SLOT) for (k, d), a in self.addresses.items()]
 
         nodes = [
             KernelNode(b"jit_____", u64(x), u64(y)),
@@ -1343,7 +1351,7 @@ class TableTest(TestCase):
             made = table.Table((), 0)
             for autotuner in autotuners:
                 made.autotuners.setdefault(autotuner.name, []).append(autotuner)
-            readers = list(prelude.kernels_that_read(cu.CUgraph(GRAPH), places))
+            readers = list(node_parameters.kernels_that_read(cu.CUgraph(GRAPH), places))
             taken = [made.takes(reader) for reader in readers]
         return made, model, taken, asked
 
@@ -1393,7 +1401,7 @@ class TableTest(TestCase):
         )
         self.assertEqual(
             made.writes(),
-            [(0, 0, base, prelude.SLOT), (1, 16, base + 8, prelude.SLOT)],
+            [(0, 0, base, node_parameters.SLOT), (1, 16, base + 8, node_parameters.SLOT)],
         )
         self.assertEqual(made.num_kernels, 2)
 
