@@ -7,6 +7,7 @@ build without its handling.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import threading
@@ -22,6 +23,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
+from torch._inductor.pygraph.graph import binding, parameters
 from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.select import deploy, timing
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
@@ -622,17 +624,20 @@ class ProofTest(PyGraphTestCase):
     """What can not be proven is copied, as stock does, and the result is right."""
 
     @staticmethod
+    @contextlib.contextmanager
     def missing_words_of(index):
         "As if a node hid the address of one input or output."
-        from torch._inductor.pygraph.graph import binding
-
-        original = binding.find_words
+        original = parameters.find_words
 
         def find_words(buffer, placeholders):
             words = original(buffer, placeholders)
             return [word for word in words if word.input != index]
 
-        return mock.patch.object(binding, "find_words", find_words)
+        with (
+            mock.patch.object(parameters, "find_words", find_words),
+            mock.patch.object(binding, "find_words", find_words),
+        ):
+            yield
 
     def check_copied(self, fn, make_inputs):
         self.check(fn, make_inputs)

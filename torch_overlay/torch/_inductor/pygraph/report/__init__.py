@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import CompileContext
-from torch._inductor.pygraph.report import html, text
-from torch._inductor.pygraph.report.advice import advice
+from torch._inductor.pygraph.report import advice, html, text
 from torch._inductor.pygraph.report.data import ReportData
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.report import (
@@ -81,7 +80,7 @@ def log_uncaptured(entry: GraphReport) -> None:
     """Logs what of a graph is not captured, and the lines of the program that it is."""
     name = f"{entry.compile_id or 'graph'} ({entry.mode})"
     if entry.skip_reason:
-        why = f"{entry.skip_reason}. {advice(entry.skip_reason)}"
+        why = f"{entry.skip_reason}. {advice.advice(entry.skip_reason)}"
         log.info("%s is not captured: %s: %s", name, entry.source, why)
         return
     blockers = OrderedSet(
@@ -93,7 +92,7 @@ def log_uncaptured(entry: GraphReport) -> None:
     if blockers:
         captured = sum(not partition.blockers for partition in entry.partitions)
         lines = (
-            f"\n  {b.source}: {b.op}: {b.reason}. {advice(b.reason)}" for b in blockers
+            f"\n  {b.source}: {b.op}: {b.reason}. {advice.advice(b.reason)}" for b in blockers
         )
         log.info("%s, graphs: %d, not captured:%s", name, captured, "".join(lines))
 
