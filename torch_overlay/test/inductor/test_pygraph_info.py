@@ -39,7 +39,7 @@ from torch._inductor.codegen.wrapper import (
     UnbackedSymbolDefsLine,
 )
 from torch._inductor.pygraph.compile import describe
-from torch._inductor.pygraph.compile.transform import HostCopy, PackLine
+from torch._inductor.pygraph.compile.lowering import HostCopy, PackLine
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (

@@ -301,7 +301,7 @@ class _Recorder:
                 ),
                 outputs=self.outputs,
                 kernels=self.kernels,
-                info=compiled.graph_info,
+                info=getattr(compiled, "graph_info", None),  # stock has none
             )
         )
 
