@@ -478,6 +478,13 @@ class PlanTest(TestCase):
                 changes = [("other", 0), (change, k)]
                 self.assertEqual(self.check(self.FORWARD, [[], changes]), [True, False])
 
+    def test_path_that_is_another_one(self):
+        "What has to be dead is that one's."
+        held = ("held", 2)
+        for first, second, replayed in (("other", "itself", True), ("itself", "other", False)):
+            changes = [[(first, 0)], [(second, 0), held]]
+            self.assertEqual(self.check(self.FORWARD, changes), [True, replayed])
+
     def test_static_input_that_moved(self):
         self.assertEqual(self.check(self.FORWARD, [[], [("moved", 0)]]), [True, False])
 

@@ -45,6 +45,11 @@ class Replay:
         self.plan = plan
         self.state = state
         self.general = general
+        self._cached = [
+            (i, output.value)
+            for i, output in enumerate(plan.outputs)
+            if output.kind == "cached"
+        ]
         self._last_seen: CUDAGraphNode | None = None
         self._live_of_last: tuple[PathOutput, ...] = ()
 
@@ -69,14 +74,14 @@ class Replay:
 
     def _fits(self, inputs: list[InputType]) -> bool:
         """Return whether the static inputs are those of the recording."""
-        return (
-            type(inputs) is list
-            and len(inputs) >= self.plan.num_inputs
-            and all(
-                isinstance(t := inputs[i], torch.Tensor) and t.data_ptr() == address
-                for i, address in self.plan.static
-            )
-        )
+        plan = self.plan
+        if type(inputs) is not list or len(inputs) < plan.num_inputs:
+            return False
+        for i, address in plan.static:
+            t = inputs[i]
+            if not isinstance(t, torch.Tensor) or t.data_ptr() != address:
+                return False
+        return True
 
     def _run(self, inputs: list[InputType]) -> OutputType | None:
         """Return the outputs, or None if the general path has to be taken."""
@@ -84,10 +89,10 @@ class Replay:
         last = plan.manager._current_node
         if not self._may_follow(last) or not self._caches_are_whole():
             return None
-        tensors = self._bound(inputs)
-        if tensors is None:
+        tensors: list[torch.Tensor] = [inputs[i] for i in plan.bound]  # type: ignore[misc]
+        pointers = self._addresses(tensors)
+        if pointers is None:
             return None
-        pointers = [t.data_ptr() for t in tensors]
         # Before the allocations: there the collector may run a finalizer that packs
         # other values.
         words = [] if plan.words is None else plan.words()
@@ -128,24 +133,23 @@ class Replay:
         return plan.graph.value is not None and not plan.is_outdated.value
 
     def _caches_are_whole(self) -> bool:
-        return all(
-            output.value.describes(self.plan.cached[i])
-            for i, output in enumerate(self.plan.outputs)
-            if output.kind == "cached"
-        )
+        cached = self.plan.cached
+        for i, recorded in self._cached:
+            if not recorded.describes(cached[i]):
+                return False
+        return True
 
-    def _bound(self, inputs: list[InputType]) -> list[torch.Tensor] | None:
-        """Return the inputs to bind, or None if one cannot be bound as it is."""
-        plan = self.plan
-        tensors = [inputs[i] for i in plan.bound]
+    def _addresses(self, tensors: list[Any]) -> list[int] | None:
+        """Return where inputs lie, or None if one cannot be bound as it is."""
+        pool, pointers = self.plan.pool, []
         for t in tensors:
             if not isinstance(t, torch.Tensor) or is_lazy(t):
                 return None
-            if lies_within(plan.pool, t.data_ptr()):
+            pointer = t.data_ptr()
+            if pool and lies_within(pool, pointer):
                 return None
-        if not are_aligned((t.data_ptr() for t in tensors), plan.alignment):  # type: ignore[union-attr]
-            return None
-        return tensors  # type: ignore[return-value]
+            pointers.append(pointer)
+        return pointers if are_aligned(pointers, self.plan.alignment) else None
 
     def _enter(self, last: CUDAGraphNode | None) -> None:
         plan = self.plan
@@ -159,20 +163,17 @@ class Replay:
     def _outputs(
         self, inputs: list[InputType], tensors: list[torch.Tensor]
     ) -> OutputType:
-        outputs: OutputType = []
-        cached = []
+        outputs: OutputType = self.plan.cached.copy()
         for i, (kind, value) in enumerate(self.plan.outputs):
             if kind == "bound":
-                value = tensors[value]
-            elif kind == "cached":
-                value = self.plan.cached[i]
-                cached.append(value)
+                outputs[i] = tensors[value]
             elif kind == "input":
-                value = inputs[value]
+                outputs[i] = inputs[value]  # type: ignore[call-overload]
             elif kind == "empty":
-                value = value()
-            outputs.append(value)
+                outputs[i] = value()
+            elif kind == "constant":
+                outputs[i] = value
         # Last: what they let go of may be the program's, whose finalizers run.
-        for t in cached:
-            renew(t)  # type: ignore[arg-type]
+        for i, _ in self._cached:
+            renew(outputs[i])  # type: ignore[arg-type]
         return outputs

@@ -7,6 +7,8 @@ The program may have changed a cached tensor in any way while it had it.
 
 from __future__ import annotations
 
+import functools
+import operator
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -95,8 +97,8 @@ def is_lazy(t: torch.Tensor) -> bool:
 
 
 def are_aligned(pointers: Iterable[int], alignment: int) -> bool:
-    """Return whether all addresses are multiples of ``alignment``."""
-    return not any(pointer % alignment for pointer in pointers)
+    """Return whether all addresses are multiples of ``alignment``, a power of two."""
+    return functools.reduce(operator.or_, pointers, 0) % alignment == 0
 
 
 def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:

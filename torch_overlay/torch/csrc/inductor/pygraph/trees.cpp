@@ -137,7 +137,7 @@ void check_dead(const std::vector<PathOutput>& outputs) {
 namespace {
 
 // set_without_trees(value): returns the value before; see without_trees in
-// capture/record.py.
+// trees/threads.py.
 PyObject* set_without_trees(PyObject* /*module*/, PyObject* value) {
   return PyBool_FromLong(std::exchange(is_without_trees, value == Py_True));
 }
