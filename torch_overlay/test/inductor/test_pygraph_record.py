@@ -18,6 +18,7 @@ import functools
 import gc
 import itertools
 import random
+import re
 import tempfile
 import threading
 import types
@@ -820,13 +821,14 @@ class RecordTest(TestCase):
                     for n in names
                 ),
                 allocator=ALLOCATOR,
+                delivers=tuple(re.findall(r"(\w+)\.launch\(\)", body)),
                 groups=self.groups,
                 has_collectives="c10d" in body,
                 returned_output_idxs=tuple(returned),
                 reused_input_idxs=tuple(reused),
                 code_hash=code_hash,
             ),
-            objects={},
+            objects=model.__globals__,
             mutated_input_idxs=mutated,
             placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
             force=force,

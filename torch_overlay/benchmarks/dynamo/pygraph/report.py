@@ -127,6 +127,12 @@ def start_up(row: Row, variant: str) -> float | None:
     return alone["compile_s"] + alone["warm_up_s"] if alone else None
 
 
+def _executed(row: Row) -> float | None:
+    """Instructions of bytecode with the flag off, of stock's."""
+    found = row.get("bytecodes")
+    return found["flag_off"] / found["stock"] if found else None
+
+
 def deployed(row: Row) -> tuple[int, int]:
     """CUDA graphs, of the candidates."""
     choices = [graph["choice"] for graph in row.get("graphs", ())]
@@ -325,6 +331,17 @@ ABOUT_COLUMNS: Columns = {
     "what is in the way of CUDA graphs": lambda row: row.get("obstacle") or "-",
 }
 
+# Of the suite overhead, whose rows have no time of a call.
+OVERHEAD_COLUMNS: Columns = {
+    "case": lambda row: row["name"],
+    "unit": lambda row: row.get("unit", "-"),
+    "stock": lambda row: _number(row.get("stock")),
+    "flag off": lambda row: _number(row.get("flag_off")),
+    "x stock": lambda row: "{1:.3f} ({0:.3f} to {2:.3f})".format(*row["ratio"]) if "ratio" in row else "-",
+    "pairs": lambda row: _amount(row.get("pairs")),
+    "x stock's bytecode": lambda row: _number(_executed(row), ".4f"),
+    "must": _must,
+}
 
 LAYER_COLUMNS: Columns = {
     "case": lambda row: row["name"],
@@ -398,7 +415,13 @@ def _is_selection(rows: list[Row]) -> bool:
     return any("forced_copy" in row.get("candidates_us", ()) for row in rows)
 
 
+def _is_overhead(rows: list[Row]) -> bool:
+    return any("flag_off" in row for row in rows)
+
+
 def _columns(rows: list[Row]) -> Columns:
+    if _is_overhead(rows):
+        return OVERHEAD_COLUMNS
     if _are_workloads(rows):
         return WORKLOAD_COLUMNS
     columns = SELECTION_COLUMNS if _is_selection(rows) else SMALL_COLUMNS
@@ -498,6 +521,9 @@ def also(rows: list[Row]) -> str:
     regrets = present(regret(row) for row in rows if row.get("candidates_us"))
     if regrets:
         parts.append(f"regret {100 * (geomean(regrets) - 1):.2f} %, at most {100 * (max(regrets) - 1):.1f} %")
+    without = [row["ratio"][1] for row in rows if "flag_off" in row]
+    if without:
+        parts.append(f"{geomean(without):.3f} of stock's with the flag off, at most {max(without):.3f}")
     jax = present(speedup(row, "pygraph", "jax") for row in rows)
     if jax:
         parts.append(f"{geomean(jax):.2f} times as fast as JAX ({len(jax)})")
@@ -690,7 +716,11 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
         parts.append("\n".join(f"- {line}" for line in totals))
     parts += [f"![{title}]({file})" for title, file in plots.items()]
     parts += rows and [
-        "Microseconds a call: medians of interleaved rounds in one process, with new input buffers in each call. "
+        "Importing torch and tracing a model, in the installed torch and in PyGraph's with the flag off: medians of "
+        "samples in turns. `x stock` is the median over pairs of samples, and its confidence interval of 95 %. "
+        "`x stock's bytecode` compares how many instructions of bytecode Python executes."
+        if _is_overhead(rows)
+        else "Microseconds a call: medians of interleaved rounds in one process, with new input buffers in each call. "
         "`host` is the time until a call of PyGraph's returns. `x best` is the median over the rounds of PyGraph's time "
         "to the best candidate's, and its confidence interval of 95 %; a miss counts if all of it is above 1.02.",
         format_table(rows, markdown=True),
