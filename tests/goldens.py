@@ -333,7 +333,7 @@ def benchmarks() -> Iterator[Any]:
     path = str(ROOT / "torch_overlay" / "benchmarks" / "dynamo")
     sys.path.insert(0, path)
     try:
-        from pygraph import cases, program
+        from pygraph import catalogue as cases, program
 
         yield types.SimpleNamespace(cases=cases.CASES, program=program)
     finally:
