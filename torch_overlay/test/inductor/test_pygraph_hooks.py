@@ -1,0 +1,50 @@
+# Owner(s): ["module: inductor"]
+"""What upstream's files tell PyGraph when a graph is compiled, on a machine that need not have a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch._dynamo
+from torch._dynamo.eval_frame import is_pygraph
+from torch._inductor import config
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+class CapabilityTest(TestCase):
+    def test_backend_of_a_frame(self) -> None:
+        """The options of torch.compile count before the global setting, and another backend never has it."""
+
+        def wrapper(**options: Any) -> Any:
+            return torch._TorchCompileInductorWrapper("default", options, None)
+
+        self.assertTrue(is_pygraph(wrapper(pygraph=True)))
+        self.assertFalse(is_pygraph(wrapper()))
+        with config.patch(pygraph=True):
+            self.assertTrue(is_pygraph(wrapper()))
+            self.assertFalse(is_pygraph(wrapper(pygraph=False)))
+            self.assertFalse(is_pygraph(lambda gm, inputs: gm.forward))
+
+
+class SavedInputTest(TestCase):
+    def test_static_in_the_backward_if_in_the_forward(self) -> None:
+        """A parameter keeps its address. An input that the forward saved does not, unless the forward copied it."""
+
+        def static(**options: Any) -> int:
+            torch._dynamo.reset()
+            with fake_cuda() as graphs:
+                weight = torch.nn.Parameter(torch.empty(8, 8, device="cuda"))
+                x = torch.empty(8, 8, device="cuda")
+                torch.compile(lambda x: (x * weight).sin() * weight, options=options)(x).sum().backward()
+            return sum(i.static for i in graphs[-1].inputs)
+
+        self.assertEqual(static(**{"triton.cudagraphs": True}), 2)
+        self.assertEqual(static(pygraph=True), 1)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()
