@@ -88,9 +88,6 @@ class PyGraphCapabilities(BackendCapabilities):
     def wrap_callback(self, callback: Any, backend: Callable[..., Any]) -> Any:
         return native.callback(callback, backend)
 
-    def no_hooks_guard(self, general: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        return native.no_hooks_to_inline(general)
-
     def extend_frame(self) -> PyGraphFrame:
         return PyGraphFrame()
 
