@@ -35,9 +35,11 @@ import difflib
 import gc
 import hashlib
 import importlib.util
+import io
 import itertools
 import json
 import linecache
+import logging
 import random
 import re
 import sys
@@ -314,14 +316,25 @@ class Recording:
                 found["words"] = [f.reason for f in report()]
 
         module = self.module
+        memory: list[Any] = []
+
+        class Block(module.Block):
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                # Else the host's allocator decides whether a new weight has the address of an earlier one, and so
+                # whether it is recorded.
+                memory.append(self.memory)
+
         costs = (select.Cost(*[select.Estimate(us)] * 3) for us in itertools.cycle(times))
         result = unittest.TestResult()
         with (
+            # Tests end with their counters.
+            contextlib.redirect_stdout(io.StringIO()),
+            mock.patch.object(module, "Block", Block),
             mock.patch.multiple(select, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
             mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
         ):
             unittest.TestSuite([Run()]).run(result)
-        # Without the counters that tests end with.
         for _, message in (*result.errors, *result.failures):
             raise RuntimeError(message)
         return found
@@ -355,6 +368,7 @@ NORMALIZED = (
     (re.compile(r"\btorch\._inductor\.pygraph\.(?:\w+\.)*(\w+)"), r"pygraph.\1"),
     # Objects, files of this machine, and the arguments of this process.
     (re.compile(r"0x[0-9a-f]{6,}"), "0x"),
+    (re.compile(r"^(\w+ = None  # .*\)) [0-9a-f]+$", re.M), r"\1"),
     (re.compile(r"(?<![\w.])/[^\s'\"<>()]*/(?=[\w.-]+\.(?:py|h|cpp)\b)"), ""),
     (re.compile(r"compiled_module_main\('[^']*'"), "compiled_module_main(''"),
 )
@@ -785,7 +799,8 @@ def leaves(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def write(file: Path, texts: Path | None, only: str) -> None:
-    programs = json.loads(file.read_text())["programs"] if file.exists() else draw_programs()
+    golden = json.loads(file.read_text()) if file.exists() else {"programs": draw_programs(), "entries": {}}
+    programs, kept = golden["programs"], golden["entries"]
 
     def keep(name: str, text: str) -> None:
         if texts is not None:
@@ -794,10 +809,11 @@ def write(file: Path, texts: Path | None, only: str) -> None:
     if texts is not None:
         texts.mkdir(parents=True, exist_ok=True)
     with benchmarks() as package:
-        names = [name for name in names_of(programs) if re.search(only, name)]
-        found = dict(entries(names, programs, package, keep))
-    file.write_text(dump(programs, found))
-    print(f"{len(found)} entries")
+        names = names_of(programs)
+        found = dict(entries([name for name in names if re.search(only, name)], programs, package, keep))
+    merged = {name: found.get(name) or kept[name] for name in names if name in found or name in kept}
+    file.write_text(dump(programs, merged))
+    print(f"{len(found)} entries written, {len(merged)} in all")
 
 
 def check(file: Path, texts: Path | None, only: str, quick: bool) -> int:
@@ -821,7 +837,7 @@ def check(file: Path, texts: Path | None, only: str, quick: bool) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", type=Path, metavar="FILE", help="the programs in FILE are kept, if it exists")
+    action.add_argument("--write", type=Path, metavar="FILE", help="keeps FILE's programs and other entries")
     action.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 if anything differs")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="where the generated code is, or goes")
     parser.add_argument("--only", default="", metavar="REGEX", help="entries whose names have it")
@@ -829,6 +845,8 @@ def main() -> int:
     args = parser.parse_args()
     # More wait for each other longer than such sizes compute.
     torch.set_num_threads(1)
+    # Programs that end where they read a value, and graphs that are skipped, are in the entries.
+    torch._logging.set_logs(all=logging.ERROR)
     if args.write:
         write(args.write, args.texts, args.only)
         return 0
