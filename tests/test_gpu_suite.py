@@ -1167,10 +1167,11 @@ def test_choices_of_several_graphs():
 
 
 def test_reports_name_no_files():
-    from torch._inductor.pygraph.report import new_report, reset_report
+    from torch._inductor.pygraph import FunctionReport, reset_report
+    from torch._inductor.pygraph.types import journal
 
     reset_report()
-    new_report("partition_0", "inference", source="/somewhere/model.py:3")
+    journal.add(FunctionReport("partition_0", "inference", source="/somewhere/model.py:3"))
     (entry,) = worker.report()
     assert entry["name"] == "partition_0" and entry["choice"] == "undecided"
     assert "/somewhere" not in json.dumps(entry)
