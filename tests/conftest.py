@@ -41,6 +41,8 @@ FILES = {
     },
 }
 
+SERIES = {"torch": ("fixes", "core"), "triton": ("core",)}
+
 METADATA = {
     "torch": (
         "Metadata-Version: 2.4\nName: torch\nVersion: 2.11.0\nRequires-Dist: filelock\n"
@@ -89,9 +91,11 @@ class Project:
                 "tag": f"v{version}",
                 "wheels": {wheel.name: hashlib.sha256(wheel.read_bytes()).hexdigest()},
             }
-            (root / "patches" / name).mkdir(parents=True)
-            (root / "patches" / name / ".patches").touch()
+            for each in SERIES[name]:
+                (root / "patches" / name / each).mkdir(parents=True)
+                (root / "patches" / name / each / ".patches").touch()
             (root / f"{name}_overlay").mkdir()
+        (root / "patches" / ".series").write_text("fixes\ncore\n")
         (root / "ci").mkdir()
         (root / "ci" / "upstream.json").write_text(json.dumps(pinned))
         self.torch, self.triton = upstream.load(root).values()
@@ -102,7 +106,7 @@ class Project:
         return tree
 
     def add_patch(self, package: upstream.Upstream, subject: str, changes: dict[str, bytes | None]) -> None:
-        """Adds a patch to the series, in the way that a developer does."""
+        """Adds a patch to the package's last series, in the way that a developer does."""
         tree = self.root / "trees" / package.name
         if not tree.exists():
             self.work_tree(package)

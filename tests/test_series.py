@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from pygraph_build import series, upstream
+from pygraph_build import series, upstream, worktree
 from pygraph_build.series import ABSENT, blob_id, changed_files
 from pygraph_build.upstream import BuildError
 
@@ -81,7 +81,7 @@ def test_triton_paths_are_mapped(project):
 
 
 def test_what_is_not_in_the_wheel_is_left_out(project, caplog):
-    patch = project.torch.patches / "native.patch"
+    patch = project.torch.patches / "core" / "native.patch"
     sections = []
     for path in ("torch/csrc/cuda/Graph.cpp", "test/inductor/test_a.py", "torch/CMakeLists.txt"):
         sections.append(
@@ -89,7 +89,7 @@ def test_what_is_not_in_the_wheel_is_left_out(project, caplog):
             "@@ -1 +1 @@\n-a\n+b\n"
         )
     patch.write_text("".join(sections))
-    (project.torch.patches / ".patches").write_text("native.patch\n")
+    (project.torch.patches / "core" / ".patches").write_text("native.patch\n")
     project.add_overlay(project.torch, "test/inductor/test_pygraph.py")
     with caplog.at_level("DEBUG"):
         assert list(project.changed_files(project.torch)) == ["torch/version.py"]
@@ -101,27 +101,27 @@ def test_a_patch_for_another_file_is_refused(project):
     with pytest.raises(BuildError) as error:
         changed_files(project.torch, lambda member: b"something else\n")
     assert str(error.value) == (
-        "patches/torch/Old.patch does not apply: torch/_inductor/old.py is not the file it was made for"
+        "patches/torch/core/Old.patch does not apply: torch/_inductor/old.py is not the file it was made for"
     )
 
 
 def test_a_damaged_patch_is_refused(project):
     project.add_patch(project.torch, "Old", {"torch/_inductor/old.py": b"used = True\n"})
-    patch = project.torch.patches / "Old.patch"
+    patch = project.torch.patches / "core" / "Old.patch"
     patch.write_text(patch.read_text().replace("+used", "+abused"))
     with pytest.raises(BuildError, match=r"Old\.patch is damaged: torch/_inductor/old\.py"):
         project.changed_files(project.torch)
 
 
 def test_a_patch_of_another_making_is_refused(project):
-    (project.torch.patches / "a.patch").write_text("diff --git a/torch/a.py b/torch/a.py\nindex 12..34\n")
-    (project.torch.patches / ".patches").write_text("a.patch\n")
+    (project.torch.patches / "core" / "a.patch").write_text("diff --git a/torch/a.py b/torch/a.py\nindex 12..34\n")
+    (project.torch.patches / "core" / ".patches").write_text("a.patch\n")
     with pytest.raises(BuildError, match="export it again"):
         project.changed_files(project.torch)
 
 
 def test_a_missing_patch_is_refused(project):
-    (project.torch.patches / ".patches").write_text("gone.patch\n")
+    (project.torch.patches / "core" / ".patches").write_text("gone.patch\n")
     with pytest.raises(BuildError, match=r"gone\.patch is missing"):
         project.changed_files(project.torch)
 
@@ -162,18 +162,50 @@ def test_what_the_build_makes_has_no_source(member):
     assert UPSTREAMS["torch"].to_source(member) is None
 
 
+def add_fix(project, content: bytes) -> None:
+    """Adds a patch at the end of the series 'fixes', below that of 'core'."""
+    tree = project.root / "trees" / "torch"
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-c", "rebase.updateRefs=true"]
+    subprocess.run([*git, "checkout", "--quiet", "fixes"], cwd=tree, check=True)
+    project.commit(tree, "Fix", {"torch/_inductor/windows.py": content})
+    subprocess.run([*git, "checkout", "--quiet", "pygraph"], cwd=tree, check=True)
+    subprocess.run([*git, "rebase", "--quiet", "fixes"], cwd=tree, check=True)
+    worktree.export_series(project.torch, tree)
+
+
+def test_a_build_that_stops_after_a_series(project):
+    project.add_patch(project.torch, "Record", {"torch/_inductor/cudagraph_trees.py": b"recorded = 1\n"})
+    add_fix(project, b"fixed\r\n")
+    project.add_overlay(project.torch, "torch/_inductor/pygraph/__init__.py")
+    project.add_overlay(project.torch, "torch/testing/_internal/fake_cuda.py")
+    whole = upstream.load(project.root)["torch"]
+    assert [str(f.relative_to(whole.patches)) for f in series.patch_files(whole)] == [
+        "fixes/Fix.patch",
+        "core/Record.patch",
+    ]
+    assert upstream.load(project.root, "core")["torch"] == whole
+    # Triton has no series that comes as early.
+    (fixes,) = upstream.load(project.root, "fixes").values()
+    assert fixes.pins == {"torch==2.11.0": "torch==2.11.0+pygraph.1.fixes"}
+    assert project.changed_files(fixes) == {
+        "torch/_inductor/windows.py": b"fixed\r\n",
+        "torch/testing/_internal/fake_cuda.py": b"new = True\n",
+        "torch/version.py": b"__version__ = '2.11.0+pygraph.1.fixes'\ncuda = '13.0'\n",
+    }
+
+
+def test_a_series_that_there_is_not(project):
+    with pytest.raises(BuildError, match="there is no series 'fixed': patches/.series has fixes, core"):
+        upstream.load(project.root, "fixed")
+
+
 @pytest.mark.parametrize("package", UPSTREAMS.values(), ids=list(UPSTREAMS))
 def test_the_series_of_this_repository(package):
-    listed = series.patch_names(package)
-    assert sorted(listed) == sorted(file.name for file in package.patches.glob("*.patch"))
+    assert sorted(series.patch_files(package)) == sorted(package.patches.rglob("*.patch"))
     content: dict[str, str] = {}
     for change in series.read_series(package):
         assert content.setdefault(change.path, change.before) == change.before, f"{change.patch}: {change.path}"
         content[change.path] = change.after
-    for name in listed:
-        header = (package.patches / name).read_text().partition("\ndiff --git ")[0]
-        subject, _, reason = header.partition("Subject: ")[2].partition("\n\n")
-        assert subject and reason.strip("- \n"), f"{name} does not say why it exists"
 
 
 def test_absent_files_have_gits_id():

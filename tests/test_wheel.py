@@ -125,7 +125,7 @@ def test_a_wheel_with_other_content_is_refused(project, tmp_path):
 
 def test_nothing_is_written_when_a_patch_does_not_apply(project, tmp_path):
     project.add_patch(project.torch, "Old", {"torch/_inductor/old.py": b"used = True\n"})
-    patch = project.torch.patches / "Old.patch"
+    patch = project.torch.patches / "core" / "Old.patch"
     patch.write_text(patch.read_text().replace("+used", "+abused"))
     with pytest.raises(BuildError, match=r"Old\.patch is damaged"):
         wheel.build(project.torch, project.wheels["torch"], tmp_path / "dist")

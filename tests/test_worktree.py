@@ -12,7 +12,11 @@ UPSTREAMS = upstream.load()
 
 
 def contents(directory):
-    return {file.name: file.read_bytes() for file in directory.iterdir()}
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+def names(package):
+    return [str(file.relative_to(package.patches)) for file in series.patch_files(package)]
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def patched(project):
 
 def test_import_then_export_changes_nothing(patched):
     before = contents(patched.torch.patches)
-    assert before[".patches"].split() == [b"Inductor-nlike-others.patch", b"Second.patch"]
+    assert names(patched.torch) == ["core/Inductor-nlike-others.patch", "core/Second.patch"]
     tree = patched.root / "again"
     worktree.import_series(patched.torch, patched.wheels["torch"], tree)
     worktree.export_series(patched.torch, tree)
@@ -57,9 +61,37 @@ def test_export_drops_and_renames_patches(patched):
     subprocess.run(["git", "reset", "--quiet", "--hard", "HEAD~1"], cwd=tree, check=True)
     patched.commit(tree, "Other", {"torch/_inductor/old.py": None})
     worktree.export_series(patched.torch, tree)
-    names = ["Inductor-nlike-others.patch", "Other.patch"]
-    assert series.patch_names(patched.torch) == names
-    assert sorted(contents(patched.torch.patches)) == [".patches", *names]
+    exported = ["core/Inductor-nlike-others.patch", "core/Other.patch"]
+    assert names(patched.torch) == exported
+    assert sorted(contents(patched.torch.patches)) == ["core/.patches", *exported, "fixes/.patches"]
+
+
+def test_a_patch_moves_to_another_series(patched):
+    """Rebasing takes the branches along, and the series end where their branches are."""
+    tree = patched.root / "trees" / "torch"
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree)
+    subprocess.run(["git", "branch", "--force", "fixes", "HEAD~1"], cwd=tree, check=True)
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    amend = f"git {' '.join(identity)} commit --quiet --amend --no-edit --date=now"
+    rebase = ["git", *identity, "rebase", "--quiet", "--exec", amend, "upstream"]
+    subprocess.run(rebase, cwd=tree, check=True, capture_output=True)
+    assert subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree) != head
+    worktree.export_series(patched.torch, tree)
+    assert names(patched.torch) == ["fixes/Inductor-nlike-others.patch", "core/Second.patch"]
+    again = patched.root / "again"
+    worktree.import_series(patched.torch, patched.wheels["torch"], again)
+    assert subprocess.check_output(["git", "log", "--format=%s", "upstream..fixes"], cwd=again, text=True) == (
+        "[Inductor] Ünlike: others\n"
+    )
+
+
+def test_export_needs_the_end_of_each_series(patched):
+    tree = patched.root / "trees" / "torch"
+    before = contents(patched.torch.patches)
+    subprocess.run(["git", "branch", "--quiet", "--delete", "--force", "fixes"], cwd=tree, check=True)
+    with pytest.raises(BuildError, match="has no branch 'fixes' between 'upstream' and HEAD: git branch --force"):
+        worktree.export_series(patched.torch, tree)
+    assert contents(patched.torch.patches) == before
 
 
 def test_the_user_configuration_does_not_show(patched, monkeypatch):
@@ -115,7 +147,7 @@ def test_export_waits_for_the_end_of_a_rebase(patched):
 
 
 def test_import_leaves_nothing_when_a_patch_does_not_apply(patched):
-    patch = patched.torch.patches / "Second.patch"
+    patch = patched.torch.patches / "core" / "Second.patch"
     patch.write_text(patch.read_text().replace("-unused = False", "-unused = Other"))
     with pytest.raises(BuildError, match="git am failed.*old.py") as error:
         worktree.import_series(patched.torch, patched.wheels["torch"], patched.root / "again")
@@ -148,13 +180,13 @@ def test_the_series_of_this_repository(package, tmp_path, monkeypatch):
     """It applies with git am to upstream's files, and import then export changes nothing."""
     # What is compiled is in no wheel: patches to it need upstream's checkout.
     compiled = {change.patch for change in series.read_series(package) if package.to_wheel(change.path) is None}
-    names = [name for name in series.patch_names(package) if f"patches/{package.name}/{name}" not in compiled]
-    (tmp_path / "patches").mkdir()
     copied = upstream.Upstream(**{**vars(package), "root": tmp_path})
-    copied.patches.mkdir()
-    for name in names:
-        (copied.patches / name).write_bytes((package.patches / name).read_bytes())
-    (copied.patches / ".patches").write_text("".join(f"{name}\n" for name in names))
+    for each in package.series:
+        kept = [f for f in series.files_of_series(package, each) if str(f.relative_to(package.root)) not in compiled]
+        (copied.patches / each).mkdir(parents=True)
+        for file in kept:
+            (copied.patches / each / file.name).write_bytes(file.read_bytes())
+        (copied.patches / each / ".patches").write_text("".join(f"{file.name}\n" for file in kept))
     before = contents(copied.patches)
     tree = tmp_path / "tree"
     worktree.import_series(copied, wheel.fetch(package), tree)

@@ -41,6 +41,8 @@ def extensions(upstream: Upstream, headers: Callable[[], AbstractContextManager[
     ``headers`` gives the directory of upstream's headers, if something has to be compiled.
     """
     built = {}
+    if not upstream.takes_overlay:
+        return built
     for directory, module in EXTENSIONS.items():
         sources = sorted((upstream.overlay / directory).glob("*.cpp"))
         if not sources:

@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from .native import extensions
-from .series import changed_files, overlay_files, patch_names
+from .series import changed_files, overlay_files, patch_files
 from .upstream import BuildError, Upstream
 
 
@@ -97,7 +97,7 @@ def _changes_by_site(upstreams: Iterable[Upstream]) -> dict[Path, Changes]:
 
 
 def _has_sources(upstream: Upstream) -> bool:
-    return bool(patch_names(upstream)) or any(True for _ in overlay_files(upstream))
+    return bool(patch_files(upstream)) or any(True for _ in overlay_files(upstream))
 
 
 def _site(upstream: Upstream) -> Path:

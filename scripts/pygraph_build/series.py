@@ -1,4 +1,6 @@
-"""The patch series of a package, and the files that it and the overlay add or change.
+"""The patch series of a package, and the files that they and the overlay add or change.
+
+patches/.series gives the order of the series, patches/PACKAGE/SERIES/.patches that of the patches in one.
 
 Patches are what ``git format-patch --full-index`` writes. Their index lines name the exact content
 (as git blob ids) that each file must have before and after, so nothing else pins the files, and a
@@ -20,6 +22,9 @@ from .upstream import BuildError, Upstream
 log = logging.getLogger(__name__)
 
 ABSENT = "0" * 40
+
+# The tests of every series import it.
+TEST_SUPPORT = "torch/testing/"
 
 _FILE = re.compile(rb"^diff --git a/(?P<old>\S+) b/(?P<new>\S+)\n", re.MULTILINE)
 _INDEX = re.compile(rb"^index ([0-9a-f]{40})\.\.([0-9a-f]{40})( \d+)?\n", re.MULTILINE)
@@ -49,16 +54,22 @@ def blob_id(content: bytes | None) -> str:
     return hashlib.sha1(b"blob %d\0%s" % (len(content), content)).hexdigest()
 
 
-def patch_names(upstream: Upstream) -> list[str]:
-    return (upstream.patches / ".patches").read_text().split()
+def patch_files(upstream: Upstream) -> list[Path]:
+    """Returns the patches of the package in the order in which they apply."""
+    return [file for series in upstream.series for file in files_of_series(upstream, series)]
+
+
+def files_of_series(upstream: Upstream, series: str) -> list[Path]:
+    """Returns the patches of one series of the package."""
+    listed = upstream.patches / series / ".patches"
+    return [listed.with_name(name) for name in listed.read_text().split()]
 
 
 def read_series(upstream: Upstream) -> Iterator[FileChange]:
-    for name in patch_names(upstream):
-        path = upstream.patches / name
+    for path in patch_files(upstream):
         if not path.is_file():
             raise BuildError(f"{path} is missing, though {path.parent / '.patches'} lists it")
-        yield from _read_patch(f"patches/{upstream.name}/{name}", path.read_bytes())
+        yield from _read_patch(path.relative_to(upstream.root).as_posix(), path.read_bytes())
 
 
 def _read_patch(name: str, text: bytes) -> Iterator[FileChange]:
@@ -100,11 +111,13 @@ def _lines(content: bytes) -> list[bytes]:
 
 
 def overlay_files(upstream: Upstream) -> Iterator[tuple[str, Path]]:
-    """(path in the source tree, file) of each file of the overlay."""
+    """Yields (path in the source tree, file) of each file of the overlay that the series need."""
     for file in sorted(upstream.overlay.rglob("*")):
+        path = file.relative_to(upstream.overlay).as_posix()
         hidden = file.name.startswith(".") or file.suffix == ".pyc"
-        if file.is_file() and not hidden:
-            yield file.relative_to(upstream.overlay).as_posix(), file
+        needed = upstream.takes_overlay or path.startswith(TEST_SUPPORT)
+        if file.is_file() and not hidden and needed:
+            yield path, file
 
 
 def changed_files(upstream: Upstream, read: Callable[[str], bytes | None]) -> dict[str, bytes | None]:

@@ -13,10 +13,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from .series import overlay_files
+from .series import overlay_files, patch_files
 from .upstream import BuildError, Upstream
 from .wheel import add_extensions
-from .worktree import apply_series, git, require_git
+from .worktree import apply_patches, git, require_git
 
 
 log = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def prepare(upstream: Upstream, checkout: Path) -> None:
     if git(checkout, "status", "--porcelain", "--untracked-files=no", "--ignore-submodules"):
         raise BuildError(f"{checkout} has uncommitted changes: commit them or build from a clean checkout")
     git(checkout, "checkout", "--quiet", "-B", BRANCH, upstream.tag)
-    apply_series(upstream, checkout)
+    apply_patches(checkout, patch_files(upstream))
     overlay = dict(overlay_files(upstream))
     for path, file in overlay.items():
         target = checkout / path

@@ -33,6 +33,10 @@ WHEEL_DIRS: dict[str, dict[str, str | None]] = {
 }
 
 
+# The first series that uses the overlay's modules.
+OVERLAY_SERIES = "core"
+
+
 class BuildError(Exception):
     """Something the user can act on; shown as one line."""
 
@@ -46,6 +50,7 @@ class Upstream:
     tag: str
     wheels: dict[str, str]  # file name -> sha256
     root: Path  # of this repository
+    series: tuple[str, ...]  # those that are applied, in this order
     pins: dict[str, str]  # "name==version" of each upstream -> the same of what replaces it
 
     @property
@@ -55,6 +60,11 @@ class Upstream:
     @property
     def overlay(self) -> Path:
         return self.root / f"{self.name}_overlay"
+
+    @property
+    def takes_overlay(self) -> bool:
+        """Whether the series that uses the overlay is applied."""
+        return OVERLAY_SERIES in self.series
 
     def to_wheel(self, source: str) -> str | None:
         """Where the wheel has the file of the source tree, None if it cannot have it."""
@@ -80,11 +90,24 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pygraph"
 
 
-def load(root: Path = ROOT) -> dict[str, Upstream]:
+def load(root: Path = ROOT, last: str | None = None) -> dict[str, Upstream]:
+    """Returns the packages that PyGraph changes by name, with the series up to ``last`` or with all.
+
+    A package has the series that it has a directory for. A build that stops early has the name of its
+    last series in its version.
+    """
     pinned = json.loads((root / "ci" / "upstream.json").read_text())
     label = pinned.pop("release")
+    series = (root / "patches" / ".series").read_text().split()
+    if last is not None and last not in series:
+        raise BuildError(f"there is no series '{last}': patches/.series has {', '.join(series)}")
+    if last is not None and last != series[-1]:
+        label = f"{label}.{last}"
+        series = series[: series.index(last) + 1]
+    applied = {name: tuple(each for each in series if (root / "patches" / name / each).is_dir()) for name in pinned}
+    pinned = {name: p for name, p in pinned.items() if applied[name]}
     pins = {f"{name}=={p['version']}": f"{name}=={p['version']}+{label}" for name, p in pinned.items()}
     return {
-        name: Upstream(name=name, release=f"{p['version']}+{label}", root=root, pins=pins, **p)
+        name: Upstream(name=name, release=f"{p['version']}+{label}", root=root, pins=pins, series=applied[name], **p)
         for name, p in pinned.items()
     }

@@ -1,4 +1,8 @@
-"""Working on the patches: the series as commits of a git work tree, and back."""
+"""Working on the patches: the series as commits of a git work tree, and back.
+
+A branch of each series' name is on its last commit, and the checked out one on that of the last series.
+``git rebase`` moves them along: import sets rebase.updateRefs.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +15,16 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from .series import ABSENT, patch_names, read_series
+from .series import ABSENT, files_of_series, patch_files, read_series
 from .upstream import BuildError, Upstream
 
 
 log = logging.getLogger(__name__)
 
-# The tag on the commit that holds upstream's files; what follows it is the series.
+# The tag on the commit that holds upstream's files; the series follow it.
 BASE = "upstream"
+# The branch that is checked out. It holds all series, and has no branch of the last series' name beside it.
+BRANCH = "pygraph"
 
 
 def require_git() -> None:
@@ -55,7 +61,7 @@ def import_series(upstream: Upstream, source: Path, directory: Path) -> None:
         if source.is_dir():
             log.info("Cloning %s at %s", source, upstream.tag)
             git(source, "clone", "--quiet", "--no-checkout", str(source.resolve()), str(tree))
-            git(tree, "checkout", "--quiet", "-B", "pygraph", upstream.tag)
+            git(tree, "checkout", "--quiet", "-B", BRANCH, upstream.tag)
         else:
             log.info("Unpacking the Python sources of %s", source.name)
             try:
@@ -68,20 +74,23 @@ def import_series(upstream: Upstream, source: Path, directory: Path) -> None:
             for path in before:
                 if before[path] != ABSENT and not (tree / path).exists():
                     raise BuildError(f"{source.name} has no {path}, which a patch changes: use --source CHECKOUT")
-            git(tree, "init", "--quiet", "--initial-branch=pygraph")
+            git(tree, "init", "--quiet", f"--initial-branch={BRANCH}")
             git(tree, "add", "--all", "--force")
             git(tree, "commit", "--quiet", "--message", f"{upstream.name} {upstream.version}")
         git(tree, "tag", "--force", BASE)
-        apply_series(upstream, tree)
+        git(tree, "config", "rebase.updateRefs", "true")
+        for series in upstream.series:
+            apply_patches(tree, files_of_series(upstream, series))
+            if series != upstream.series[-1]:
+                git(tree, "branch", "--force", series)
         tree.rename(directory)
-    log.info("%s: %d patches on tag '%s'", directory, len(patch_names(upstream)), BASE)
+    log.info("%s: %d patches on tag '%s'", directory, len(patch_files(upstream)), BASE)
 
 
-def apply_series(upstream: Upstream, tree: Path) -> None:
-    patches = [str(upstream.patches / name) for name in patch_names(upstream)]
+def apply_patches(tree: Path, patches: list[Path]) -> None:
     if patches:
         exact = ["--keep-cr", "--quoted-cr=nowarn", "--keep-non-patch", "--committer-date-is-author-date"]
-        git(tree, "am", "--quiet", *exact, *patches)
+        git(tree, "am", "--quiet", *exact, *map(str, patches))
 
 
 def _unpack(upstream: Upstream, wheel: Path, tree: Path) -> None:
@@ -96,38 +105,68 @@ def _unpack(upstream: Upstream, wheel: Path, tree: Path) -> None:
 
 
 def export_series(upstream: Upstream, directory: Path) -> None:
-    """Writes the commits of the work tree after the tag ``upstream`` as the patch series."""
+    """Writes the commits of the work tree after the tag ``upstream`` as the patches of the series."""
     if git(directory, "status", "--porcelain"):
         raise BuildError(f"{directory} has uncommitted changes: commit them to the patch that they belong to")
     if any(directory.glob(".git/rebase-*")):
         raise BuildError(f"{directory} is in the middle of a rebase: finish it")
     if git(directory, "rev-list", "--merges", f"{BASE}..HEAD"):
         raise BuildError(f"{directory} has merge commits, which no patch can hold: rebase them")
-    with tempfile.TemporaryDirectory(dir=upstream.patches.parent) as scratch:
-        written = git(
-            directory,
-            "format-patch",
-            "--no-numbered",
-            "--no-signature",
-            "--no-stat",
-            "--no-renames",
-            "--zero-commit",
-            "--full-index",
-            "--subject-prefix=PATCH",
-            f"--output-directory={scratch}",
-            f"{BASE}..HEAD",
-        )
-        names = []
-        for file in map(Path, written.splitlines()):
-            name = re.sub(r"^\d+-", "", file.name)
-            if name in names:
-                raise BuildError(f"two commits would both be {name}: give them different subjects")
-            names.append(name)
-            file.rename(file.with_name(name))
-        series = Path(scratch, ".patches")
-        series.write_text("".join(f"{name}\n" for name in names))
-        for name in set(patch_names(upstream)) - set(names):
-            (upstream.patches / name).unlink(missing_ok=True)
-        for name in [*names, series.name]:
-            shutil.copyfile(Path(scratch, name), upstream.patches / name)
-    log.info("%s: %d patches", upstream.patches, len(names))
+    ranges = _ranges(upstream, directory)
+    with tempfile.TemporaryDirectory(dir=upstream.root / "patches") as scratch:
+        written = {
+            series: _write_patches(directory, commits, Path(scratch, series)) for series, commits in ranges.items()
+        }
+        for series, names in written.items():
+            target = upstream.patches / series
+            for file in files_of_series(upstream, series):
+                file.unlink(missing_ok=True)
+            for name in names:
+                shutil.copyfile(Path(scratch, series, name), target / name)
+            (target / ".patches").write_text("".join(f"{name}\n" for name in names))
+    log.info("%s: %s", upstream.patches, ", ".join(f"{len(names)} {series}" for series, names in written.items()))
+
+
+def _ranges(upstream: Upstream, directory: Path) -> dict[str, str]:
+    """Returns the commits of each series, as git names a range."""
+    ranges = {}
+    start = BASE
+    for series in upstream.series:
+        end = "HEAD" if series == upstream.series[-1] else f"refs/heads/{series}"
+        try:
+            for earlier, later in (start, end), (end, "HEAD"):
+                git(directory, "merge-base", "--is-ancestor", earlier, later)
+        except BuildError:
+            raise BuildError(
+                f"{directory} has no branch '{series}' between '{start.rpartition('/')[2]}' and HEAD: "
+                f"git branch --force {series} LAST_COMMIT_OF_THE_SERIES"
+            ) from None
+        ranges[series] = f"{start}..{end}"
+        start = end
+    return ranges
+
+
+def _write_patches(directory: Path, commits: str, target: Path) -> list[str]:
+    """Writes one patch for each commit, named by its subject, and returns the names in order."""
+    target.mkdir()
+    written = git(
+        directory,
+        "format-patch",
+        "--no-numbered",
+        "--no-signature",
+        "--no-stat",
+        "--no-renames",
+        "--zero-commit",
+        "--full-index",
+        "--subject-prefix=PATCH",
+        f"--output-directory={target}",
+        commits,
+    )
+    names: list[str] = []
+    for file in map(Path, written.splitlines()):
+        name = re.sub(r"^\d+-", "", file.name)
+        if name in names:
+            raise BuildError(f"two commits would both be {name}: give them different subjects")
+        names.append(name)
+        file.rename(file.with_name(name))
+    return names

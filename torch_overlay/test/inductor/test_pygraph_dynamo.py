@@ -1224,27 +1224,6 @@ def f(x):
                 self.assertEqual(len(outputs), 2)
         self.assertEqual(alive, [0, 0, 0])
 
-    def test_record_of_bytecode(self) -> None:
-        def f(x: torch.Tensor) -> torch.Tensor:
-            y = x + 1
-            graph_break()
-            return y * 2
-
-        x = torch.ones(3)
-        compiled = self.compile(f)
-        compiled(x)
-        utils = torch._dynamo.utils
-        with (
-            mock.patch.object(utils, "record_pregraph_bytecode_enter") as enter,
-            mock.patch.object(utils, "record_pregraph_bytecode_exit") as leave,
-        ):
-            compiled(x)
-            self.assertEqual((enter.call_count, leave.call_count), (0, 0))
-            with torch.profiler.profile():
-                compiled(x)
-            leave.assert_has_calls([mock.call(enter.return_value)] * 2)
-            self.assertEqual((enter.call_count, leave.call_count), (2, 2))
-
 
 class Hooked(torch.nn.Module):
     def __init__(self) -> None:
@@ -1326,10 +1305,8 @@ class GuardTest(PyGraphTestCase):
                 self.check(module, compiled)
 
     def test_module_of_python_is_replaced(self) -> None:
-        """Two names of one module of Python are guarded, each by what it is."""
-        module, compiled, f = self.compiled_module()
-        (entry,) = _debug_get_cache_entry_list(f.__code__)
-        self.assertNotIn(".F is G[", str(entry.guard_manager))
+        """Two names of one module of Python are guarded."""
+        module, compiled, _ = self.compiled_module()
         other = types.ModuleType("functional")
         vars(other).update(vars(torch.nn.functional))
         other.relu = lambda input, inplace: input.tanh()

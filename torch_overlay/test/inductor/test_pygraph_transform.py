@@ -2195,21 +2195,6 @@ class ItemTest(TestCase):
                     (grad,) = torch.autograd.grad(y.sum(), x)
                     self.assertEqual(grad, torch.full((3,), by))
 
-    @parametrize("on", (False, True))
-    def test_repairs_are_off_with_pygraph(self, on):
-        "Stock misses the guards of these constants: fewer graphs, and wrong results."
-        x = torch.ones(3)
-        for fn, graphs in (
-            (lambda x, by: torch.add(x, by, alpha=2), 4 if on else 2),
-            (lambda x, by: x * by + torch.full_like(x, by), 4 if on else 3),
-        ):
-            torch._dynamo.reset()
-            counters.clear()
-            compiled = torch.compile(fn, options={"pygraph": on})
-            for by in (0.25, 0.5, 1.5, 0.75):
-                compiled(x, by)
-            self.assertEqual(counters["stats"]["unique_graphs"], graphs)
-
     def test_symbols_of_other_frames(self):
         "Names are of few numbers."
         fn = lambda x, s: x * s.item()  # noqa: E731

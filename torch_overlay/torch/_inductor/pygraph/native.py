@@ -35,8 +35,3 @@ def callback(wrapper: Any, backend: Any) -> Any:
     if compiled is None:
         return wrapper
     return compiled.Link(wrapper, compiled.Link(backend, None))
-
-
-def no_hooks_to_inline(general: Any) -> Any:
-    """The guard ``general`` of saved tensors' hooks, in less time where there are none."""
-    return general if compiled is None else compiled.NoHooks(general)

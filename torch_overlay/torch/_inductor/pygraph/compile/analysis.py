@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor.fx_passes import reinplace
-from torch._inductor.fx_utils import get_node_storage
+from torch._inductor.fx_utils import draws_random_numbers, get_node_storage
 from torch._inductor.pattern_matcher import get_arg_value
 from torch._inductor.pygraph.compile.ops import (
     CONSTRUCTORS,
@@ -29,7 +29,6 @@ from torch._inductor.pygraph.compile.ops import (
     UNINITIALIZED,
 )
 from torch._inductor.utils import is_gpu
-from torch._prims.rng_prims import graphsafe_run_with_rng_state, run_with_rng_state
 from torch._prims_common import is_contiguous_or_false
 from torch.fx.experimental.symbolic_shapes import (
     free_symbols,
@@ -184,53 +183,6 @@ def is_same_on_every_device(node: torch.fx.Node) -> bool:
     return node.target in SAME_ON_EVERY_DEVICE_FOR_INTEGERS and not any(
         dtype.is_floating_point or dtype.is_complex for dtype in dtypes
     )
-
-
-# Random numbers.
-
-
-def subgraph_of(node: torch.fx.Node) -> torch.fx.Graph | None:
-    """Return the graph that a get_attr node hands to a higher-order operator, if any."""
-    if node.op != "get_attr":
-        return None
-    module = operator.attrgetter(node.target)(node.graph.owning_module)  # type: ignore[arg-type]
-    return module.graph if isinstance(module, torch.fx.GraphModule) else None
-
-
-def dropout_of(node: torch.fx.Node) -> Any:
-    """Return the dropout of attention, None if the operator has no such argument."""
-    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "dropout_p" not in names:
-        return None
-    return get_arg_value(node, names.index("dropout_p"), "dropout_p") or 0.0
-
-
-def draws_random_numbers(node: torch.fx.Node) -> bool:
-    """
-    Return whether a node advances a generator that other nodes may draw from.
-
-    Attention without dropout does not, nor does a node that restores its own state.
-    """
-    op = node.target
-    if isinstance(op, torch._ops.HigherOrderOperator):
-        if op in (run_with_rng_state, graphsafe_run_with_rng_state):
-            return False
-        return any(
-            torch.Tag.nondeterministic_seeded in arg.tags
-            for arg in pytree.tree_leaves((node.args, node.kwargs))
-            if isinstance(arg, torch._ops.OpOverload)
-        ) or any(
-            any(map(draws_random_numbers, graph.nodes))
-            for arg in node.all_input_nodes
-            if (graph := subgraph_of(arg)) is not None
-        )
-    if (
-        not isinstance(op, torch._ops.OpOverload)
-        or torch.Tag.nondeterministic_seeded not in op.tags
-    ):
-        return False
-    dropout = dropout_of(node)
-    return dropout is None or bool(dropout)
 
 
 # CPU values that GPU code reads.

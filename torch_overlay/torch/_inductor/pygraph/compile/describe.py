@@ -39,7 +39,6 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
-from torch._inductor.pygraph.compile.partition import operations_of_subgraphs
 from torch._inductor.pygraph.types.partition import (
     AllocatorCall,
     Call,
@@ -50,7 +49,7 @@ from torch._inductor.pygraph.types.partition import (
     PartitionReport,
 )
 from torch._inductor.pygraph.types.source import span
-from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.scheduler import NopKernelSchedulerNode, operations_of_subgraphs
 from torch._inductor.utils import LineContext, output_node
 from torch._inductor.virtualized import V
 from torch.utils._ordered_set import OrderedSet

@@ -1,12 +1,4 @@
-"""
-What Inductor's scheduler asks when it partitions a graph for CUDA graphs.
-
-partition_reason               why a node cannot be captured
-keeps_draws_in_order           whether a new order of nodes draws the same random numbers
-operator_of_element,
-group_elements_with_operators  how partitions keep outputs with the operator that gives them
-is_list_of_outputs             which buffers no partition can take as input
-"""
+"""Why a node cannot be captured, which Inductor's scheduler asks when it partitions a graph for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -14,32 +6,21 @@ from typing import TYPE_CHECKING
 
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
-from torch._inductor.pygraph.compile.analysis import draws_random_numbers, dropout_of
+from torch._inductor.fx_utils import dropout_of
 from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
 from torch._inductor.pygraph.compile.ops import MEMORY_EFFICIENT_ATTENTION
 from torch._inductor.pygraph.types.report import BRINGS_CPU_VALUES, COPIES_TO_CPU
-from torch._inductor.utils import get_gpu_type, is_cudagraph_unsafe_op
+from torch._inductor.scheduler import operations_of_subgraphs
+from torch._inductor.utils import is_cudagraph_unsafe_op
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 from torch.utils._sympy.symbol import symbol_is_type, SymT
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-
     import sympy
 
-    from torch._inductor.scheduler import BaseSchedulerNode, SchedulerBuffer
-
-
-# Attributes of ir.InvokeSubgraph, ir.Conditional and ir.WhileLoop.
-SUBGRAPH_ATTRIBUTES = (
-    "subgraph",
-    "true_subgraph",
-    "false_subgraph",
-    "cond_subgraph",
-    "body_subgraph",
-)
+    from torch._inductor.scheduler import BaseSchedulerNode
 
 
 def partition_reason(node: BaseSchedulerNode) -> str | None:
@@ -104,19 +85,6 @@ def hands_over_seed(ir_node: object) -> bool:
     )
 
 
-# Subgraphs: nested regions, branches and loops.
-
-
-def operations_of_subgraphs(ir_node: object) -> Iterator[ir.Operation]:
-    """Yield the operations of all graphs that a node runs."""
-    for name in SUBGRAPH_ATTRIBUTES:
-        subgraph = getattr(ir_node, name, None)
-        if isinstance(subgraph, ir.Subgraph) and subgraph.graph is not None:
-            for operation in subgraph.graph.operations:
-                yield operation
-                yield from operations_of_subgraphs(operation)
-
-
 def subgraph_reason(ir_node: object) -> str | None:
     """
     Return why the graphs that a node runs cannot be captured, else None.
@@ -138,78 +106,3 @@ def subgraph_reason(ir_node: object) -> str | None:
         ):
             return "runs a graph with what can not be captured"
     return None
-
-
-# Random draws.
-
-
-def draws_on(device_type: str, node: BaseSchedulerNode) -> bool:
-    """Return whether a node draws random numbers from a generator of a device."""
-    return any(
-        isinstance(operation, ir.ExternKernel)
-        # An element has the FX node of the operator that draws.
-        and not isinstance(operation, ir.MultiOutput)
-        and operation.fx_node is not None
-        and draws_random_numbers(operation.fx_node)
-        and (device := operation.get_device()) is not None
-        and device.type == device_type
-        for n in node.get_nodes()
-        if n.node is not None
-        for operation in (n.node, *operations_of_subgraphs(n.node))
-    )
-
-
-def keeps_draws_in_order(
-    before: list[BaseSchedulerNode], after: list[BaseSchedulerNode]
-) -> bool:
-    """
-    Return whether two orders of nodes draw the same random numbers.
-
-    The order of two draws from one generator is no dependency of Inductor's. Generators of
-    different devices are independent.
-    """
-    return all(
-        [n for n in before if draws_on(device_type, n)]
-        == [n for n in after if draws_on(device_type, n)]
-        for device_type in ("cpu", get_gpu_type())
-    )
-
-
-# Operators with several outputs return a list. An ir.MultiOutput takes an element of it.
-
-
-def operator_of_element(
-    node: BaseSchedulerNode, name_to_buf: Mapping[str, SchedulerBuffer]
-) -> BaseSchedulerNode | None:
-    """Return the node of the operator whose output a MultiOutput is, None for other nodes."""
-    if not isinstance(node.node, ir.MultiOutput):
-        return None
-    return name_to_buf[node.node.inputs[0].get_name()].defining_op
-
-
-def group_elements_with_operators(
-    nodes: list[BaseSchedulerNode], name_to_buf: Mapping[str, SchedulerBuffer]
-) -> list[BaseSchedulerNode]:
-    """
-    Return the nodes with each operator directly followed by its elements.
-
-    Elements in another partition than their operator would take the list as an input. The
-    inputs of a CUDA graph are tensors.
-    """
-    # An element may be a list and have elements.
-    elements: dict[BaseSchedulerNode, list[BaseSchedulerNode]] = {n: [] for n in nodes}
-    others = []
-    for node in nodes:
-        elements.get(operator_of_element(node, name_to_buf), others).append(node)
-
-    def with_elements(node: BaseSchedulerNode) -> Iterator[BaseSchedulerNode]:
-        yield node
-        for element in elements[node]:
-            yield from with_elements(element)
-
-    return [each for node in others for each in with_elements(node)]
-
-
-def is_list_of_outputs(buffer: SchedulerBuffer | None) -> bool:
-    """Return whether a buffer is the list that an operator with several outputs returns."""
-    return buffer is not None and isinstance(buffer.node.layout, ir.MultiOutputLayout)

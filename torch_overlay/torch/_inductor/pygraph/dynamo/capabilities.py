@@ -81,15 +81,11 @@ class PyGraphFrame(FrameExtension):
 class PyGraphCapabilities(BackendCapabilities):
     delivers_floats = True
     as_tensor = ("torch._inductor.pygraph.native", "as_tensor_fullprec")
-    inlines_profiler_check = True
     keeps_locals_in_variables = True
     avoids_python_in_guards = True
 
     def wrap_callback(self, callback: Any, backend: Callable[..., Any]) -> Any:
         return native.callback(callback, backend)
-
-    def no_hooks_guard(self, general: Callable[[Any], bool]) -> Callable[[Any], bool]:
-        return native.no_hooks_to_inline(general)
 
     def extend_frame(self) -> PyGraphFrame:
         return PyGraphFrame()

@@ -4,7 +4,6 @@
 #include "values.h"
 
 #include <ATen/EmptyTensor.h>
-#include <ATen/SavedTensorHooks.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -552,38 +551,6 @@ struct Link {
   Ref next;
 };
 
-// NoHooks(general): true if the thread has no hooks of saved tensors, and else
-// what `general` returns. Dynamo calls it as a guard of each frame.
-struct NoHooks {
-  NoHooks(PyObject* args, PyObject* /*kwargs*/) {
-    PyObject* slow = nullptr;
-    if (!PyArg_ParseTuple(args, "O", &slow)) {
-      throw Error();
-    }
-    general = Ref::share(slow);
-  }
-
-  static PyObject* call(
-      PyObject* self,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames) {
-    return guarded([&] {
-      return at::SavedTensorDefaultHooks::get_hooks(true).has_value()
-          ? PyObject_Vectorcall(
-                Boxed<NoHooks>::of(self).general.get(), args, nargs, kwnames)
-          : Ref::share(Py_True).release();
-    });
-  }
-
-  template <typename F>
-  void visit(F&& f) {
-    f(general);
-  }
-
-  Ref general;
-};
-
 // A benchmark replaces these two, to leave out what is below them.
 PyGetSetDef direct_getset[] = {
     {"slow",
@@ -625,8 +592,7 @@ bool add_calls(PyObject* module) {
              direct_getset) &&
       Boxed<Training>::ready(
              module, "torch._inductor.pygraph._replay.Training") &&
-      Boxed<Link>::ready(module, "torch._inductor.pygraph._replay.Link") &&
-      Boxed<NoHooks>::ready(module, "torch._inductor.pygraph._replay.NoHooks");
+      Boxed<Link>::ready(module, "torch._inductor.pygraph._replay.Link");
 }
 
 } // namespace torch::inductor::pygraph

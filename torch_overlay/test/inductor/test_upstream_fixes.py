@@ -1,0 +1,314 @@
+# Owner(s): ["module: inductor"]
+"""
+The series ``fixes``: each test fails with stock PyTorch, and passes with the series alone, without
+the modules of PyGraph. No test sets config.pygraph.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import types
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo
+import torch._inductor.cudagraph_trees as trees
+from torch._dynamo import utils as dynamo_utils
+from torch._dynamo.utils import counters
+from torch._dynamo.variables import optimizer
+from torch._inductor.test_case import run_tests, TestCase
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.testing import FileCheck
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+FLOATS = (0.25, 0.5, 1.5, 0.75)
+
+
+@torch.library.custom_op("test_upstream_fixes::pair", mutates_args=())
+def pair(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x + 1, x - 1
+
+
+@pair.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op("test_upstream_fixes::distinct", mutates_args=())
+def distinct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return x.unique(return_counts=True)
+
+
+@distinct.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    n = torch.library.get_ctx().new_dynamic_size()
+    return x.new_empty(n), x.new_empty(n, dtype=torch.int64)
+
+
+def python_frames(fn: Callable[[], Any]) -> list[str]:
+    """Return the names of the Python functions that a call runs."""
+    names: list[str] = []
+
+    def profile(frame: Any, event: str, arg: Any) -> None:
+        if event == "call":
+            names.append(frame.f_code.co_name)
+
+    sys.setprofile(profile)
+    try:
+        fn()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
+class FixesTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+
+
+class FloatTest(FixesTestCase):
+    """A Python float that varies is an input of the graph."""
+
+    @parametrize("training", (False, True))
+    def test_constant_is_not_cached(self, training: bool) -> None:
+        fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
+        x = torch.ones(3, requires_grad=training)
+        for _ in range(2):
+            torch._dynamo.reset()
+            compiled = torch.compile(fn)
+            for by in FLOATS:
+                y = compiled(x, by)
+                self.assertEqual(y, fn(x, by))
+                if training:
+                    (grad,) = torch.autograd.grad(y.sum(), x)
+                    self.assertEqual(grad, torch.full((3,), by))
+
+    def test_alpha(self) -> None:
+        fn = lambda x, by: torch.add(x, by, alpha=2)  # noqa: E731
+        compiled = torch.compile(fn)
+        for by in FLOATS:
+            self.assertEqual(compiled(torch.ones(3), by), fn(torch.ones(3), by))
+
+    def test_write_that_nothing_reads(self) -> None:
+        """The result of the write has the example value of the input that is specialized."""
+
+        @torch.compile
+        def count(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+            n.add_(1)
+            return x * 2
+
+        n = torch.tensor(0.0, dtype=torch.float64)
+        for i in range(3):
+            count(torch.ones(3), n)
+            self.assertEqual(n.item(), i + 1)
+
+
+class DynamoTest(FixesTestCase):
+    def test_graph_break_ahead_of_a_long_handler(self) -> None:
+        """The jump over the handler has an EXTENDED_ARG, which begins a range of the exception table."""
+        for lines in (2, 8, 16, 30):
+            source = f"""
+def f(x):
+    y = x.sin() * 2
+    torch._dynamo.graph_break()
+    found = [0, 0]
+    try:
+        found[0] = len(found)
+    except KeyError:
+        {"; ".join(["found = [found[0] + 1, str(found[1])]"] * lines)}
+    finally:
+        found[0] += 1
+    return y, found
+"""
+            scope: dict[str, Any] = {"torch": torch}
+            exec(source, scope)
+            x = torch.randn(3)
+            self.assertEqual(torch.compile(scope["f"])(x), scope["f"](x))
+
+    def test_optimizer_before_a_graph_runs(self) -> None:
+        """A manager of CUDA graph trees need not have a current node."""
+        gradient = types.SimpleNamespace(is_cuda=True, device=types.SimpleNamespace(index=0))
+        manager = types.SimpleNamespace(current_node=None)
+        with mock.patch.object(trees, "get_manager", lambda *args: manager):
+            self.assertFalse(optimizer._is_static_for_cudagraphs(gradient))
+
+    def test_record_of_bytecode(self) -> None:
+        """Without a profiler the two functions that bytecode calls return at once."""
+        self.assertIsNone(dynamo_utils.record_pregraph_bytecode_enter())
+        compiled = torch.compile(lambda x: x + 1, backend="eager")
+        compiled(torch.ones(3))
+        frames = python_frames(lambda: compiled(torch.ones(3)))
+        self.assertEqual(len([name for name in frames if name.startswith("record_pregraph")]), 2)
+        self.assertNotIn("nonrecursive_disable_wrapper", frames)
+        with torch.profiler.profile() as profile:
+            compiled(torch.ones(3))
+        self.assertEqual(len([e for e in profile.events() if e.name == "Pregraph bytecode"]), 1)
+
+    def test_guard_of_saved_tensors_hooks(self) -> None:
+        """One Python frame a call tells whether hooks are to be inlined; such hooks recompile."""
+        f = lambda x: (x * x).sin()  # noqa: E731
+        compiled = torch.compile(f)
+        x = torch.randn(3, requires_grad=True)
+        compiled(x)
+        frames = python_frames(lambda: compiled(x))
+        self.assertEqual([name for name in frames if "hooks" in name], [])
+        graphs = counters["stats"]["unique_graphs"]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t + 0, lambda t: t):
+            self.assertEqual(compiled(x), f(x))
+        self.assertEqual(counters["stats"]["unique_graphs"], graphs)
+        pack, unpack = (torch.fx.symbolic_trace(g) for g in (lambda t: t + 0, lambda t: t))
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            self.assertEqual(compiled(x), f(x))
+        self.assertEqual(counters["stats"]["unique_graphs"], graphs + 1)
+
+
+class PartitionTest(FixesTestCase):
+    """What is generated for stock CUDA graphs."""
+
+    def compile(
+        self, fn: Callable[..., Any], *inputs: Any, raises: type[Exception] | None = None, **options: Any
+    ) -> Any:
+        """Return the graph that is compiled for inputs on a modelled GPU."""
+        with fake_cuda() as graphs, torch.no_grad():
+            args = [
+                torch.empty(size, device=device, dtype=dtype[0] if dtype else None) for size, device, *dtype in inputs
+            ]
+            compiled = torch.compile(fn, options={"triton.cudagraphs": True, **options})
+            if raises is None:
+                compiled(*args)
+            else:
+                # It was compiled, and fake tensors have no values.
+                self.assertRaises(raises, lambda: compiled(*args))
+        (graph,) = graphs
+        return graph
+
+    def test_two_devices(self) -> None:
+        """Each partition enters its own device, and the code parses."""
+        fn = lambda x, y: (x.sin() + 1, y.cos(), x + y.to(x.device))  # noqa: E731
+        graph = self.compile(fn, (64, "cuda:0"), (64, "cuda:1"))
+        self.assertIn("multiple devices", graph.skip_reason)
+        check = FileCheck().check("def partition_0").check("_DeviceGuard(0)").check("_DeviceGuard(1)")
+        check.check("class Runner").check("_DeviceGuard(0)").run(graph.source)
+
+    def test_random_draws_stay_in_order(self) -> None:
+        def fn(x: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            first = torch.multinomial(x.sin().softmax(-1).cpu(), 2)
+            return first, x[torch.multinomial(q, 3)] + 1
+
+        graph = self.compile(fn, (8, "cuda"), (8, "cpu"))
+        self.assertEqual(re.findall(r"multinomial\.default\(\w+, (\d)\)", graph.source), ["2", "3"])
+
+    def test_elements_of_a_result_stay_with_their_operator(self) -> None:
+        """No partition takes the list that an operator returns."""
+
+        def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(y.sin() for y in torch.ops.test_upstream_fixes.pair(x.cos()))
+
+        graph = self.compile(fn, ((8, 8), "cuda"), custom_should_partition_ops=["test_upstream_fixes::pair"])
+        (returned,) = re.findall(r"(buf\d+) = torch\.ops\.", graph.source)
+        for args in re.findall(r"partition\d+_args = \[(.*)\]", graph.source):
+            self.assertNotIn(returned, re.findall(r"\w+", args))
+
+    @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+    def test_size_of_a_result(self) -> None:
+        """The partition takes the symbol, and not the list that gives it."""
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            values, counts = torch.ops.test_upstream_fixes.distinct(x.sin())
+            return (values * counts).sum()
+
+        graph = self.compile(fn, (8, "cuda"), raises=DynamicOutputShapeException)
+        runner = graph.source.partition("class Runner")[2]
+        (returned,) = re.findall(r"(buf\d+) = torch\.ops\.", runner)
+        self.assertNotRegex(graph.source, rf"(return|args).*\b{returned}\b")
+
+    @torch._dynamo.config.patch(capture_scalar_outputs=True)
+    def test_integer_that_is_read(self) -> None:
+        """The partition takes the symbol, and not the None that item() gives besides."""
+        fn = lambda x, n: x * n.item() + 1  # noqa: E731
+        graph = self.compile(fn, (8, "cuda"), ((), "cpu", torch.int64), raises=DataDependentOutputException)
+        runner = graph.source.partition("class Runner")[2]
+        FileCheck().check("u0 = ").check_regex(r"partition0_args = \[arg\d+_1, u0\]").run(runner)
+
+
+class LoopFusionTest(FixesTestCase):
+    def test_added_dependencies_are_kept(self) -> None:
+        """A loop that is given the sizes of another one still waits for the readers of what it writes."""
+
+        def fn(v: torch.Tensor, u: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            y, z = torch.arange(4)[:, None] * u, v @ v
+            v.copy_(u)
+            return y, z
+
+        v, u = torch.randn(4, 4), torch.randn(4, 4)
+        expected = fn(v.clone(), u)
+        self.assertEqual(torch.compile(fn)(v, u), expected)
+
+
+class CUDAGraphTreesTest(FixesTestCase):
+    def test_config_is_asked_once_for_each_size(self) -> None:
+        model = lambda inputs: [inputs[0] + 1]  # noqa: E731
+        asked = []
+        captures = lambda sizes: not asked.append(sizes)  # noqa: E731
+        record = lambda model, inputs, *args, **kwargs: (model, model(inputs))  # noqa: E731
+        with mock.patch.multiple(trees, is_cudagraph_capture_sizes=captures, cudagraphify=record):
+            fn = trees.cudagraphify_impl(model, [torch.tensor(0), 3], ())
+            for n in (3, 4, 3, 4, 3):
+                self.assertEqual(fn([torch.tensor(n), n]), [torch.tensor(n + 1)])
+        self.assertEqual(asked, [3, 4])
+
+    def test_interrupt_once_a_graph_is_recorded(self) -> None:
+        """The node does not keep the outputs of the interrupted call."""
+        node = mock.MagicMock(recording_outputs=[torch.ones(1)])
+        function = types.SimpleNamespace(pygraph=None)
+        manager = mock.MagicMock(current_node=None, in_recording=False, ids_to_funcs=[function])
+        with (
+            mock.patch.object(trees, "CUDAGraphNode", return_value=node),
+            mock.patch.object(torch.cuda, "synchronize", side_effect=[None, KeyboardInterrupt]),
+            self.assertRaises(KeyboardInterrupt),
+        ):
+            trees.CUDAGraphTreeManager.record_function(manager, [], trees.FunctionID(0))
+        self.assertIsNone(node.recording_outputs)
+
+    def test_thread_that_imports_trees_ends(self) -> None:
+        """Its storage gives back references that it had."""
+        program = """if True:
+            import os, sys, threading, torch
+            threads = len(os.listdir("/proc/self/task"))
+            kept = []
+
+            def first():
+                from torch._inductor.cudagraph_trees import local
+                kept.extend((local.tree_manager_containers, local.tree_manager_locks))
+
+            thread = threading.Thread(target=first)
+            thread.start()
+            thread.join()
+            while len(os.listdir("/proc/self/task")) > threads:
+                pass
+            print(*[sys.getrefcount(x) for x in kept], flush=True)
+            # A count that is too low crashes the interpreter later.
+            os._exit(0)
+        """
+        printed = subprocess.check_output([sys.executable, "-c", program], text=True)
+        # The list's, the name's and the argument's.
+        self.assertEqual(printed.split(), ["3", "3"])
+
+
+instantiate_parametrized_tests(FloatTest)
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()
