@@ -273,7 +273,7 @@ class CUDAGraphTreesTest(FixesTestCase):
         """The node does not keep the outputs of the interrupted call."""
         node = mock.MagicMock(recording_outputs=[torch.ones(1)])
         function = types.SimpleNamespace(pygraph=None)
-        manager = mock.MagicMock(current_node=None, in_recording=False, ids_to_funcs=[function])
+        manager = mock.MagicMock(current_node=None, in_recording=False, ids_to_funcs={trees.FunctionID(0): function})
         with (
             mock.patch.object(trees, "CUDAGraphNode", return_value=node),
             mock.patch.object(torch.cuda, "synchronize", side_effect=[None, KeyboardInterrupt]),
