@@ -1,4 +1,4 @@
-#include "calls.h"
+// What compiled bytecode calls; see calls/direct.py and calls/training.py.
 
 #include "replay.h"
 #include "values.h"
@@ -9,8 +9,8 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
 #include <algorithm>
-#include <array>
 #include <cstring>
+#include <numeric>
 #include <optional>
 #include <vector>
 
@@ -18,13 +18,41 @@ namespace torch::inductor::pygraph {
 namespace {
 
 // Names that a call looks up.
-struct {
-  PyObject* is_first;
-  PyObject* is_needed;
-  PyObject* is_profiler_enabled;
-  PyObject* record_graph_execution;
-  PyObject* detach;
+const struct {
+  PyObject* is_first = PyUnicode_InternFromString("_is_first");
+  PyObject* is_needed = PyUnicode_InternFromString("is_needed");
+  PyObject* is_profiling = PyUnicode_InternFromString("_is_profiler_enabled");
+  PyObject* is_debugging = PyUnicode_InternFromString("RECORD_GRAPH_EXECUTION");
+  PyObject* detach = PyUnicode_InternFromString("detach");
 } names;
+
+// A keyword argument.
+PyObject* given(PyObject* kwargs, const char* name) {
+  PyObject* value =
+      kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
+  if (value == nullptr) {
+    raise(PyExc_TypeError, name);
+  }
+  return value;
+}
+
+Ref shared(PyObject* kwargs, const char* name) {
+  return Ref::share(given(kwargs, name));
+}
+
+Py_ssize_t as_index(PyObject* value, Py_ssize_t end) {
+  const auto i = static_cast<Py_ssize_t>(as_word(value));
+  if (i < 0 || i >= end) {
+    raise(PyExc_IndexError, "no such argument or output");
+  }
+  return i;
+}
+
+std::vector<Py_ssize_t> as_indices(PyObject* values, Py_ssize_t end) {
+  std::vector<Py_ssize_t> indices;
+  for_each(values, [&](PyObject* i) { indices.push_back(as_index(i, end)); });
+  return indices;
+}
 
 // torch._as_tensor_fullprec. Makes the tensor of a float here, in a tenth of the
 // time, unless the thread is in a mode such as fake tensors or functorch.
@@ -44,6 +72,7 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
       ? PyObject_CallMethod(torch.get(), "_as_tensor_fullprec", "O", value)
       : nullptr;
 }
+
 // Keeps Dynamo from compiling Python that is called meanwhile, as disable() does.
 class NoDynamo {
  public:
@@ -69,109 +98,43 @@ class NoDynamo {
 // calls/direct.py makes it, and says which layers it leaves out and why they have
 // nothing to do.
 struct Direct {
-  Direct(PyObject* args, PyObject* kwargs) {
-    static const char* keywords[] = {
-        "slow",
-        "partitions",
-        "num_args",
-        "packs",
-        "stages",
-        "inputs",
-        "num_outputs",
-        "outputs",
-        "set_eval_frame",
-        "profiler",
-        "debug",
-        nullptr};
-    PyObject *objects[5], *pack_list = nullptr, *stage_list = nullptr,
-                          *input_list = nullptr, *output_list = nullptr;
-    Py_ssize_t num_partition_outputs = 0;
-    if (!PyArg_ParseTupleAndKeywords(
-            args,
-            kwargs,
-            "$OO!nOOOnOOO!O!",
-            const_cast<char**>(keywords),
-            &objects[0],
-            &PyList_Type,
-            &objects[1],
-            &num_args,
-            &pack_list,
-            &stage_list,
-            &input_list,
-            &num_partition_outputs,
-            &output_list,
-            &objects[2],
-            &PyDict_Type,
-            &objects[3],
-            &PyDict_Type,
-            &objects[4])) {
-      throw Error();
-    }
-    Ref* owned[] = {&slow, &partitions, &set_eval_frame, &profiler, &debug};
-    for (size_t i = 0; i < std::size(owned); ++i) {
-      *owned[i] = Ref::share(objects[i]);
-    }
-    num_outputs = num_partition_outputs;
-    std::vector<Py_ssize_t> of_args;
-    for_each(pack_list, [&](PyObject* item) {
+  Direct(PyObject* /*args*/, PyObject* kwargs)
+      : slow(shared(kwargs, "slow")),
+        partitions(shared(kwargs, "partitions")),
+        set_eval_frame(shared(kwargs, "set_eval_frame")),
+        profiler(shared(kwargs, "profiler")),
+        debug(shared(kwargs, "debug")),
+        num_args(as_word(given(kwargs, "num_args"))),
+        num_outputs(as_word(given(kwargs, "num_outputs"))) {
+    for_each(given(kwargs, "packs"), [&](PyObject* item) {
+      auto [pack, values] = members<2>(item);
       packs.emplace_back(
-          Boxed<Pack>::share(field(item, 0)), std::vector<Py_ssize_t>());
-      auto& values = packs.back().second;
-      for (uint64_t k : as_words(field(item, 1))) {
-        values.push_back(static_cast<Py_ssize_t>(k));
+          Boxed<Pack>::share(pack), as_indices(values, num_args));
+      if (packs.back().second.size() != Boxed<Pack>::of(pack).places.size()) {
+        raise(PyExc_ValueError, "not as many values as are packed");
       }
-      if (values.size() !=
-          Boxed<Pack>::of(packs.back().first.get()).places.size()) {
-        PyErr_SetString(PyExc_ValueError, "not as many values as are packed");
-        throw Error();
-      }
-      of_args.insert(of_args.end(), values.begin(), values.end());
     });
-    for_each(stage_list, [&](PyObject* item) {
+    for_each(given(kwargs, "stages"), [&](PyObject* item) {
+      auto [stage, value] = members<2>(item);
       stages.emplace_back(
-          Boxed<Stage>::share(field(item, 0)),
-          static_cast<Py_ssize_t>(as_word(field(item, 1))));
-      of_args.push_back(stages.back().second);
+          Boxed<Stage>::share(stage), as_index(value, num_args));
     });
-    for (uint64_t i : as_words(input_list)) {
-      inputs.push_back(static_cast<Py_ssize_t>(i));
-    }
-    is_in_order = true;
-    for (uint64_t i : as_words(output_list)) {
-      is_in_order &= i == outputs.size();
-      outputs.push_back(static_cast<Py_ssize_t>(i));
-    }
-    is_in_order &= static_cast<Py_ssize_t>(outputs.size()) == num_outputs;
-    auto is_beyond = [](Py_ssize_t end) {
-      return [end](Py_ssize_t i) { return i < 0 || i >= end; };
-    };
     const auto num_values = num_args + static_cast<Py_ssize_t>(stages.size());
-    if (std::any_of(of_args.begin(), of_args.end(), is_beyond(num_args)) ||
-        std::any_of(inputs.begin(), inputs.end(), is_beyond(num_values)) ||
-        std::any_of(outputs.begin(), outputs.end(), is_beyond(num_outputs))) {
-      PyErr_SetString(PyExc_IndexError, "no such argument or output");
-      throw Error();
-    }
+    inputs = as_indices(given(kwargs, "inputs"), num_values);
+    outputs = as_indices(given(kwargs, "outputs"), num_outputs);
+    std::vector<Py_ssize_t> in_order(num_outputs);
+    std::iota(in_order.begin(), in_order.end(), 0);
+    is_in_order = outputs == in_order;
   }
 
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames) {
-    Direct& self = Boxed<Direct>::of(object);
-    if (PyVectorcall_NARGS(nargs) == self.num_args && kwnames == nullptr &&
-        self.has_replay()) {
-      try {
-        return self.replay(args);
-      } catch (const Error&) {
-        return nullptr;
-      } catch (const Unusual&) {
-      } catch (const std::exception&) {
-        // As in Replay::call.
+  PyObject* call(const Call& call) const {
+    if (call.count() == num_args && has_replay()) {
+      auto done = attempted([&]() { return replay(call.args); });
+      if (done.has_value()) {
+        return *done;
       }
     }
-    return PyObject_Vectorcall(self.slow.get(), args, nargs, kwnames);
+    return call.pass_to(slow);
   }
 
   // A decision against the graph replaces the replay in the list. With a profiler
@@ -180,15 +143,14 @@ struct Direct {
     return PyList_CheckExact(partitions.get()) &&
         PyList_GET_SIZE(partitions.get()) == 1 &&
         Boxed<Replay>::is(PyList_GET_ITEM(partitions.get(), 0)) &&
-        PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
-        Py_False &&
-        PyDict_GetItem(debug.get(), names.record_graph_execution) == Py_False;
+        PyDict_GetItem(profiler.get(), names.is_profiling) == Py_False &&
+        PyDict_GetItem(debug.get(), names.is_debugging) == Py_False;
   }
 
   // Tries the recordings in turn, as Replay.general has them. A call that none of
   // them fits takes the slow path from its beginning. The caller has the
   // arguments for as long as the call takes, so that none is lost.
-  PyObject* replay(PyObject* const* args) {
+  PyObject* replay(PyObject* const* args) const {
     // Another thread may replace it while a stage releases the GIL.
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
     // For the stages too.
@@ -200,17 +162,16 @@ struct Direct {
     // memory.
     Given given;
     for (const auto& [pack, values] : packs) {
-      const auto& of_pack = values;
       const Pack::Memory& memory = Boxed<Pack>::of(pack.get()).copy(
-          [&](size_t i) { return args[of_pack[i]]; });
-      given.packed.emplace_back(&memory, memory.times);
+          [&, of_pack = values.data()](size_t i) { return args[of_pack[i]]; });
+      given.packed.emplace_back(&memory.times, memory.times);
     }
     c10::SmallVector<Ref, 4> staged;
     for (const auto& [ref, value] : stages) {
       Stage& stage = Boxed<Stage>::of(ref.get());
       const uint64_t times = stage.times + 1;
       staged.push_back(stage(args[value]));
-      given.staged.emplace_back(&stage, times);
+      given.staged.emplace_back(&stage.times, times);
     }
     Ref list = listed(args, staged);
     while (true) {
@@ -219,7 +180,7 @@ struct Direct {
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
         try {
-          return in_order(recording.run(list.get(), has_dropped, &given));
+          return in_order(recording.run(list.get(), has_dropped, given));
         } catch (const Unusual&) {
         }
       }
@@ -262,9 +223,7 @@ struct Direct {
 
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref : {&slow, &partitions, &set_eval_frame, &profiler, &debug}) {
-      f(*ref);
-    }
+    f(slow, partitions, set_eval_frame, profiler, debug);
     for (auto& pack : packs) {
       f(pack.first);
     }
@@ -278,11 +237,11 @@ struct Direct {
   Ref set_eval_frame;
   Ref profiler;
   Ref debug;
-  Py_ssize_t num_args = 0;
+  Py_ssize_t num_args;
+  Py_ssize_t num_outputs;
   // Each with the positions of its arguments.
   std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
   std::vector<std::pair<Ref, Py_ssize_t>> stages;
-  Py_ssize_t num_outputs = 0;
   // Positions in the arguments, which the staged values follow.
   std::vector<Py_ssize_t> inputs;
   std::vector<Py_ssize_t> outputs;
@@ -292,62 +251,22 @@ struct Direct {
 // What compiled bytecode calls to run a training graph. runtime_wrapper in
 // calls/training.py does the same, and explains the arguments.
 struct Training {
-  Training(PyObject* args, PyObject* kwargs) {
-    static const char* keywords[] = {
-        "slow",
-        "apply",
-        "first",
-        "has_transforms",
-        "increment_version",
-        "mutated",
-        "disable_amp",
-        "num_outputs",
-        "set_eval_frame",
-        "profiler",
-        nullptr};
-    PyObject *objects[7], *mutated_args = nullptr;
-    int disables_amp = 0;
-    if (!PyArg_ParseTupleAndKeywords(
-            args,
-            kwargs,
-            "$OOOOOOpnOO!",
-            const_cast<char**>(keywords),
-            &objects[0],
-            &objects[1],
-            &objects[2],
-            &objects[3],
-            &objects[4],
-            &mutated_args,
-            &disables_amp,
-            &num_outputs,
-            &objects[5],
-            &PyDict_Type,
-            &objects[6])) {
-      throw Error();
-    }
-    for (uint64_t i : as_words(mutated_args)) {
-      mutated.push_back(static_cast<Py_ssize_t>(i));
-    }
-    disable_amp = disables_amp != 0;
-    auto owned = refs();
-    static_assert(std::size(objects) == std::tuple_size_v<decltype(owned)>);
-    for (size_t i = 0; i < owned.size(); ++i) {
-      *owned[i] = Ref::share(objects[i]);
-    }
-  }
+  Training(PyObject* /*args*/, PyObject* kwargs)
+      : slow(shared(kwargs, "slow")),
+        apply(shared(kwargs, "apply")),
+        first(shared(kwargs, "first")),
+        has_transforms(shared(kwargs, "has_transforms")),
+        increment_version(shared(kwargs, "increment_version")),
+        set_eval_frame(shared(kwargs, "set_eval_frame")),
+        profiler(shared(kwargs, "profiler")),
+        mutated(as_indices(given(kwargs, "mutated"), PY_SSIZE_T_MAX)),
+        disable_amp(given(kwargs, "disable_amp") == Py_True),
+        num_outputs(as_word(given(kwargs, "num_outputs"))) {}
 
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames) {
-    Training& self = Boxed<Training>::of(object);
-    const auto num_args = PyVectorcall_NARGS(nargs);
-    return guarded([&]() -> PyObject* {
-      if (kwnames == nullptr && self.is_steady(args, num_args)) {
-        return self.run(args, num_args);
-      }
-      return PyObject_Vectorcall(self.slow.get(), args, nargs, kwnames);
+  PyObject* call(const Call& call) const {
+    return guarded([&]() {
+      return is_steady(call.args, call.count()) ? run(call.args, call.count())
+                                                : call.pass_to(slow);
     });
   }
 
@@ -355,8 +274,8 @@ struct Training {
   // and an argument that a functorch transform, which has ended, still wraps.
   bool is_steady(PyObject* const* args, Py_ssize_t num_args) const {
     auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
-    return PyDict_GetItem(profiler.get(), names.is_profiler_enabled) ==
-        Py_False &&
+    return num_args >= 0 &&
+        PyDict_GetItem(profiler.get(), names.is_profiling) == Py_False &&
         !is_analysed() &&
         checked(PyObject_CallNoArgs(has_transforms.get())).get() == Py_False &&
         std::none_of(args, args + num_args, [&](PyObject* arg) {
@@ -367,12 +286,10 @@ struct Training {
   }
 
   bool is_analysed() const {
-    if (attribute(first.get(), names.is_first).get() == Py_False) {
-      return false;
-    }
-    Ref needed =
-        checked(PyObject_CallMethodNoArgs(first.get(), names.is_needed));
-    return needed.get() != Py_False;
+    PyObject* of = first.get();
+    return checked(PyObject_GetAttr(of, names.is_first)).get() != Py_False &&
+        checked(PyObject_CallMethodNoArgs(of, names.is_needed)).get() !=
+        Py_False;
   }
 
   PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
@@ -381,12 +298,9 @@ struct Training {
       Ref list = checked(PyList_New(0));
       for (Py_ssize_t i : mutated) {
         if (i >= num_args) {
-          PyErr_SetString(PyExc_IndexError, "no such argument");
-          throw Error();
+          raise(PyExc_IndexError, "no such argument");
         }
-        if (PyList_Append(list.get(), args[i]) != 0) {
-          throw Error();
-        }
+        checked(PyList_Append(list.get(), args[i]));
       }
       checked(PyObject_CallOneArg(increment_version.get(), list.get()));
     }
@@ -427,23 +341,10 @@ struct Training {
     bool prior_;
   };
 
-  // In the order of the arguments.
-  std::array<Ref*, 7> refs() {
-    return {
-        &slow,
-        &apply,
-        &first,
-        &has_transforms,
-        &increment_version,
-        &set_eval_frame,
-        &profiler};
-  }
-
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref : refs()) {
-      f(*ref);
-    }
+    f(slow, apply, first, has_transforms, increment_version);
+    f(set_eval_frame, profiler);
   }
 
   Ref slow;
@@ -454,29 +355,20 @@ struct Training {
   Ref set_eval_frame;
   Ref profiler;
   std::vector<Py_ssize_t> mutated;
-  bool disable_amp = false;
-  Py_ssize_t num_outputs = 0;
+  bool disable_amp;
+  Py_ssize_t num_outputs;
 };
 
 // saved(outputs, start): returns the same as saved_tensors in calls/training.py.
 PyObject* saved(PyObject* /*module*/, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    PyObject* outputs = nullptr;
-    Py_ssize_t start = 0;
-    if (!PyArg_ParseTuple(args, "O!n", &PyList_Type, &outputs, &start)) {
-      return nullptr;
-    }
+  return guarded([&]() {
+    auto [outputs, start] = members<2>(args);
     Ref tensors = checked(
-        PyList_GetSlice(outputs, start, PyList_GET_SIZE(outputs)));
+        PyList_GetSlice(outputs, as_word(start), PyList_Size(outputs)));
     Ref result = checked(PyList_AsTuple(tensors.get()));
     for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(result.get()); ++i) {
       PyObject* tensor = PyTuple_GET_ITEM(result.get(), i);
-      if (!PyObject_TypeCheck(
-              tensor, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
-        PyErr_SetString(PyExc_TypeError, "what is saved is no tensor");
-        return nullptr;
-      }
-      if (reinterpret_cast<THPVariable*>(tensor)->cdata.is_view()) {
+      if (unpack(tensor).is_view()) {
         Ref detached =
             checked(PyObject_CallMethodNoArgs(tensor, names.detach));
         PyTuple_SET_ITEM(result.get(), i, detached.release());
@@ -495,20 +387,13 @@ PyObject* saved(PyObject* /*module*/, PyObject* args) {
 // string, and the last one raises an exception.
 struct Link {
   Link(PyObject* args, PyObject* /*kwargs*/) {
-    PyObject *of = nullptr, *to = nullptr;
-    if (!PyArg_ParseTuple(args, "OO", &of, &to)) {
-      throw Error();
-    }
+    auto [of, to] = members<2>(args);
     object = Ref::share(of);
     next = Ref::share(to);
   }
 
-  static PyObject* call(
-      PyObject* self,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames) {
-    return PyObject_Vectorcall(object_of(self), args, nargs, kwnames);
+  PyObject* call(const Call& call) const {
+    return call.pass_to(object);
   }
 
   static PyObject* getattr(PyObject* self, char* name) {
@@ -537,14 +422,12 @@ struct Link {
   }
 
   static PyObject* object_of(PyObject* self) {
-    return Boxed<Link>::is(self) ? Boxed<Link>::of(self).object.get()
-                                       : self;
+    return Boxed<Link>::is(self) ? Boxed<Link>::of(self).object.get() : self;
   }
 
   template <typename F>
   void visit(F&& f) {
-    f(object);
-    f(next);
+    f(object, next);
   }
 
   Ref object;
@@ -553,22 +436,13 @@ struct Link {
 
 // A benchmark replaces these two, to leave out what is below them.
 PyGetSetDef direct_getset[] = {
-    {"slow",
-     get<Direct, &Direct::slow>,
-     set<Direct, &Direct::slow>,
-     nullptr,
-     nullptr},
-    {"partitions",
-     get<Direct, &Direct::partitions>,
-     set<Direct, &Direct::partitions>,
-     nullptr,
-     nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
-
+    attribute_of<Direct, &Direct::slow>("slow"),
+    attribute_of<Direct, &Direct::partitions>("partitions"),
+    {}};
 PyMethodDef functions[] = {
     {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
     {"saved", saved, METH_VARARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+    {}};
 
 } // namespace
 
@@ -578,20 +452,11 @@ bool add_calls(PyObject* module) {
   link.tp_getattro = Link::getattro;
   link.tp_richcompare = Link::richcompare;
   link.tp_hash = Link::hash;
-  return intern(
-             {{&names.is_first, "_is_first"},
-              {&names.is_needed, "is_needed"},
-              {&names.is_profiler_enabled, "_is_profiler_enabled"},
-              {&names.record_graph_execution, "RECORD_GRAPH_EXECUTION"},
-              {&names.detach, "detach"}}) &&
-      PyModule_AddFunctions(module, functions) == 0 &&
-      Boxed<Direct>::ready(
-             module,
-             "torch._inductor.pygraph._replay.Direct",
-             nullptr,
-             direct_getset) &&
-      Boxed<Training>::ready(
-             module, "torch._inductor.pygraph._replay.Training") &&
+  const char* direct = "torch._inductor.pygraph._replay.Direct";
+  const char* training = "torch._inductor.pygraph._replay.Training";
+  return PyModule_AddFunctions(module, functions) == 0 &&
+      Boxed<Direct>::ready(module, direct, nullptr, direct_getset) &&
+      Boxed<Training>::ready(module, training) &&
       Boxed<Link>::ready(module, "torch._inductor.pygraph._replay.Link");
 }
 

@@ -2,12 +2,7 @@
 // values that they take, and what compiled bytecode calls. Python does the same,
 // slower, where this is not compiled; see torch/_inductor/pygraph/native.py.
 
-#include "calls.h"
-#include "nodes.h"
-#include "replay.h"
-#include "state.h"
-#include "trees.h"
-#include "values.h"
+#include "object.h"
 
 #include <ATen/EmptyTensor.h>
 
@@ -25,7 +20,7 @@ PyModuleDef definition = {
 bool layout_matches() {
   // Made here: Python may be in a mode that makes other tensors.
   at::TensorBase made = at::detail::empty_cpu({3}, at::kFloat);
-  const auto address = reinterpret_cast<uint64_t>(made.mutable_data_ptr());
+  const uint64_t address = address_of(made);
   Ref tensor(THPVariable_Wrap(std::move(made)));
   if (!tensor) {
     return false;
@@ -34,7 +29,7 @@ bool layout_matches() {
           tensor.get(), reinterpret_cast<PyTypeObject*>(THPVariableClass)) ||
       Py_TYPE(tensor.get())->tp_basicsize <
           static_cast<Py_ssize_t>(sizeof(THPVariable)) ||
-      address_of(tensor.get()) != address) {
+      address_of(unpack(tensor.get())) != address) {
     PyErr_SetString(PyExc_ImportError, "compiled for another torch");
     return false;
   }
@@ -48,9 +43,8 @@ PyMODINIT_FUNC PyInit__replay() {
   using namespace torch::inductor::pygraph;
   Ref module(PyModule_Create(&definition));
   if (!module || !layout_matches() || !add_nodes(module.get()) ||
-      !add_state(module.get()) || !add_trees(module.get()) ||
-      !add_values(module.get()) || !add_replay(module.get()) ||
-      !add_calls(module.get())) {
+      !add_trees(module.get()) || !add_values(module.get()) ||
+      !add_replay(module.get()) || !add_calls(module.get())) {
     return nullptr;
   }
   return module.release();

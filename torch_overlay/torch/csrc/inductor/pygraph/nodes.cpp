@@ -4,22 +4,25 @@
 
 namespace torch::inductor::pygraph {
 
-Node::Node(PyObject* description)
-    : set(as_address(field(description, 0))),
-      executable(as_address(field(description, 1))),
-      node(as_address(field(description, 2))),
-      params(as_address(field(description, 3))) {
-  if (field(description, 4) != Py_None) {
-    context = as_address(field(description, 4));
+Node::Node(PyObject* description) {
+  auto [set_, executable_, node_, params_, context_, words_] =
+      members<6>(description);
+  set = as_address(set_);
+  executable = as_address(executable_);
+  node = as_address(node_);
+  params = as_address(params_);
+  if (context_ != Py_None) {
+    context = as_address(context_);
   }
-  for_each(field(description, 5), [&](PyObject* word) {
-    long long offset = PyLong_AsLongLong(field(word, 2));
+  for_each(words_, [&](PyObject* word) {
+    auto [place, input, offset_] = members<3>(word);
+    long long offset = PyLong_AsLongLong(offset_);
     if (PyErr_Occurred()) {
       throw Error();
     }
     words.push_back(
-        {static_cast<uint64_t*>(as_address(field(word, 0))),
-         as_word(field(word, 1)),
+        {static_cast<uint64_t*>(as_address(place)),
+         as_word(input),
          static_cast<uint64_t>(offset)});
   });
 }
@@ -34,18 +37,13 @@ bool Node::call() const {
 }
 
 Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *held = nullptr, *descriptions = nullptr, *owner = nullptr;
-  if (!PyArg_ParseTuple(args, "OOO", &held, &descriptions, &owner)) {
-    throw Error();
-  }
-  auto words = as_words(held);
-  pointers.assign(words.begin(), words.end());
+  auto [held, descriptions, owner] = members<3>(args);
+  pointers = as_words(held);
   for_each(descriptions, [&](PyObject* item) {
     nodes.emplace_back(item);
     for (const auto& word : nodes.back().words) {
       if (word.input >= pointers.size()) {
-        PyErr_SetString(PyExc_IndexError, "a word of an unknown input");
-        throw Error();
+        raise(PyExc_IndexError, "a word of an unknown input");
       }
     }
   });
@@ -81,8 +79,7 @@ PyObject* update(PyObject* self, PyObject* values) {
     Nodes& nodes = Boxed<Nodes>::of(self);
     auto to = as_words(values);
     if (to.size() != nodes.pointers.size()) {
-      PyErr_SetString(PyExc_ValueError, "expected a pointer for each input");
-      return nullptr;
+      raise(PyExc_ValueError, "expected a pointer for each input");
     }
     return PyBool_FromLong(nodes.update(to.data()));
   });
@@ -91,24 +88,16 @@ PyObject* update(PyObject* self, PyObject* values) {
 PyObject* pointers(PyObject* self, void* /*closure*/) {
   return guarded([&]() -> PyObject* {
     const Nodes& nodes = Boxed<Nodes>::of(self);
-    Ref list = checked(PyList_New(nodes.pointers.size()));
-    for (size_t i = 0; i < nodes.pointers.size(); ++i) {
-      PyObject* pointer = nodes.is_known
-          ? PyLong_FromUnsignedLongLong(nodes.pointers[i])
-          : PyLong_FromLong(-1);
-      PyList_SET_ITEM(list.get(), i, checked(pointer).release());
+    if (nodes.is_known) {
+      return as_list(nodes.pointers).release();
     }
-    return list.release();
+    Ref unknown = checked(Py_BuildValue("[i]", -1));
+    return PySequence_Repeat(unknown.get(), nodes.pointers.size());
   });
 }
 
-PyMethodDef methods[] = {
-    {"update", update, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-
-PyGetSetDef getset[] = {
-    {"pointers", pointers, nullptr, nullptr, nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyMethodDef methods[] = {{"update", update, METH_O, nullptr}, {}};
+PyGetSetDef getset[] = {{"pointers", pointers, nullptr, nullptr, nullptr}, {}};
 
 } // namespace
 

@@ -35,7 +35,7 @@ struct Node {
 // Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
 // inputs, as graph/binding.py describes them. The graph holds `pointers` now.
 // `keep` owns the memory that the nodes point to.
-struct Nodes {
+struct Nodes : NotCallable {
   Nodes(PyObject* args, PyObject* kwargs);
 
   // Moves the inputs to new addresses. False if a node refused: the graph must
@@ -47,15 +47,11 @@ struct Nodes {
     f(keep);
   }
 
-  static constexpr auto call = not_callable;
-
   std::vector<Node> nodes;
-  std::vector<uint64_t> pointers;
+  Pointers pointers;
   // False after a node refused: the graph holds unknown addresses.
   bool is_known = true;
   Ref keep;
 };
-
-bool add_nodes(PyObject* module);
 
 } // namespace torch::inductor::pygraph

@@ -12,10 +12,12 @@
 #include <ATen/core/TensorBase.h>
 #include <c10/util/SmallVector.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <exception>
-#include <initializer_list>
 #include <new>
+#include <optional>
 #include <utility>
 
 // From torch/csrc/autograd/python_variable.h, whose headers take ten times as
@@ -35,6 +37,13 @@ void translate_exception_to_python(const std::exception_ptr& e_ptr);
 } // namespace torch
 
 namespace torch::inductor::pygraph {
+
+// Each adds the types and functions of one file to the module.
+bool add_calls(PyObject* module);
+bool add_nodes(PyObject* module);
+bool add_replay(PyObject* module);
+bool add_trees(PyObject* module);
+bool add_values(PyObject* module);
 
 // Owns a reference, or is empty where a Python call failed.
 class Ref {
@@ -74,6 +83,11 @@ struct Error {};
 // Thrown, without a Python error, when a call has to take the general path.
 struct Unusual {};
 
+[[noreturn]] inline void raise(PyObject* type, const char* message) {
+  PyErr_SetString(type, message);
+  throw Error();
+}
+
 inline Ref checked(PyObject* object) {
   if (object == nullptr) {
     throw Error();
@@ -81,26 +95,19 @@ inline Ref checked(PyObject* object) {
   return Ref(object);
 }
 
-inline Ref attribute(PyObject* object, PyObject* name) {
-  return checked(PyObject_GetAttr(object, name));
-}
-
-inline void set_attribute(PyObject* object, PyObject* name, PyObject* value) {
-  if (PyObject_SetAttr(object, name, value) != 0) {
+inline void checked(int status) {
+  if (status < 0) {
     throw Error();
   }
 }
 
-// Interns names of attributes, when the module is imported.
-inline bool intern(
-    std::initializer_list<std::pair<PyObject**, const char*>> names) {
-  for (const auto& [name, text] : names) {
-    *name = PyUnicode_InternFromString(text);
-    if (*name == nullptr) {
-      return false;
-    }
+// The i'th item of a list, borrowed.
+inline PyObject* item_of(PyObject* list, Py_ssize_t i) {
+  PyObject* item = PyList_GetItem(list, i);
+  if (item == nullptr) {
+    throw Error();
   }
-  return true;
+  return item;
 }
 
 inline uint64_t as_word(PyObject* value) {
@@ -131,31 +138,25 @@ inline Pointers as_words(PyObject* values) {
   return words;
 }
 
-inline Ref as_list(const uint64_t* words, size_t count) {
-  Ref list = checked(PyList_New(static_cast<Py_ssize_t>(count)));
-  for (size_t i = 0; i < count; ++i) {
+inline Ref as_list(const Pointers& words) {
+  Ref list = checked(PyList_New(static_cast<Py_ssize_t>(words.size())));
+  for (size_t i = 0; i < words.size(); ++i) {
     Ref word = checked(PyLong_FromUnsignedLongLong(words[i]));
     PyList_SET_ITEM(list.get(), i, word.release());
   }
   return list;
 }
 
-inline void check_no_arguments(size_t nargs, PyObject* kwnames) {
-  if (PyVectorcall_NARGS(nargs) != 0 || kwnames != nullptr) {
-    PyErr_SetString(PyExc_TypeError, "expected no arguments");
+// The members of a tuple of N.
+template <size_t N>
+std::array<PyObject*, N> members(PyObject* tuple) {
+  if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != N) {
+    PyErr_Format(PyExc_TypeError, "expected a tuple of %zu", N);
     throw Error();
   }
-}
-
-// The i'th member of a tuple.
-inline PyObject* field(PyObject* tuple, Py_ssize_t i) {
-  PyObject* value = PyTuple_Check(tuple)
-      ? PyTuple_GetItem(tuple, i)
-      : (PyErr_SetString(PyExc_TypeError, "expected a tuple"), nullptr);
-  if (value == nullptr) {
-    throw Error();
-  }
-  return value;
+  std::array<PyObject*, N> result;
+  std::copy_n(PySequence_Fast_ITEMS(tuple), N, result.begin());
+  return result;
 }
 
 // Calls f and turns what it throws into a Python error.
@@ -164,11 +165,28 @@ PyObject* guarded(F&& f) {
   try {
     return f();
   } catch (const Error&) {
+  } catch (const Unusual&) {
+    PyErr_SetString(PyExc_TypeError, "expected a tensor");
   } catch (const std::exception&) {
     // As torch does: the program may catch torch.OutOfMemoryError.
     torch::translate_exception_to_python(std::current_exception());
   }
   return nullptr;
+}
+
+// Calls f. Returns its result, null with a Python error, or nothing if the
+// general path has to be taken: where memory or a storage is missing, that
+// path raises the error that the program sees.
+template <typename F>
+std::optional<PyObject*> attempted(F&& f) {
+  try {
+    return std::optional<PyObject*>(f());
+  } catch (const Error&) {
+    return std::optional<PyObject*>(nullptr);
+  } catch (const Unusual&) {
+  } catch (const std::exception&) {
+  }
+  return std::nullopt;
 }
 
 inline const at::TensorBase& unpack(PyObject* object) {
@@ -183,10 +201,6 @@ inline uint64_t address_of(const at::TensorBase& tensor) {
   return reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
 }
 
-inline uint64_t address_of(PyObject* tensor) {
-  return address_of(unpack(tensor));
-}
-
 // Throws Unusual while the program captures the current stream.
 // `is_capturing` is torch._C._cuda_isCurrentStreamCapturing.
 inline void check_not_captured(const Ref& is_capturing) {
@@ -195,9 +209,33 @@ inline void check_not_captured(const Ref& is_capturing) {
   }
 }
 
+// The arguments of a call.
+struct Call {
+  // How many, or -1 if some have keywords.
+  Py_ssize_t count() const {
+    return kwnames == nullptr ? PyVectorcall_NARGS(nargs) : -1;
+  }
+
+  // The list that is the only argument, or null.
+  PyObject* list() const {
+    return count() == 1 && PyList_CheckExact(args[0]) ? args[0] : nullptr;
+  }
+
+  // Calls f with the same arguments.
+  PyObject* pass_to(const Ref& f) const {
+    // f may be replaced meanwhile, which may let go of its only reference.
+    Ref callee = Ref::share(f.get());
+    return PyObject_Vectorcall(callee.get(), args, nargs, kwnames);
+  }
+
+  PyObject* const* args;
+  size_t nargs;
+  PyObject* kwnames;
+};
+
 // A Python object that holds a T, and its type. T has a constructor that
-// Python calls, T(args, kwargs), a static function `call`, which Python calls
-// too, and visit(f), which calls f with each Ref that the collector follows.
+// Python calls, T(args, kwargs), and visit(f), which calls f with the Refs that
+// the collector follows. It may have a function `call`, which Python calls too.
 template <typename T>
 struct Boxed {
   PyObject_HEAD
@@ -223,13 +261,21 @@ struct Boxed {
     return Ref::share(object);
   }
 
+  static PyObject* call(
+      PyObject* self,
+      PyObject* const* args,
+      size_t nargs,
+      PyObject* kwnames) {
+    return of(self).call(Call{args, nargs, kwnames});
+  }
+
   static PyObject* make(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
     return guarded([&]() -> PyObject* {
       T value(args, kwargs);
       PyObject* self = type->tp_alloc(type, 0);
       if (self != nullptr) {
         new (&of(self)) T(std::move(value));
-        reinterpret_cast<Boxed*>(self)->vectorcall = T::call;
+        reinterpret_cast<Boxed*>(self)->vectorcall = call;
       }
       return self;
     });
@@ -243,19 +289,21 @@ struct Boxed {
 
   static int traverse(PyObject* self, visitproc visit, void* arg) {
     int result = 0;
-    of(self).visit([&](Ref& ref) {
+    auto one = [&](Ref& ref) {
       if (result == 0 && ref) {
         result = visit(ref.get(), arg);
       }
-    });
+    };
+    of(self).visit([&](auto&... refs) { (one(refs), ...); });
     return result;
   }
 
   static int clear(PyObject* self) {
-    of(self).visit([](Ref& ref) {
+    auto one = [](Ref& ref) {
       Ref none = Ref::share(Py_None);
       std::swap(ref, none);
-    });
+    };
+    of(self).visit([&](auto&... refs) { (one(refs), ...); });
     return 0;
   }
 
@@ -281,30 +329,29 @@ struct Boxed {
   }
 };
 
-// Getter and setter of a Ref in a T.
-template <typename T, Ref T::*member>
-PyObject* get(PyObject* self, void* /*closure*/) {
-  return Ref::share((Boxed<T>::of(self).*member).get()).release();
-}
-
-template <typename T, Ref T::*member>
-int set(PyObject* self, PyObject* value, void* /*closure*/) {
-  if (value == nullptr) {
-    PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
-    return -1;
-  }
-  Boxed<T>::of(self).*member = Ref::share(value);
-  return 0;
-}
-
 // Of a type that Python does not call.
-inline PyObject* not_callable(
-    PyObject* /*self*/,
-    PyObject* const* /*args*/,
-    size_t /*nargs*/,
-    PyObject* /*kwnames*/) {
-  PyErr_SetString(PyExc_TypeError, "not callable");
-  return nullptr;
+struct NotCallable {
+  PyObject* call(const Call& /*call*/) const {
+    PyErr_SetString(PyExc_TypeError, "not callable");
+    return nullptr;
+  }
+};
+
+// An attribute of Python's, a Ref of a T, that can be read and set.
+template <typename T, Ref T::*member>
+PyGetSetDef attribute_of(const char* name) {
+  auto get = [](PyObject* self, void* /*closure*/) {
+    return Ref::share((Boxed<T>::of(self).*member).get()).release();
+  };
+  auto set = [](PyObject* self, PyObject* value, void* /*closure*/) {
+    if (value == nullptr) {
+      PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
+      return -1;
+    }
+    Boxed<T>::of(self).*member = Ref::share(value);
+    return 0;
+  };
+  return {name, get, set, nullptr, nullptr};
 }
 
 } // namespace torch::inductor::pygraph

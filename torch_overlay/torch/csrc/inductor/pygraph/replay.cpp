@@ -1,5 +1,7 @@
 #include "replay.h"
 
+#include "values.h"
+
 #include <ATen/cuda/EmptyTensor.h>
 #include <torch/csrc/Dtype.h>
 
@@ -10,8 +12,7 @@ namespace {
 
 at::ScalarType dtype_of(PyObject* dtype) {
   if (!THPDtype_Check(dtype)) {
-    PyErr_SetString(PyExc_TypeError, "expected a dtype");
-    throw Error();
+    raise(PyExc_TypeError, "expected a dtype");
   }
   return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
 }
@@ -49,120 +50,87 @@ void renew(PyObject* tensor) {
 } // namespace
 
 Allocator::Allocator(PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
-  int index = 0;
-  if (!PyArg_ParseTuple(args, "OOOi", &sizes, &strides, &dtype, &index)) {
-    throw Error();
-  }
+  auto [sizes, strides, dtype, index] = members<4>(args);
   size = as_sizes(sizes);
   stride = as_sizes(strides);
   scalar_type = dtype_of(dtype);
-  device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(index));
+  device.set_index(static_cast<c10::DeviceIndex>(as_word(index)));
 }
 
 at::TensorBase Allocator::allocate() const {
   return at::detail::empty_strided_cuda(size, stride, scalar_type, device);
 }
 
-PyObject* Allocator::call(
-    PyObject* object,
-    PyObject* const* /*args*/,
-    size_t nargs,
-    PyObject* kwnames) {
-  return guarded([&]() -> PyObject* {
-    check_no_arguments(nargs, kwnames);
-    return THPVariable_Wrap(Boxed<Allocator>::of(object).allocate());
-  });
+PyObject* Allocator::call(const Call& /*call*/) const {
+  return guarded([&]() { return THPVariable_Wrap(allocate()); });
 }
 
-Replay::Replay(PyObject* args, PyObject* kwargs) {
-  PyObject *of_plan = nullptr, *of_state = nullptr, *function = nullptr;
-  static const char* keywords[] = {"plan", "state", "general", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(
-          args,
-          kwargs,
-          "OOO",
-          const_cast<char**>(keywords),
-          &of_plan,
-          &of_state,
-          &function)) {
-    throw Error();
-  }
+Replay::Replay(PyObject* args, PyObject* /*kwargs*/) {
+  auto [of_plan, of_state, function] = members<3>(args);
+  auto of = [plan = of_plan](const char* name) { return field_of(plan, name); };
   plan = Ref::share(of_plan);
   state = Boxed<TreeState>::share(of_state);
   general = Ref::share(function);
   trees = Trees(of_plan);
-  graph = Boxed<Cell>::share(field_of(of_plan, "graph").get());
-  is_outdated = Boxed<Cell>::share(field_of(of_plan, "is_outdated").get());
-  node = field_of(of_plan, "node");
-  parent = field_of(of_plan, "parent");
-  live_outputs = field_of(of_plan, "live_outputs");
-  is_capturing = field_of(of_plan, "is_capturing");
-  restore = field_of(of_plan, "restore");
-  launch = field_of(of_plan, "launch");
-  nodes = field_of(of_plan, "nodes");
+  graph = Boxed<Cell>::share(of("graph").get());
+  is_outdated = Boxed<Cell>::share(of("is_outdated").get());
+  node = of("node");
+  parent = of("parent");
+  live_outputs = of("live_outputs");
+  is_capturing = of("is_capturing");
+  restore = of("restore");
+  launch = of("launch");
+  nodes = of("nodes");
   if (!Boxed<Nodes>::is(nodes.get())) {
     nodes = field_of(nodes.get(), "update");
   }
-  words = field_of(of_plan, "words");
-  cached = field_of(of_plan, "cached");
-  dead_before = path_outputs(field_of(of_plan, "dead_before").get());
-  dead_after = path_outputs(field_of(of_plan, "dead_after").get());
-  for_each(field_of(of_plan, "static").get(), [&](PyObject* input) {
-    static_inputs.emplace_back(
-        as_word(field(input, 0)), as_word(field(input, 1)));
+  words = of("words");
+  cached = of("cached");
+  dead_before = path_outputs(of("dead_before"));
+  dead_after = path_outputs(of("dead_after"));
+  for_each(of("static").get(), [&](PyObject* input) {
+    auto [i, address] = members<2>(input);
+    static_inputs.emplace_back(as_word(i), as_word(address));
   });
-  for (uint64_t i : as_words(field_of(of_plan, "bound").get())) {
-    bound.push_back(i);
-  }
-  for (uint64_t i : as_words(field_of(of_plan, "dropped").get())) {
-    dropped.push_back(static_cast<Py_ssize_t>(i));
-  }
-  num_inputs = as_word(field_of(of_plan, "num_inputs").get());
-  alignment = as_word(field_of(of_plan, "alignment").get());
-  auto bounds = as_words(field_of(of_plan, "pool").get());
-  pool.assign(bounds.begin(), bounds.end());
-  for_each(field_of(of_plan, "allocators").get(), [&](PyObject* allocate) {
+  bound = as_words(of("bound").get());
+  dropped = as_words(of("dropped").get());
+  num_inputs = as_word(of("num_inputs").get());
+  alignment = as_word(of("alignment").get());
+  pool = as_words(of("pool").get());
+  for_each(of("allocators").get(), [&](PyObject* allocate) {
     allocators.push_back(Ref::share(allocate));
   });
-  for_each(field_of(of_plan, "outputs").get(), [&](PyObject* output) {
-    add_output(output);
-  });
+  for_each(of("outputs").get(), [&](PyObject* output) { add_output(output); });
 }
 
 void Replay::add_output(PyObject* output) {
-  PyObject* kind = field(output, 0);
-  PyObject* value = field(output, 1);
-  auto is = [&](const char* name) {
+  auto [kind, value] = members<2>(output);
+  auto is = [kind = kind](const char* name) {
     return PyUnicode_Check(kind) &&
         PyUnicode_CompareWithASCIIString(kind, name) == 0;
   };
   if (is("bound") || is("input")) {
+    auto known = is("bound") ? bound.size() + allocators.size() : num_inputs;
     outputs.push_back(
         {is("bound") ? Output::BOUND : Output::INPUT, as_word(value)});
-    const Output& added = outputs.back();
-    if (added.index >=
-        (added.kind == Output::BOUND ? bound.size() + allocators.size()
-                                     : num_inputs)) {
-      PyErr_SetString(PyExc_IndexError, "an output of an unknown tensor");
-      throw Error();
+    if (outputs.back().index >= known) {
+      raise(PyExc_IndexError, "an output of an unknown tensor");
     }
-  } else if (is("constant")) {
-    outputs.push_back({Output::CONSTANT, 0, Ref::share(value)});
-  } else if (is("empty")) {
-    outputs.push_back({Output::EMPTY, 0, Ref::share(value)});
+  } else if (is("constant") || is("empty")) {
+    outputs.push_back(
+        {is("empty") ? Output::EMPTY : Output::CONSTANT, 0, Ref::share(value)});
   } else if (is("cached")) {
+    auto [address, sizes, strides, dtype] = members<4>(value);
     outputs.push_back(
         {Output::CACHED,
          outputs.size(),
          Ref(),
-         as_word(field(value, 0)),
-         as_sizes(field(value, 1)),
-         as_sizes(field(value, 2)),
-         dtype_of(field(value, 3))});
+         as_word(address),
+         as_sizes(sizes),
+         as_sizes(strides),
+         dtype_of(dtype)});
   } else {
-    PyErr_SetString(PyExc_ValueError, "expected a kind of output");
-    throw Error();
+    raise(PyExc_ValueError, "expected a kind of output");
   }
 }
 
@@ -179,7 +147,7 @@ class Held {
   Held(const Held&) = delete;
   Held& operator=(const Held&) = delete;
   ~Held() {
-    Boxed<TreeState>::of(state_.get()).release();
+    Boxed<TreeState>::of(state_.get()).is_held = false;
   }
 
  private:
@@ -188,35 +156,25 @@ class Held {
 
 } // namespace
 
-PyObject* Replay::call(
-    PyObject* object,
-    PyObject* const* args,
-    size_t nargs,
-    PyObject* kwnames) {
-  Replay& self = Boxed<Replay>::of(object);
-  if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr &&
-      PyList_CheckExact(args[0])) {
+PyObject* Replay::call(const Call& call) {
+  PyObject* inputs = call.list();
+  if (inputs != nullptr) {
     bool has_dropped = false;
-    try {
-      if (self.fits(args[0])) {
-        check_not_captured(self.is_capturing);
-        return self.run(args[0], has_dropped);
+    auto done = attempted([&]() -> PyObject* {
+      if (!fits(inputs)) {
+        return nullptr;
       }
-    } catch (const Error&) {
-      return nullptr;
-    } catch (const Unusual&) {
-    } catch (const std::exception&) {
-      // No memory, or a tensor without storage. Nothing was launched, and the
-      // general path raises the error that the program sees.
+      check_not_captured(is_capturing);
+      return run(inputs, has_dropped);
+    });
+    if (done.has_value() && (*done != nullptr || PyErr_Occurred())) {
+      return *done;
     }
-    if (has_dropped &&
-        !Ref(PyObject_CallOneArg(self.restore.get(), args[0]))) {
+    if (has_dropped && !Ref(PyObject_CallOneArg(restore.get(), inputs))) {
       return nullptr;
     }
   }
-  // It may be replaced while it runs, which may let go of its only reference.
-  Ref general = Ref::share(self.general.get());
-  return PyObject_Vectorcall(general.get(), args, nargs, kwnames);
+  return call.pass_to(general);
 }
 
 bool Replay::fits(PyObject* inputs) const {
@@ -225,15 +183,15 @@ bool Replay::fits(PyObject* inputs) const {
       Boxed<TreeState>::is(state.get()) &&
       std::all_of(
              static_inputs.begin(), static_inputs.end(), [&](const auto& input) {
-               return address_of(PyList_GET_ITEM(inputs, input.first)) ==
-                   input.second;
+               const auto& tensor = unpack(PyList_GET_ITEM(inputs, input.first));
+               return address_of(tensor) == input.second;
              });
 }
 
 PyObject* Replay::run(
     PyObject* inputs,
     bool& has_dropped,
-    const Given* given) {
+    const Given& given) {
   trees.check_thread();
   Held held(state.get());
   Boxed<TreeState>::of(state.get()).follow();
@@ -260,47 +218,38 @@ PyObject* Replay::run(
   // Before the allocations: there the collector may run a finalizer that packs
   // other values.
   Pointers of_values;
-  append_words(of_values);
-  if (given != nullptr) {
-    given->check_packed();
+  if (Boxed<Words>::is(words.get())) {
+    of_values = Boxed<Words>::of(words.get()).get();
+  } else if (words.get() != Py_None) {
+    of_values = as_words(checked(PyObject_CallNoArgs(words.get())).get());
   }
+  Given::check(given.packed);
   for (const Ref& allocate : allocators) {
-    if (Boxed<Allocator>::is(allocate.get())) {
-      at::TensorBase tensor = Boxed<Allocator>::of(allocate.get()).allocate();
-      pointers.push_back(
-          reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()));
-      tensors.push_back(checked(THPVariable_Wrap(std::move(tensor))));
-    } else {
-      tensors.push_back(checked(PyObject_CallNoArgs(allocate.get())));
-      pointers.push_back(address_of(tensors.back().get()));
-    }
+    PyObject* allocated = Boxed<Allocator>::is(allocate.get())
+        ? THPVariable_Wrap(Boxed<Allocator>::of(allocate.get()).allocate())
+        : PyObject_CallNoArgs(allocate.get());
+    tensors.push_back(checked(allocated));
+    pointers.push_back(address_of(unpack(allocated)));
   }
   pointers.append(of_values.begin(), of_values.end());
   check_dead(dead_before);
-  for (Py_ssize_t i : dropped) {
+  for (uint64_t i : dropped) {
     has_dropped = true;
-    if (PyList_SetItem(inputs, i, Ref::share(Py_None).release()) != 0) {
-      throw Error();
-    }
+    checked(PyList_SetItem(inputs, i, Ref::share(Py_None).release()));
   }
   check_dead(dead_after);
   bind(pointers);
-  if (given != nullptr) {
-    given->check_staged();
-  }
+  Given::check(given.staged);
 
   if (last.get() != node.get()) {
     trees.enter(node.get(), last.get() == Py_None);
   }
   trees.update_generation();
   Ref launched = Ref::share(Boxed<Cell>::of(graph.get()).value.get());
-  PyObject* launch_args[] = {launched.get()};
-  checked(PyObject_Vectorcall(launch.get(), launch_args, 1, nullptr));
+  checked(PyObject_CallOneArg(launch.get(), launched.get()));
   trees.note_backward();
   Ref result = collect(inputs, tensors);
-  if (PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr) != 0) {
-    throw Error();
-  }
+  checked(PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr));
   return result.release();
 }
 
@@ -318,7 +267,7 @@ void Replay::check_path(PyObject* last) {
       Ref outputs_of_last =
           checked(PyObject_CallOneArg(live_outputs.get(), last));
       live_of_last = std::make_shared<std::vector<PathOutput>>(
-          path_outputs(outputs_of_last.get()));
+          path_outputs(outputs_of_last));
       last_seen = Ref::share(last);
     }
     // A finalizer may call this again, after another graph.
@@ -339,10 +288,7 @@ void Replay::check_caches() const {
     if (output.kind != Output::CACHED) {
       continue;
     }
-    PyObject* value = PyList_GetItem(cached.get(), output.index);
-    if (value == nullptr) {
-      throw Error();
-    }
+    PyObject* value = item_of(cached.get(), output.index);
     const at::TensorBase& tensor = unpack(value);
     if (!Py_IS_TYPE(value, type) || tensor.scalar_type() != output.dtype ||
         is_lazy(tensor) || tensor.key_set().has(c10::DispatchKey::Named) ||
@@ -361,14 +307,6 @@ bool Replay::is_in_pool(uint64_t address) const {
   return (above - pool.begin()) % 2 == 1;
 }
 
-void Replay::append_words(Pointers& to) const {
-  if (Boxed<Words>::is(words.get())) {
-    Boxed<Words>::of(words.get()).append_to(to);
-  } else if (words.get() != Py_None) {
-    to = as_words(checked(PyObject_CallNoArgs(words.get())).get());
-  }
-}
-
 // Sets the nodes. Throws Unusual if one refused: the general path tries again
 // and reports the error.
 void Replay::bind(const Pointers& pointers) const {
@@ -380,7 +318,7 @@ void Replay::bind(const Pointers& pointers) const {
     }
     return;
   }
-  Ref list = as_list(pointers.data(), pointers.size());
+  Ref list = as_list(pointers);
   if (checked(PyObject_CallOneArg(nodes.get(), list.get())).get() != Py_True) {
     throw Unusual();
   }
@@ -403,12 +341,9 @@ Ref Replay::collect(
     if (output.kind == Output::BOUND) {
       value = tensors[output.index].get();
     } else if (output.kind == Output::CACHED) {
-      value = PyList_GetItem(cached.get(), output.index);
+      value = item_of(cached.get(), output.index);
     } else if (output.kind == Output::INPUT) {
-      value = PyList_GetItem(inputs, output.index);
-    }
-    if (value == nullptr) {
-      throw Error();
+      value = item_of(inputs, output.index);
     }
     PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
   }
@@ -422,36 +357,21 @@ Ref Replay::collect(
 
 namespace {
 
+// A benchmark replaces nodes and launch, to leave them out of a time.
 PyGetSetDef getset[] = {
-    {"plan", get<Replay, &Replay::plan>, nullptr, nullptr, nullptr},
-    {"general",
-     get<Replay, &Replay::general>,
-     set<Replay, &Replay::general>,
-     nullptr,
-     nullptr},
-    // A benchmark replaces these two, to leave them out of a time.
-    {"nodes",
-     get<Replay, &Replay::nodes>,
-     set<Replay, &Replay::nodes>,
-     nullptr,
-     nullptr},
-    {"launch",
-     get<Replay, &Replay::launch>,
-     set<Replay, &Replay::launch>,
-     nullptr,
-     nullptr},
-    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+    attribute_of<Replay, &Replay::plan>("plan"),
+    attribute_of<Replay, &Replay::general>("general"),
+    attribute_of<Replay, &Replay::nodes>("nodes"),
+    attribute_of<Replay, &Replay::launch>("launch"),
+    {}};
 
 } // namespace
 
 bool add_replay(PyObject* module) {
-  return Boxed<Allocator>::ready(
-             module, "torch._inductor.pygraph._replay.Allocator") &&
-      Boxed<Replay>::ready(
-             module,
-             "torch._inductor.pygraph._replay.Replay",
-             nullptr,
-             getset);
+  const char* replay = "torch._inductor.pygraph._replay.Replay";
+  const char* allocator = "torch._inductor.pygraph._replay.Allocator";
+  return Boxed<Allocator>::ready(module, allocator) &&
+      Boxed<Replay>::ready(module, replay, nullptr, getset);
 }
 
 } // namespace torch::inductor::pygraph

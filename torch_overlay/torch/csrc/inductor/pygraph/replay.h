@@ -4,9 +4,7 @@
 // it follows, and does the same where this is not compiled.
 
 #include "nodes.h"
-#include "state.h"
 #include "trees.h"
-#include "values.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
@@ -19,14 +17,9 @@ namespace torch::inductor::pygraph {
 // Allocator(size, stride, dtype, device_index): a call makes a tensor.
 struct Allocator {
   Allocator(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call) const;
 
   at::TensorBase allocate() const;
-
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames);
 
   template <typename F>
   void visit(F&&) {}
@@ -50,16 +43,31 @@ struct Output {
   c10::ScalarType dtype = c10::kFloat;
 };
 
+// How often the CPU values of a call had been written when the call wrote them,
+// each with the present count. The collector may run a finalizer wherever an
+// object is made, and the finalizer may call the same function with other
+// values: the interrupted call has to give its own again.
+struct Given {
+  using Times = c10::SmallVector<std::pair<const uint64_t*, uint64_t>, 4>;
+
+  // Throws Unusual if some were written since.
+  static void check(const Times& all) {
+    for (const auto& [now, then] : all) {
+      if (*now != then) {
+        throw Unusual();
+      }
+    }
+  }
+
+  Times packed;
+  Times staged;
+};
+
 // Replay(plan, state, general): a call replays the recording if the plan allows
 // it, and else calls `general` with the same inputs.
 struct Replay {
   Replay(PyObject* args, PyObject* kwargs);
-
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames);
+  PyObject* call(const Call& call);
 
   // Whether the static inputs are those of the recording. Recordings of one
   // function differ by these as a rule, and to throw takes longer than a replay.
@@ -67,37 +75,17 @@ struct Replay {
 
   // Replays for inputs that fit, outside of captures. Throws Unusual if the
   // general path has to be taken; `has_dropped` says whether inputs are missing
-  // then. `given` are the CPU values of the call, if the caller gave them.
-  PyObject* run(
-      PyObject* inputs,
-      bool& has_dropped,
-      const Given* given = nullptr);
+  // then.
+  PyObject* run(PyObject* inputs, bool& has_dropped, const Given& given = {});
 
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref :
-         {&state,
-          &plan,
-          &general,
-          &graph,
-          &is_outdated,
-          &node,
-          &parent,
-          &live_outputs,
-          &is_capturing,
-          &restore,
-          &launch,
-          &nodes,
-          &words,
-          &cached,
-          &last_seen}) {
-      f(*ref);
-    }
     trees.visit(f);
+    f(state, plan, general, graph, is_outdated, node, parent, live_outputs);
+    f(is_capturing, restore, launch, nodes, words, cached, last_seen);
     for (auto* of_path : {&dead_before, &dead_after, live_of_last.get()}) {
       for (PathOutput& output : *of_path) {
-        f(output.weakrefs);
-        f(output.cached);
+        f(output.weakrefs, output.cached);
       }
     }
     for (Ref& allocate : allocators) {
@@ -132,10 +120,10 @@ struct Replay {
   std::vector<PathOutput> dead_before;
   std::vector<PathOutput> dead_after;
   std::vector<std::pair<size_t, uint64_t>> static_inputs;
-  std::vector<size_t> bound;
-  std::vector<Py_ssize_t> dropped;
+  Pointers bound;
+  Pointers dropped;
   uint64_t alignment = 1;
-  std::vector<uint64_t> pool;
+  Pointers pool;
   std::vector<Ref> allocators;
   std::vector<Output> outputs;
   size_t num_inputs = 0;
@@ -145,11 +133,8 @@ struct Replay {
   void check_path(PyObject* last);
   void check_caches() const;
   bool is_in_pool(uint64_t address) const;
-  void append_words(Pointers& to) const;
   void bind(const Pointers& pointers) const;
   Ref collect(PyObject* inputs, const c10::SmallVector<Ref, 16>& tensors) const;
 };
-
-bool add_replay(PyObject* module);
 
 } // namespace torch::inductor::pygraph

@@ -11,21 +11,51 @@ namespace torch::inductor::pygraph {
 namespace {
 
 // Attributes of trees. ReplayPlan lists them.
-struct {
-  PyObject* tree_manager_containers;
-  PyObject* current_node;
-  PyObject* path_state;
-  PyObject* current_gen;
-  PyObject* running_forwards;
-  PyObject* mark_step_counter;
-  PyObject* generation;
-  PyObject* extra_ref_check;
+const struct {
+  PyObject* containers = PyUnicode_InternFromString("tree_manager_containers");
+  PyObject* current_node = PyUnicode_InternFromString("_current_node");
+  PyObject* path_state = PyUnicode_InternFromString("path_state");
+  PyObject* current_gen = PyUnicode_InternFromString("current_gen");
+  PyObject* running_forwards = PyUnicode_InternFromString(
+      "running_forwards_with_pending_backwards");
+  PyObject* mark_step_counter = PyUnicode_InternFromString("mark_step_counter");
+  PyObject* generation = PyUnicode_InternFromString("generation");
+  PyObject* extra_ref_check = PyUnicode_InternFromString("extra_ref_check");
 } names;
+
+Ref get(PyObject* object, PyObject* name) {
+  return checked(PyObject_GetAttr(object, name));
+}
+
+void set(const Ref& object, PyObject* name, PyObject* value) {
+  checked(PyObject_SetAttr(object.get(), name, value));
+}
 
 // Whether the thread records, and what it calls is to run uncaptured.
 thread_local bool is_without_trees = false;
 
 } // namespace
+
+Cell::Cell(PyObject* args, PyObject* /*kwargs*/)
+    : value(Ref::share(members<1>(args)[0])) {}
+
+TreeState::TreeState(PyObject* args, PyObject* /*kwargs*/) {
+  auto [index, stream, function] = members<3>(args);
+  device_index = Ref::share(index);
+  current_stream = Ref::share(stream);
+  wait = Ref::share(function);
+}
+
+void TreeState::follow() {
+  const uint64_t stream = as_word(
+      checked(PyObject_CallOneArg(current_stream.get(), device_index.get()))
+          .get());
+  if (raw_stream == stream) {
+    return;
+  }
+  checked(PyObject_CallNoArgs(wait.get()));
+  raw_stream = stream;
+}
 
 Trees::Trees(PyObject* plan)
     : manager_(field_of(plan, "manager")),
@@ -51,7 +81,7 @@ void Trees::check_thread() const {
     }
     return;
   }
-  Ref known(PyObject_GetAttr(local_.get(), names.tree_manager_containers));
+  Ref known(PyObject_GetAttr(local_.get(), names.containers));
   if (!known) {
     PyErr_Clear();
     known = checked(PyObject_CallNoArgs(containers_.get()));
@@ -62,60 +92,55 @@ void Trees::check_thread() const {
 }
 
 Ref Trees::last() const {
-  return attribute(manager_.get(), names.current_node);
+  return get(manager_.get(), names.current_node);
 }
 
 void Trees::check_executing() const {
-  if (attribute(manager_.get(), names.path_state).get() != executing_.get()) {
+  if (get(manager_.get(), names.path_state).get() != executing_.get()) {
     throw Unusual();
   }
 }
 
 void Trees::enter(PyObject* node, bool begins_path) const {
   // As the property current_node does, which does more for None alone.
-  set_attribute(manager_.get(), names.current_node, node);
+  set(manager_, names.current_node, node);
   if (begins_path) {
-    set_attribute(manager_.get(), names.path_state, executing_.get());
+    set(manager_, names.path_state, executing_.get());
   }
 }
 
 void Trees::update_generation() const {
-  Ref generation = attribute(mark_step_.get(), names.mark_step_counter);
+  Ref generation = get(mark_step_.get(), names.mark_step_counter);
   int is_marked = PyObject_IsTrue(generation.get());
-  if (is_marked < 0) {
-    throw Error();
-  }
+  checked(is_marked);
   if (is_marked == 0) {
-    generation = attribute(tracker_.get(), names.generation);
+    generation = get(tracker_.get(), names.generation);
   }
-  set_attribute(manager_.get(), names.current_gen, generation.get());
+  set(manager_, names.current_gen, generation.get());
 }
 
 void Trees::note_backward() const {
   if (pending_backward_.get() != Py_None) {
-    set_attribute(
-        manager_.get(), names.running_forwards, pending_backward_.get());
+    set(manager_, names.running_forwards, pending_backward_.get());
   }
 }
 
-std::vector<PathOutput> path_outputs(PyObject* descriptions) {
+std::vector<PathOutput> path_outputs(const Ref& descriptions) {
   std::vector<PathOutput> result;
-  for_each(descriptions, [&](PyObject* output) {
+  for_each(descriptions.get(), [&](PyObject* output) {
+    auto [weakrefs, cached, index] = members<3>(output);
     result.push_back(
-        {Ref::share(field(output, 0)),
-         Ref::share(field(output, 1)),
-         static_cast<Py_ssize_t>(as_word(field(output, 2)))});
+        {Ref::share(weakrefs),
+         Ref::share(cached),
+         static_cast<Py_ssize_t>(as_word(index))});
   });
   return result;
 }
 
 void check_dead(const std::vector<PathOutput>& outputs) {
   for (const auto& output : outputs) {
-    PyObject* weakref = PyList_GetItem(output.weakrefs.get(), output.index);
-    if (weakref == nullptr) {
-      throw Error();
-    }
-    if (attribute(weakref, names.extra_ref_check).get() == Py_None) {
+    PyObject* weakref = item_of(output.weakrefs.get(), output.index);
+    if (get(weakref, names.extra_ref_check).get() == Py_None) {
       if (checked(PyObject_CallNoArgs(weakref)).get() != Py_None) {
         throw Unusual();
       }
@@ -136,29 +161,56 @@ void check_dead(const std::vector<PathOutput>& outputs) {
 
 namespace {
 
+PyObject* acquire(PyObject* self, PyObject* /*unused*/) {
+  return PyBool_FromLong(Boxed<TreeState>::of(self).acquire());
+}
+
+PyObject* release(PyObject* self, PyObject* /*unused*/) {
+  Boxed<TreeState>::of(self).is_held = false;
+  Py_RETURN_NONE;
+}
+
+PyObject* follow(PyObject* self, PyObject* /*unused*/) {
+  return guarded([&]() -> PyObject* {
+    Boxed<TreeState>::of(self).follow();
+    Py_RETURN_NONE;
+  });
+}
+
+PyObject* raw_stream(PyObject* self, void* /*closure*/) {
+  const auto& stream = Boxed<TreeState>::of(self).raw_stream;
+  if (!stream.has_value()) {
+    Py_RETURN_NONE;
+  }
+  return PyLong_FromUnsignedLongLong(*stream);
+}
+
 // set_without_trees(value): returns the value before; see without_trees in
 // trees/threads.py.
 PyObject* set_without_trees(PyObject* /*module*/, PyObject* value) {
   return PyBool_FromLong(std::exchange(is_without_trees, value == Py_True));
 }
 
+PyMethodDef state_methods[] = {
+    {"acquire", acquire, METH_NOARGS, nullptr},
+    {"release", release, METH_NOARGS, nullptr},
+    {"follow", follow, METH_NOARGS, nullptr},
+    {}};
+PyGetSetDef state_getset[] = {
+    {"raw_stream", raw_stream, nullptr, nullptr, nullptr},
+    {}};
+PyGetSetDef cell_getset[] = {attribute_of<Cell, &Cell::value>("value"), {}};
 PyMethodDef functions[] = {
     {"set_without_trees", set_without_trees, METH_O, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+    {}};
 
 } // namespace
 
 bool add_trees(PyObject* module) {
-  return intern(
-             {{&names.tree_manager_containers, "tree_manager_containers"},
-              {&names.current_node, "_current_node"},
-              {&names.path_state, "path_state"},
-              {&names.current_gen, "current_gen"},
-              {&names.running_forwards,
-               "running_forwards_with_pending_backwards"},
-              {&names.mark_step_counter, "mark_step_counter"},
-              {&names.generation, "generation"},
-              {&names.extra_ref_check, "extra_ref_check"}}) &&
+  const char* cell = "torch._inductor.pygraph._replay.Cell";
+  const char* state = "torch._inductor.pygraph._replay.TreeState";
+  return Boxed<Cell>::ready(module, cell, nullptr, cell_getset) &&
+      Boxed<TreeState>::ready(module, state, state_methods, state_getset) &&
       PyModule_AddFunctions(module, functions) == 0;
 }
 

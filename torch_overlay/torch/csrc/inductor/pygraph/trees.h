@@ -1,20 +1,60 @@
 #pragma once
 
-// What a replay reads and sets of CUDA graph trees. Only trees.cpp knows their
-// attributes by name; replay/plan.py lists them.
+// What a replay reads and sets of CUDA graph trees, and the state that replays
+// share. Only trees.cpp knows the attributes of trees by name; replay/plan.py
+// lists them.
 
 #include "object.h"
 
+#include <optional>
 #include <vector>
 
 namespace torch::inductor::pygraph {
+
+// Cell(value): holds an object that changes, `value`.
+struct Cell : NotCallable {
+  Cell(PyObject* args, PyObject* kwargs);
+
+  template <typename F>
+  void visit(F&& f) {
+    f(value);
+  }
+
+  Ref value;
+};
+
+// TreeState(device_index, current_stream, wait): the lock of the trees of one
+// thread, and the stream of their last launch; see PythonTreeState.
+struct TreeState : NotCallable {
+  TreeState(PyObject* args, PyObject* kwargs);
+
+  // Whether nobody had the lock. The caller has it then. Nobody waits for it.
+  bool acquire() {
+    return !std::exchange(is_held, true);
+  }
+
+  // Calls `wait` if the current stream is another than the last launch's.
+  void follow();
+
+  template <typename F>
+  void visit(F&& f) {
+    f(device_index, current_stream, wait);
+  }
+
+  Ref device_index;
+  Ref current_stream;
+  Ref wait;
+  std::optional<uint64_t> raw_stream;
+  // The GIL makes this a lock.
+  bool is_held = false;
+};
 
 // A field of a plan. Called only while a replay is made.
 inline Ref field_of(PyObject* plan, const char* name) {
   return checked(PyObject_GetAttrString(plan, name));
 }
 
-// The trees of the thread that recorded.
+// The trees of the thread that recorded, given a plan.
 class Trees {
  public:
   Trees() = default;
@@ -40,17 +80,8 @@ class Trees {
 
   template <typename F>
   void visit(F&& f) {
-    for (Ref* ref :
-         {&manager_,
-          &executing_,
-          &mark_step_,
-          &tracker_,
-          &local_,
-          &containers_,
-          &owner_,
-          &pending_backward_}) {
-      f(*ref);
-    }
+    f(manager_, executing_, mark_step_, tracker_);
+    f(local_, containers_, owner_, pending_backward_);
   }
 
  private:
@@ -71,13 +102,11 @@ struct PathOutput {
   Py_ssize_t index;
 };
 
-std::vector<PathOutput> path_outputs(PyObject* descriptions);
+std::vector<PathOutput> path_outputs(const Ref& descriptions);
 
 // Throws Unusual if one of them is alive. An output that its node caches is dead
 // if nobody else has the tensor or its storage, as StorageWeakRefWrapper.expired
 // and CopyGraphNode._is_only_cached have it.
 void check_dead(const std::vector<PathOutput>& outputs);
-
-bool add_trees(PyObject* module);
 
 } // namespace torch::inductor::pygraph

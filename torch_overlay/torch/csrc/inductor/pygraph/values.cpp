@@ -16,15 +16,12 @@ bool may_be_pinned(PointerAttributes attributes_of, const void* address) {
 }
 
 Pack::Pack(PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *function = nullptr, *descriptions = nullptr;
-  unsigned long long count = 0;
-  if (!PyArg_ParseTuple(args, "OOK", &function, &descriptions, &count)) {
-    throw Error();
-  }
+  auto [function, descriptions, count] = members<3>(args);
   general = Ref::share(function);
-  num_words = count;
+  num_words = as_word(count);
   for_each(descriptions, [&](PyObject* place) {
-    places.emplace_back(as_word(field(place, 0)), as_word(field(place, 1)));
+    auto [offset, size] = members<2>(place);
+    places.emplace_back(as_word(offset), as_word(size));
   });
 }
 
@@ -33,40 +30,23 @@ Pack::Memory* Pack::memory() {
   return found == memories.end() ? nullptr : &found->second;
 }
 
-PyObject* Pack::call(
-    PyObject* object,
-    PyObject* const* args,
-    size_t nargs,
-    PyObject* kwnames) {
-  Pack& self = Boxed<Pack>::of(object);
-  if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr &&
-      PyList_CheckExact(args[0]) &&
-      static_cast<size_t>(PyList_GET_SIZE(args[0])) == self.places.size()) {
-    try {
-      self.copy([&](size_t i) { return PyList_GET_ITEM(args[0], i); });
+PyObject* Pack::call(const Call& call) {
+  PyObject* values = call.list();
+  if (values != nullptr &&
+      static_cast<size_t>(PyList_GET_SIZE(values)) == places.size()) {
+    auto done = attempted([&]() -> PyObject* {
+      copy([&](size_t i) { return PyList_GET_ITEM(values, i); });
       Py_RETURN_NONE;
-    } catch (const Unusual&) {
-    } catch (const std::exception&) {
-      // The general path raises the error that the program sees.
+    });
+    if (done.has_value()) {
+      return *done;
     }
   }
-  return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+  return call.pass_to(general);
 }
 
 Stage::Stage(PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *function = nullptr, *index = nullptr, *captures = nullptr,
-           *stream = nullptr, *device = nullptr;
-  if (!PyArg_ParseTuple(
-          args,
-          "OO!OOO",
-          &function,
-          &PyLong_Type,
-          &index,
-          &captures,
-          &stream,
-          &device)) {
-    throw Error();
-  }
+  auto [function, index, captures, stream, device] = members<5>(args);
   general = Ref::share(function);
   device_index = Ref::share(index);
   is_capturing = Ref::share(captures);
@@ -106,9 +86,7 @@ bool Stage::put(PyObject* value, Staged& to, void* stream) const {
   Ref device = checked(PyObject_CallNoArgs(current_device.get()));
   int is_current =
       PyObject_RichCompareBool(device.get(), device_index.get(), Py_EQ);
-  if (is_current < 0) {
-    throw Error();
-  }
+  checked(is_current);
   if (is_current == 0) {
     return false;
   }
@@ -129,51 +107,36 @@ bool Stage::put(PyObject* value, Staged& to, void* stream) const {
   return true;
 }
 
-PyObject* Stage::call(
-    PyObject* object,
-    PyObject* const* args,
-    size_t nargs,
-    PyObject* kwnames) {
-  Stage& self = Boxed<Stage>::of(object);
-  if (PyVectorcall_NARGS(nargs) == 1 && kwnames == nullptr) {
-    try {
-      check_not_captured(self.is_capturing);
-      return self(args[0]).release();
-    } catch (const Error&) {
-      return nullptr;
-    } catch (const Unusual&) {
-    } catch (const std::exception&) {
-      // As in Pack::call.
+PyObject* Stage::call(const Call& call) {
+  if (call.count() == 1) {
+    auto done = attempted([&]() {
+      check_not_captured(is_capturing);
+      return (*this)(call.args[0]).release();
+    });
+    if (done.has_value()) {
+      return *done;
     }
   }
-  return PyObject_Vectorcall(self.general.get(), args, nargs, kwnames);
+  return call.pass_to(general);
 }
 
 Words::Words(PyObject* args, PyObject* /*kwargs*/) {
-  PyObject *function = nullptr, *list = nullptr;
-  if (!PyArg_ParseTuple(args, "OO", &function, &list)) {
-    throw Error();
-  }
+  auto [function, list] = members<2>(args);
   general = Ref::share(function);
   for_each(list, [&](PyObject* pack) {
     packs.push_back(Boxed<Pack>::share(pack));
   });
 }
 
-void Words::append_to(Pointers& words) const {
-  const size_t before = words.size();
+Pointers Words::get() const {
+  Pointers words;
   for (const Ref& ref : packs) {
     // The collector may have cleared it.
     Pack* pack =
         Boxed<Pack>::is(ref.get()) ? &Boxed<Pack>::of(ref.get()) : nullptr;
     const Pack::Memory* memory = pack == nullptr ? nullptr : pack->memory();
     if (memory == nullptr) {
-      words.resize(before);
-      Ref all = checked(PyObject_CallNoArgs(general.get()));
-      for (uint64_t word : as_words(all.get())) {
-        words.push_back(word);
-      }
-      return;
+      return as_words(checked(PyObject_CallNoArgs(general.get())).get());
     }
     const size_t start = words.size();
     words.resize(start + pack->num_words);
@@ -182,19 +145,11 @@ void Words::append_to(Pointers& words) const {
         memory->address,
         pack->num_words * sizeof(uint64_t));
   }
+  return words;
 }
 
-PyObject* Words::call(
-    PyObject* self,
-    PyObject* const* /*args*/,
-    size_t nargs,
-    PyObject* kwnames) {
-  return guarded([&]() -> PyObject* {
-    check_no_arguments(nargs, kwnames);
-    Pointers words;
-    Boxed<Words>::of(self).append_to(words);
-    return as_list(words.data(), words.size()).release();
-  });
+PyObject* Words::call(const Call& /*call*/) {
+  return guarded([&]() { return as_list(get()).release(); });
 }
 
 namespace {
@@ -202,12 +157,7 @@ namespace {
 // Pack.add(thread, address, owner, pointer_attributes): gives a thread memory.
 PyObject* add_memory(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
-    PyObject *thread = nullptr, *address = nullptr, *owner = nullptr,
-             *attributes = nullptr;
-    if (!PyArg_ParseTuple(
-            args, "OOOO", &thread, &address, &owner, &attributes)) {
-      return nullptr;
-    }
+    auto [thread, address, owner, attributes] = members<4>(args);
     Pack::Memory memory{
         static_cast<char*>(as_address(address)),
         Ref::share(owner),
@@ -223,52 +173,25 @@ PyObject* add_memory(PyObject* self, PyObject* args) {
 // Stage.add(thread, stream, copy, batch, used, enqueue, pointer_attributes)
 PyObject* add_staged(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
-    PyObject *thread = nullptr, *stream = nullptr, *copy = nullptr,
-             *batch = nullptr, *used = nullptr, *enqueue = nullptr,
-             *attributes = nullptr;
-    if (!PyArg_ParseTuple(
-            args,
-            "OOOO!OOO",
-            &thread,
-            &stream,
-            &copy,
-            &PyList_Type,
-            &batch,
-            &used,
-            &enqueue,
-            &attributes)) {
-      return nullptr;
-    }
-    try {
-      const at::TensorBase& tensor = unpack(copy);
-      Stage::Staged added{
-          Ref::share(copy),
-          Ref::share(batch),
-          reinterpret_cast<uint64_t>(tensor.mutable_data_ptr()),
-          tensor.nbytes(),
-          {},
-          as_word(used),
-          reinterpret_cast<decltype(Stage::Staged::enqueue)>(
-              as_address(enqueue)),
-          reinterpret_cast<PointerAttributes>(as_address(attributes))};
-      for (Py_ssize_t i = 0; i < PyList_GET_SIZE(batch); ++i) {
-        const at::TensorBase& host = unpack(PyList_GET_ITEM(batch, i));
-        if (host.nbytes() != added.nbytes) {
-          throw Unusual();
-        }
-        added.hosts.push_back(host.mutable_data_ptr());
-      }
-      if (added.used == 0 || added.used > added.hosts.size()) {
-        throw Unusual();
-      }
-      Boxed<Stage>::of(self).staged.insert_or_assign(
-          Stage::ThreadAndStream(as_word(thread), as_word(stream)),
-          std::move(added));
-    } catch (const Unusual&) {
-      PyErr_SetString(
-          PyExc_ValueError, "expected a copy, and memory of its size");
-      return nullptr;
-    }
+    auto [thread, stream, copy, batch, used, enqueue, attributes] =
+        members<7>(args);
+    const at::TensorBase& tensor = unpack(copy);
+    Stage::Staged added{
+        Ref::share(copy),
+        Ref::share(batch),
+        address_of(tensor),
+        tensor.nbytes(),
+        {},
+        as_word(used),
+        reinterpret_cast<decltype(Stage::Staged::enqueue)>(
+            as_address(enqueue)),
+        reinterpret_cast<PointerAttributes>(as_address(attributes))};
+    for_each(batch, [&](PyObject* host) {
+      added.hosts.push_back(unpack(host).mutable_data_ptr());
+    });
+    Boxed<Stage>::of(self).staged.insert_or_assign(
+        Stage::ThreadAndStream(as_word(thread), as_word(stream)),
+        std::move(added));
     Py_RETURN_NONE;
   });
 }
@@ -277,10 +200,7 @@ PyObject* add_staged(PyObject* self, PyObject* args) {
 // used now, or None if nothing was added.
 PyObject* take_staged(PyObject* self, PyObject* args) {
   return guarded([&]() -> PyObject* {
-    PyObject *thread = nullptr, *stream = nullptr;
-    if (!PyArg_ParseTuple(args, "OO", &thread, &stream)) {
-      return nullptr;
-    }
+    auto [thread, stream] = members<2>(args);
     auto& all = Boxed<Stage>::of(self).staged;
     auto taken =
         all.extract(Stage::ThreadAndStream(as_word(thread), as_word(stream)));
@@ -291,22 +211,19 @@ PyObject* take_staged(PyObject* self, PyObject* args) {
   });
 }
 
-PyMethodDef pack_methods[] = {
-    {"add", add_memory, METH_VARARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
-
+PyMethodDef pack_methods[] = {{"add", add_memory, METH_VARARGS, nullptr}, {}};
 PyMethodDef stage_methods[] = {
     {"add", add_staged, METH_VARARGS, nullptr},
     {"take", take_staged, METH_VARARGS, nullptr},
-    {nullptr, nullptr, 0, nullptr}};
+    {}};
 
 } // namespace
 
 bool add_values(PyObject* module) {
-  return Boxed<Pack>::ready(
-             module, "torch._inductor.pygraph._replay.Pack", pack_methods) &&
-      Boxed<Stage>::ready(
-             module, "torch._inductor.pygraph._replay.Stage", stage_methods) &&
+  const char* pack = "torch._inductor.pygraph._replay.Pack";
+  const char* stage = "torch._inductor.pygraph._replay.Stage";
+  return Boxed<Pack>::ready(module, pack, pack_methods) &&
+      Boxed<Stage>::ready(module, stage, stage_methods) &&
       Boxed<Words>::ready(module, "torch._inductor.pygraph._replay.Words");
 }
 

@@ -32,6 +32,7 @@ struct Pack {
   };
 
   Pack(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call);
 
   // The memory of the calling thread, or null.
   Memory* memory();
@@ -54,12 +55,6 @@ struct Pack {
     }
     return *to;
   }
-
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames);
 
   template <typename F>
   void visit(F&& f) {
@@ -103,6 +98,7 @@ struct Stage {
   };
 
   Stage(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call);
 
   // The copy of a value, outside of captures.
   Ref operator()(PyObject* value);
@@ -110,19 +106,10 @@ struct Stage {
   // False if it takes more than a copy from the next host.
   bool put(PyObject* value, Staged& to, void* stream) const;
 
-  static PyObject* call(
-      PyObject* object,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames);
-
   template <typename F>
   void visit(F&& f) {
     // What is staged is in no cycle.
-    for (Ref* ref :
-         {&general, &is_capturing, &current_stream, &current_device}) {
-      f(*ref);
-    }
+    f(general, is_capturing, current_stream, current_device);
   }
 
   Ref general;
@@ -135,45 +122,14 @@ struct Stage {
   uint64_t times = 0;
 };
 
-// The values that a call gave to packs and stages. The collector may run a
-// finalizer wherever an object is made, and the finalizer may call the same
-// function with other values: the interrupted call has to give its own again.
-struct Given {
-  static void check(bool is_last) {
-    if (!is_last) {
-      throw Unusual();
-    }
-  }
-
-  void check_packed() const {
-    for (const auto& [memory, times] : packed) {
-      check(memory->times == times);
-    }
-  }
-
-  void check_staged() const {
-    for (const auto& [stage, times] : staged) {
-      check(stage->times == times);
-    }
-  }
-
-  c10::SmallVector<std::pair<const Pack::Memory*, uint64_t>, 4> packed;
-  c10::SmallVector<std::pair<const Stage*, uint64_t>, 4> staged;
-};
-
 // Words(general, packs): a call gives the words that the thread packed last.
 // It calls `general`, which does the same, where a pack has no memory of the
 // thread.
 struct Words {
   Words(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call);
 
-  void append_to(Pointers& words) const;
-
-  static PyObject* call(
-      PyObject* self,
-      PyObject* const* args,
-      size_t nargs,
-      PyObject* kwnames);
+  Pointers get() const;
 
   template <typename F>
   void visit(F&& f) {
@@ -186,7 +142,5 @@ struct Words {
   Ref general;
   std::vector<Ref> packs;
 };
-
-bool add_values(PyObject* module);
 
 } // namespace torch::inductor::pygraph
