@@ -1117,6 +1117,17 @@ class PreludeTest(TestCase):
                 self.assertFalse(set(model.sets) & set(model.updatable))
             return len(set(model.sets))
 
+    @parametrize("others", (0, 1))
+    def test_pays(self, others):
+        "Kernels count that read an input, and nothing changes."
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        reading = prelude.PAYS_FROM_KERNELS - others
+        nodes = [KernelNode(u64(x))] * reading + [KernelNode(u64(OTHER)), MemcpyNode(x, OTHER, 64)]
+        with modelled(*nodes) as model:
+            self.assertEqual(prelude.prelude_pays(GRAPH, places), not others)
+            self.assertEqual((model.updatable, len(model.nodes)), ([], reading + 2))
+
     def test_one_host_action(self):
         places = place(4096, 64)
         x, y = (p.address for p in places.placeholders)

@@ -26,7 +26,7 @@ from torch._inductor.pygraph import report
 from torch._inductor.pygraph.graph import prelude, table
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
-from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.select import timing
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
@@ -503,19 +503,18 @@ class ReplayTest(PyGraphTestCase):
         )
         self.assertGreaterEqual(counters["pygraph"]["indirect_kernels"], 2)
 
-    @parametrize("wins", (False, True))
-    def test_selection(self, wins):
-        "Of the two ways to set nodes, both of which were recorded."
-        times = [99.0, 50.0, 20.0 if wins else 60.0]
-        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in times])
+    @parametrize("pays", (False, True))
+    def test_selection(self, pays):
+        "A graph of many kernels begins with a prelude."
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (99.0, 50.0)])
         with (
-            mock.patch.object(selection, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(prelude, "PAYS_FROM_KERNELS", 1 if pays else 99),
             mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             self.check(MLP().cuda(), lambda: (randn(8, 64),), None, calls=200, exact=False)
         (entry,) = report()
-        self.assertEqual(entry.choice, "prelude" if wins else "node_update")
-        self.assertEqual(set(entry.timings_us), {"no_graph", "node_update", "prelude"})
+        self.assertEqual(entry.choice, "prelude" if pays else "node_update")
+        self.assertEqual(set(entry.timings_us), {"no_graph", entry.choice})
         self.assertEqual(counters["pygraph"]["bound_by_host"], 0)
 
     @parametrize("force", BINDINGS)

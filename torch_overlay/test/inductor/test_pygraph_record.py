@@ -607,6 +607,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "take_damage": take_damage,
                 "mark_unwritten": mark_unwritten,
                 "NodeUpdateBinding": ModelledBinding,
+                "prelude_pays": lambda graph, placeholders: False,
                 "PoolRanges": lambda pool: ModelledPool(device),
                 "clone_preserve_strides": device.clone,
             },
@@ -2094,9 +2095,9 @@ class RecordTest(TestCase):
         self.assertGreater(entry.updated_nodes, 0)
         self.assertEqual(entry.copied_bytes, 0)
 
-    @parametrize("end", ("wins", "loses", "unavailable", "on the device"))
+    @parametrize("end", ("works", "few kernels", "unavailable", "on the device"))
     def test_prelude_is_selected(self, end):
-        "Both are recorded, one of them stays, and is what a replay finds at once."
+        "A graph of many kernels has one if it can, and is what a replay finds at once."
 
         class Prelude:
             nodes: tuple[int, ...] = ()
@@ -2113,20 +2114,21 @@ class RecordTest(TestCase):
                 failed = Reason.of(Code.NODE_REFUSED_ON_DEVICE, status=9)
                 return failed if end == "on the device" else None
 
-        times = [99.0, 50.0, 20.0 if end == "wins" else 60.0]
-        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in times])
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (99.0, 50.0)])
         with (
             mock.patch.object(bound, "Prelude", Prelude),
-            mock.patch.object(selection, "PRELUDE_FROM_NODES", 1),
+            mock.patch.object(bound, "prelude_pays", lambda *_: end != "few kernels"),
             mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             fn = self.check(self.ADD, force=None, calls=170)
         (entry,) = report()
-        self.assertEqual(entry.choice, "prelude" if end == "wins" else "node_update")
+        self.assertEqual(entry.choice, "prelude" if end == "works" else "node_update")
+        failed = end in ("unavailable", "on the device")
+        self.assertEqual(counters["pygraph"]["bound_by_host"], failed)
         manager = trees.get_manager(0)
         (nodes,) = filter(None, manager.roots.values())
         self.assertEqual(len(nodes), 1)
-        self.assertEqual(nodes[0].binding.prelude is not None, end == "wins")
+        self.assertEqual(nodes[0].binding.prelude is not None, end == "works")
         with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
             x, y = self.randn(), self.randn()
             (out,) = fn(x, y)

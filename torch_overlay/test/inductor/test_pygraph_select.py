@@ -35,7 +35,6 @@ from torch._inductor.pygraph.select.judge import costs_nothing, judge
 from torch._inductor.pygraph.select.selection import (
     DEVICE_BOUND,
     MAX_WAITING_CALLS,
-    PRELUDE_FROM_NODES,
     RETIRE_CALLS,
     Selection,
 )
@@ -48,6 +47,7 @@ from torch._inductor.pygraph.types.candidate import (
     NO_GRAPH,
     NODE_UPDATE,
     PRELUDE,
+    TABLE,
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
@@ -117,14 +117,14 @@ def refuse(
     has_prelude: bool = False,
 ) -> None:
     "What trees do when a recording fails."
-    refused = Refused(reason, is_capturable, has_prelude, RecordingFacts(), rerun=list)
+    facts = RecordingFacts(has_prelude=has_prelude)
+    refused = Refused(reason, is_capturable, facts, rerun=list)
     controller.refused(mock.Mock(), refused)
 
 
-def captured(controller: Controller, updated_nodes: int | None = None) -> None:
+def captured(controller: Controller, **facts: Any) -> None:
     "What trees do when a recording is made."
-    facts = RecordingFacts(has_captured=True, updated_nodes=updated_nodes)
-    controller.recorded(facts)
+    controller.recorded(RecordingFacts(has_captured=True, **facts))
 
 
 def codes(entry: FunctionReport) -> list[Code]:
@@ -647,6 +647,7 @@ class SelectionTest(SelectTestCase):
         self.replay = self.candidate("replay", *graph)
 
         def record_it(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+            captured(self.controller)
             return self.replay, self.candidate("record", 10_000, 10_000)(inputs)
 
         def forgotten(id: Any) -> bool:
@@ -767,64 +768,37 @@ class SelectionTest(SelectTestCase):
                 self.controller.report.choice, NODE_UPDATE if wins else NO_GRAPH
             )
 
-    def with_prelude(
-        self, prelude: tuple[float, float], on_record: Callable[[], Any] = lambda: None
-    ) -> list[str]:
-        "Whether it becomes the graph that sets its nodes itself."
+    def test_prelude(self):
+        "A graph that begins with one is timed as such, one whose kernels are few is not."
+        for binding in (PRELUDE, NODE_UPDATE):
+            def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
+                captured(self.controller, has_prelude=binding == PRELUDE, updated_nodes=1)
+                return self.replay, self.candidate("record")(inputs)
 
-        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            binding = self.controller.state.binding
-            self.controller.added(f"id of {binding}")
-            captured(self.controller, 1 if binding == PRELUDE else PRELUDE_FROM_NODES)
-            if binding == PRELUDE:
-                on_record()
-            replay = self.candidate("prelude", *prelude) if binding == PRELUDE else self.replay
-            return replay, self.candidate("record")(inputs)
+            selection = self.selection(graph=(40, 30), record=record)
+            self.call(selection, ENOUGH)
+            entry = self.controller.report
+            self.assertEqual((entry.choice, entry.updated_nodes), (binding, 1))
+            self.assertEqual(set(entry.timings_us), {NO_GRAPH, binding})
+            self.assertEqual(self.controller.state.binding, binding)
 
-        selection = self.selection(graph=(40, 30), record=record)
-        self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED)
-        self.assertEqual(self.deployed, [])
-        self.assertEqual(self.ran.count("record"), 2)
-        self.assertEqual(self.call(selection)[0], "forget")
-        self.call(selection, RETIRE_CALLS)
-        self.assertEqual(len(self.deployed), 1)
-        return self.call(self.deployed[0], 3)
-
-    def test_prelude_wins(self):
-        self.assertEqual(self.with_prelude((10, 20)), ["prelude"] * 3)
-        self.assertEqual(self.forgotten, ["id of node_update"])
-        entry = self.controller.report
-        self.assertEqual((entry.choice, entry.updated_nodes), (PRELUDE, 1))
-        self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE, PRELUDE})
-        self.assertEqual(dict(counters["pygraph"]), {PRELUDE: 1})
-
-    def test_prelude_that_wins_and_is_not_bound_later(self):
-        "What lost goes, though it is selected again."
-        is_dropped = False
-        selection = self.selection(graph=(40, 30), forget=lambda: is_dropped)
-
-        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            binding = self.controller.state.binding
-            self.controller.added(f"id of {binding}")
-            captured(self.controller, PRELUDE_FROM_NODES)
-            # That of the prelude is faster.
-            outputs = self.candidate("record")(inputs)
-            us = 10 if binding == PRELUDE else 40
-            return self.candidate("replay", us, us / 2), outputs
-
-        selection.record = record
-        self.call(selection, 1 + TIMED + 1 + TIMED + 1 + TIMED)
-        self.assertEqual(self.call(selection), ["forget", "replay"])
-        self.assertEqual(self.controller.report.choice, PRELUDE)
-        refuse(self.controller)
-        self.assertEqual(self.call(selection, 2), ["forget", "uncaptured", "uncaptured"])
-        self.assertEqual(self.forgotten, ["id of node_update"] * 2)
-        self.assertEqual(self.deployed, [selection])
-        # Its outputs were alive.
-        is_dropped = True
-        self.call(selection, ENOUGH)
-        self.assertEqual(self.forgotten[2], "id of node_update")
-        self.assertEqual(selection.losers, [])
+    @parametrize(
+        "mode,choice,asked",
+        (
+            ("inference", None, (PRELUDE, False)),
+            ("inference", PRELUDE, (PRELUDE, True)),
+            ("inference", NODE_UPDATE, (NODE_UPDATE, True)),
+            ("forward", None, (NODE_UPDATE, False)),
+            ("forward", TABLE, (TABLE, True)),
+        ),
+    )
+    def test_binding_that_is_asked_for(self, mode, choice, asked):
+        controller = new_controller("f", mode)
+        if choice is not None:
+            controller.bind_as(choice)
+            controller.decide(choice)
+        request = controller.request([], {})
+        self.assertEqual((request.binding, request.is_decided), asked)
 
     def test_not_captured_later(self):
         "What was captured before goes."
@@ -872,31 +846,12 @@ class SelectionTest(SelectTestCase):
         self.assertNotEqual(self.deployed, [])
         self.assertFalse(self.controller.state.is_even)
 
-    def test_prelude_that_is_not_recorded(self):
-        "Though the calls that would have been its replays were fast."
-
-        def declined() -> None:
-            self.controller.state.recordings -= 1
-
-        self.assertEqual(self.with_prelude((10, 20), declined), ["replay"] * 3)
-        self.assertEqual(self.controller.report.choice, NODE_UPDATE)
-
-    def test_prelude_loses(self):
-        self.assertEqual(self.with_prelude((40, 31)), ["replay"] * 3)
-        self.assertEqual(self.forgotten, ["id of prelude"])
-        self.assertEqual(self.controller.state.id, "id of node_update")
-        entry = self.controller.report
-        self.assertEqual(entry.choice, NODE_UPDATE)
-        self.assertEqual(entry.updated_nodes, PRELUDE_FROM_NODES)
-        self.assertEqual(self.controller.state.binding, NODE_UPDATE)
-
     def test_no_prelude(self):
-        "Where the driver has none, the function stays what it is."
+        "Where a node refuses, the host sets the nodes."
         selection = self.selection(graph=(40, 30))
         recorded = selection.record
 
         def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            self.controller.report.updated_nodes = PRELUDE_FROM_NODES
             if self.controller.state.binding == PRELUDE:
                 error = Reason.of(Code.DRIVER, error="a node refused")
                 refuse(self.controller, error, has_prelude=True)
@@ -904,45 +859,10 @@ class SelectionTest(SelectTestCase):
 
         selection.record = record
         self.call(selection, ENOUGH)
-        self.assertEqual(self.ran.count("record"), 2)
         self.assertEqual(self.deployed, [self.replay])
         self.assertEqual(self.controller.report.choice, NODE_UPDATE)
         self.assertEqual(codes(self.controller.report), [Code.NO_PRELUDE, Code.FASTER])
         self.assertIn("no prelude: a node refused;", self.controller.report.reason)
-
-    def test_recording_with_prelude_raises(self):
-        "The graph that was there already stays, and what it was called."
-        selection = self.selection(graph=(40, 30))
-        recorded = selection.record
-
-        def record(inputs: list[Any]) -> tuple[Callable, list[Any]]:
-            self.controller.report.updated_nodes = PRELUDE_FROM_NODES
-            binding = self.controller.state.binding
-            self.controller.added(f"id of {binding}")
-            if binding == PRELUDE:
-                raise torch.OutOfMemoryError("out of memory")
-            return recorded(inputs)
-
-        selection.record = record
-        self.call(selection, 1 + TIMED + 1 + TIMED)
-        with self.assertRaises(torch.OutOfMemoryError):
-            self.call(selection)
-        calls = 1 + RETIRE_CALLS
-        self.assertEqual(self.call(selection, calls), ["forget"] + ["replay"] * calls)
-        self.assertEqual(self.forgotten, ["id of prelude"])
-        self.assertEqual(self.deployed, [self.replay])
-        entry, state = self.controller.report, self.controller.state
-        self.assertEqual(set(entry.timings_us), {NO_GRAPH, NODE_UPDATE})
-        found = (entry.choice, state.binding, state.id)
-        self.assertEqual(found, (NODE_UPDATE, NODE_UPDATE, "id of node_update"))
-
-    def test_prelude_of_few_nodes_or_of_a_forward(self):
-        for mode, nodes in (("inference", 0), ("forward", 1)):
-            selection = self.selection(graph=(40, 30))
-            self.controller.report.mode = mode
-            nodes += PRELUDE_FROM_NODES - 1
-            self.controller.report.updated_nodes = nodes
-            self.assertEqual(self.call(selection, ENOUGH).count("record"), 1)
 
     def test_machine_was_busy(self):
         "While the graph was timed for the first time, and ever since."
@@ -1275,6 +1195,7 @@ class SelectionTest(SelectTestCase):
             if threading.get_ident() == program:
                 thread.start()
                 recording.wait()
+                captured(self.controller)
                 return self.replay, self.candidate("record", 10_000, 10_000)(inputs)
             recording.set()
             is_recorded.wait()

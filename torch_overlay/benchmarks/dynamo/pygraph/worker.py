@@ -52,8 +52,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls until a variant is in its steady state. Selection takes 20 to 410, and
-# up to 100 more with a prelude.
+# Calls until a variant is in its steady state. Selection takes 20 to 410.
 SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
 MAX_SETTLE_CALLS = 440

@@ -50,7 +50,11 @@ from torch._inductor.pygraph.graph.placeholder import (
     take_damage,
     tensor_at,
 )
-from torch._inductor.pygraph.graph.prelude import Prelude, PreludeUnavailable
+from torch._inductor.pygraph.graph.prelude import (
+    Prelude,
+    prelude_pays,
+    PreludeUnavailable,
+)
 from torch._inductor.pygraph.graph.table import Table
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
@@ -117,7 +121,6 @@ class BoundGraphNode(CopyGraphNode):
     memory: BoundMemory
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
-    has_prelude = False
 
     def __init__(self, *args: Any) -> None:
         self.replay_graph = Cell(None)
@@ -261,7 +264,6 @@ class BoundGraphNode(CopyGraphNode):
             Refused(
                 reason,
                 is_capturable=is_capturable and self.collectives.is_retryable,
-                has_prelude=self.has_prelude,
                 facts=self.facts,
                 rerun=self.rehearsal.rerun,
             )
@@ -354,22 +356,23 @@ class BoundGraphNode(CopyGraphNode):
     def _add_prelude(
         self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap
     ) -> Prelude | None:
-        binding = self.request.binding
-        if binding == NODE_UPDATE:
+        request, raw_graph = self.request, graph.raw_cuda_graph()
+        if request.binding == NODE_UPDATE:
+            return None
+        if not request.is_decided and not prelude_pays(raw_graph, placeholders):
             return None
         table = None
-        if binding == TABLE:
-            spec = self.request.spec
+        if request.binding == TABLE:
+            spec = request.spec
             kernels = [spec.objects[name] for name in spec.info.kernels]
             table = Table(kernels, self.device)
-        self.has_prelude = True
+        self._learned(has_prelude=True)
         try:
-            return Prelude(graph.raw_cuda_graph(), placeholders, self.device, table)
+            return Prelude(raw_graph, placeholders, self.device, table)
         except PreludeUnavailable as e:
             # The graph is as it was captured, and the host can set its nodes.
-            self.has_prelude = False
-            reason = Reason.of(Code.NO_PRELUDE, binding=binding, error=str(e))
-            self._learned(no_prelude=reason)
+            reason = Reason.of(Code.NO_PRELUDE, binding=request.binding, error=str(e))
+            self._learned(has_prelude=False, no_prelude=reason)
             return None
 
     def _prove(self, graph: torch.cuda.CUDAGraph) -> None:

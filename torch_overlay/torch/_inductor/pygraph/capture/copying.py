@@ -185,7 +185,6 @@ class CopyGraphNode(CUDAGraphNode):
             Refused(
                 reason,
                 is_capturable=is_capturable,
-                has_prelude=False,
                 facts=self.facts,
                 rerun=lambda: apart(model(inputs), restored),
             )

@@ -58,6 +58,10 @@ DRIVER_VERSION = 12040
 # fills the 4096 bytes of parameters. Further ones go to a second prelude behind the first.
 CAPACITIES = (16, 128, 500)
 
+# The host takes longer to set so many nodes than the prelude takes in front of the graph
+# (benchmark suite `bindings`).
+PAYS_FROM_KERNELS = 32
+
 # Of a block; each thread has one target.
 THREADS = 128
 
@@ -260,6 +264,12 @@ def _add_dependencies(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
     if cu.CUDA_VERSION >= 13000:
         arguments.append(None)
     check(cu.cuGraphAddDependencies(*arguments, len(nodes)))
+
+
+def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
+    """Return whether so many kernels read an input that a prelude sets them faster."""
+    graph = bindings().CUgraph(raw_graph)
+    return len([*kernels_that_read(graph, placeholders)]) >= PAYS_FROM_KERNELS
 
 
 class Prelude:

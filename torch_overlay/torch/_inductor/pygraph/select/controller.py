@@ -29,6 +29,7 @@ from torch._inductor.pygraph.types.candidate import (
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
+    PRELUDE,
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
@@ -116,6 +117,9 @@ class Controller:
             alignment=MAX_ALIGNMENT,
             outputs_outlive=outlive,
             has_stepped=outlive,
+            # Another recording of a forward, should the prelude be refused, would need
+            # another one of its backward.
+            binding=PRELUDE if spec.mode == "inference" else NODE_UPDATE,
         )
         self.reselect: Callable[[], None] | None = None
         self._static_inputs = StaticInputs()
@@ -207,6 +211,7 @@ class Controller:
         return RecordingRequest(
             self.spec,
             state.binding,
+            self.report.choice == state.binding,
             tuple(i for i in declared_static if i not in state.moving_idxs),
             state.alignment,
             self.owned_output_idxs,
@@ -218,6 +223,10 @@ class Controller:
 
     def recorded(self, facts: RecordingFacts) -> None:
         self._apply(facts)
+        if facts.no_prelude is not None:
+            self._bind_by_host(facts.no_prelude)
+        elif self.state.binding == PRELUDE and not facts.has_prelude:
+            self.state.binding = NODE_UPDATE
         if facts.num_nodes is not None:
             self.report.kernel_nodes = facts.num_nodes
         if facts.updated_nodes is not None:
@@ -227,8 +236,14 @@ class Controller:
         self._apply(refused.facts)
         if not refused.is_capturable:
             self.state.is_capturable = False
-        if refused.has_prelude:
-            self._bind_by_host(refused.reason)
+        if refused.facts.has_prelude:
+            self._bind_by_host(
+                Reason.of(
+                    Code.NO_PRELUDE,
+                    binding=self.state.binding,
+                    error=refused.reason.text,
+                )
+            )
         else:
             self._unbind(refused.reason)
         _leave_recording(manager)
@@ -277,8 +292,6 @@ class Controller:
             report.stock_copied_bytes = facts.external_bytes
         if facts.copied_bytes:
             self.copied(facts.copied_bytes)
-        if facts.no_prelude is not None:
-            self._bind_by_host(facts.no_prelude)
 
     def _unbind(self, reason: Reason) -> None:
         state, report = self.state, self.report
@@ -298,10 +311,6 @@ class Controller:
     def _bind_by_host(self, reason: Reason) -> None:
         """The graph cannot set its nodes itself: the host does so from now on."""
         state, report = self.state, self.report
-        if reason.code is not Code.NO_PRELUDE:
-            reason = Reason.of(
-                Code.NO_PRELUDE, binding=state.binding, error=reason.text
-            )
         log.info("%s", report.line("bound by the host", reason))
         counters["pygraph"]["bound_by_host"] += 1
         report.reasons = [reason]
@@ -323,23 +332,9 @@ class Controller:
         """Record the function anew, with memory of their own for its gradients."""
         self.state.outputs_outlive = self.state.outdated.value = True
 
-    def prelude_failed(self, error: str) -> None:
-        """A replay failed while a prelude was tried."""
-        reason = Reason.of(
-            Code.NO_PRELUDE, binding=self.state.binding, error=error
-        )
-        self._bind_by_host(reason)
-
     def bind_as(self, choice: str) -> None:
         """Let the next recording be made for a candidate."""
         self.state.binding = choice if choice in BINDINGS else COPY
-
-    def back_to(self, function_id: FunctionID | None, updated_nodes: int) -> None:
-        """Return to recordings that the host updates, after a prelude was tried."""
-        self.state.id = function_id
-        self.state.is_capturable = True
-        self.report.updated_nodes = updated_nodes
-        self.bind_as(NODE_UPDATE)
 
     def waits(self, is_even: bool) -> None:
         """Whether the graph measured no better than none, and neighbours decide."""

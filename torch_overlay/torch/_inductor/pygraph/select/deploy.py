@@ -36,8 +36,6 @@ from torch._inductor.pygraph.types.candidate import (
     CANDIDATES,
     NO_GRAPH,
     NODE_UPDATE,
-    PRELUDE,
-    UNDECIDED,
 )
 from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -360,12 +358,5 @@ class Replayer:
     def _failed(self, error: DriverError) -> None:
         """Nothing was launched: the driver refused to set a node."""
         controller = self.deployment.controller
-        if (
-            controller.state.binding == PRELUDE
-            and controller.report.choice == UNDECIDED
-        ):
-            # The prelude is tried, against a graph that the host sets.
-            controller.prelude_failed(str(error))
-            return
         controller.decide(NO_GRAPH, Reason.of(Code.REPLAY_FAILED, error=str(error)))
         self.deployment.selection.retire()

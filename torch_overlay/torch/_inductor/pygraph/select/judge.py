@@ -95,14 +95,3 @@ def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
             and is_less(uncaptured.program, graph.program)
         )
     )
-
-
-def is_better_graph(a: Cost, b: Cost) -> bool:
-    """
-    Return whether graph ``a`` is better than graph ``b``.
-
-    Neither is the safe choice, as no graph is. The graph with the smaller time by itself
-    wins, by however little beyond the noise, unless the program's time contradicts.
-    """
-    gain = b.call.us - a.call.us
-    return gain > noise(a.call, b.call) and not is_less(b.program, a.program)

@@ -13,8 +13,6 @@ A function goes through these steps, one call each or several:
    memory for both. A graph that is not faster then is dropped. It stays if it is no slower
    and a neighbour on its path is a graph: running this function uncaptured would allocate a
    second copy of its memory.
-5. If many nodes of the graph are set in each call, the function is recorded once more with a
-   prelude that sets them, and that graph is timed as well.
 
 What is timed is what is deployed, called from where it will be called.
 
@@ -38,7 +36,6 @@ from torch._inductor.pygraph.select.gradients import begin_call, end_call
 from torch._inductor.pygraph.select.judge import (
     costs_nothing,
     depends_on_host,
-    is_better_graph,
     judge,
 )
 from torch._inductor.pygraph.select.timing import clock_us, Samples
@@ -47,8 +44,6 @@ from torch._inductor.pygraph.types.candidate import (
     BINDINGS,
     COPY,
     NO_GRAPH,
-    NODE_UPDATE,
-    PRELUDE,
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -74,10 +69,6 @@ MAX_WAITING_CALLS = 200
 
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
-
-# Step 5. The host takes longer to set that many nodes than the prelude takes in front of the
-# graph, by enough to pay for one more recording (benchmark suite `bindings`).
-PRELUDE_FROM_NODES = 32
 
 # How many sizes of a function are kept that came once, and how many that were not recorded.
 MAX_SEEN_ONCE = 256
@@ -274,8 +265,6 @@ class Selection:
                 reasons.append(Reason.of(Code.JOINS_NEIGHBOURS))
         if not stays:
             self.losers.append(self.state.id)
-        elif self._sets_many_nodes():
-            yield from self._try_prelude(graph)
         self._decide(self.state.binding if stays else NO_GRAPH, *reasons)
         self._keep()
 
@@ -312,46 +301,6 @@ class Selection:
         """Return whether there is memory for it beside the graph's."""
         needed = self.state.needed_bytes
         return not needed or room(self.device_index) >= needed
-
-    def _sets_many_nodes(self) -> bool:
-        report = self.state.report
-        return (
-            self.state.binding == NODE_UPDATE
-            and report.updated_nodes >= PRELUDE_FROM_NODES
-            # Another recording of a forward needs another one of its backward.
-            and report.mode == "inference"
-        )
-
-    def _try_prelude(self, by_host: Cost) -> Iterator[ModelType]:
-        """Record the graph with a prelude, and keep the better one of the two."""
-        state, report = self.state, self.state.report
-        replay, id, recordings = self.replay, state.id, state.recordings
-        updated_nodes = report.updated_nodes
-        self.controller.bind_as(PRELUDE)
-        self.replay = None
-        yield self._record
-        samples = Samples(self.device_index, state)
-        while (
-            self.replay is not None
-            and state.binding == PRELUDE
-            and not samples.complete
-        ):
-            yield functools.partial(samples.call, self.replay, self.entered)
-        if samples.complete and state.binding == PRELUDE:
-            cost = samples.cost()
-            self.controller.timed(PRELUDE, cost.call.us)
-            if (
-                state.recordings > recordings
-                and state.is_capturable
-                and is_better_graph(cost, by_host)
-            ):
-                self.losers.append(id)
-                return
-        if state.id != id:
-            # The ids are equal if another thread had the lock and nothing was recorded.
-            self.losers.append(state.id)
-        self.replay = replay
-        self.controller.back_to(id, updated_nodes)
 
     def _record(
         self, inputs: list[InputType], then: Callable[[], None] | None = None

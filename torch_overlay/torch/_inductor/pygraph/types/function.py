@@ -122,6 +122,7 @@ class RecordingRequest:
 
     Args:
         binding: COPY or one of BINDINGS
+        is_decided: the binding was forced or selected: add a prelude to any graph
         static_input_idxs: inputs that keep their address and that no graph of the path owns
         alignment: at most this alignment of external inputs may be relied upon, in bytes
         owned_output_idxs: outputs that get memory of their own in each call. The others stay
@@ -134,6 +135,7 @@ class RecordingRequest:
 
     spec: FunctionSpec
     binding: str
+    is_decided: bool
     static_input_idxs: tuple[int, ...]
     alignment: int
     owned_output_idxs: OrderedSet[int]
@@ -157,7 +159,8 @@ class RecordingFacts:
         copied_bytes: bytes of inputs that each replay copies
         num_nodes: nodes of the graph
         updated_nodes: nodes that the host sets when all that is bound moved
-        no_prelude: why there is no prelude though one was asked for
+        has_prelude: the graph begins with a prelude
+        no_prelude: why it has none though it should; None if it does not pay either
     """
 
     has_captured: bool = False
@@ -168,6 +171,7 @@ class RecordingFacts:
     copied_bytes: int = 0
     num_nodes: int | None = None
     updated_nodes: int | None = None
+    has_prelude: bool = False
     no_prelude: Reason | None = None
 
 
@@ -178,12 +182,10 @@ class Refused:
 
     Args:
         is_capturable: whether the function may be recorded with another binding
-        has_prelude: a prelude was added: without one the same binding may be possible
         rerun: gives the outputs of the call, uncaptured
     """
 
     reason: Reason
     is_capturable: bool
-    has_prelude: bool
     facts: RecordingFacts
     rerun: Callable[[], OutputType]
