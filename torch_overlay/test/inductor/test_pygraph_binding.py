@@ -2141,6 +2141,8 @@ class ProofTest(TestCase):
             fingerprints.mark_unwritten(t)
         with mock.patch.object(fingerprints, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
             self.assertEqual(fingerprints.is_unwritten(t), not written)
+        # The program gets the tensor of a recording. It is as new.
+        self.assertEqual(t._version, 0)
         self.assertEqual(largest.nbytes, 1 << 18)
         self.assertEqual(largest.count, 1 if written else 16)
         self.assertTrue(fingerprints.is_unwritten(torch.empty(0)))

@@ -1527,8 +1527,10 @@ class RecordTest(TestCase):
             saved = SavedInput(t)
             with torch.inference_mode():
                 t.zero_()
+            version = t.is_inference() or t._version
             saved.restore(t)
             self.assertEqual(t.detach(), torch.arange(4.0))
+            self.assertEqual(t.is_inference() or t._version, version)
 
     @parametrize("force", ("node_update", "copy"))
     def test_recorded_in_inference_mode(self, force):
@@ -3099,10 +3101,12 @@ class RecordTest(TestCase):
             grad = self.gradient(force)
             seen.append(id(grad))
             self.assertFalse(grad.requires_grad)
+            self.assertEqual(grad._version, 0)
             self.assertIsNone(grad.grad)
             self.assertEqual(grad.__dict__, {})
             grad.requires_grad_()
             grad.grad, grad.step = self.randn(), i
+            torch.autograd.graph.increment_version(grad)
             del grad
         self.assertEqual(seen[-3:], seen[-1:] * 3)
 

@@ -76,7 +76,7 @@ def is_steady(node: Any) -> bool:
 def renew(t: torch.Tensor) -> None:
     """
     Take from a cached tensor what its last owner left, before it is returned once more:
-    autograd's state, hooks, attributes.
+    autograd's state, hooks, attributes, versions.
     """
     if t.requires_grad:
         t.detach_()
@@ -89,6 +89,8 @@ def renew(t: torch.Tensor) -> None:
         t._post_accumulate_grad_hooks.clear()
     if t.__dict__:
         t.__dict__.clear()
+    if t._version:
+        torch._C._autograd._unsafe_set_version_counter((t,), (0,))
 
 
 def is_lazy(t: torch.Tensor) -> bool:

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 def write(t: torch.Tensor, values: torch.Tensor) -> None:
     # A tensor that was made in inference mode can only be written there, but compiled code
-    # writes it anywhere.
+    # writes it anywhere. The version counter is the program's, so that it stays.
     with torch.inference_mode():
-        t.copy_(values)
+        t.data.copy_(values)
 
 
 class SavedInput:

@@ -38,6 +38,9 @@ void renew(PyObject* tensor) {
   if (impl->autograd_meta() != nullptr) {
     impl->set_autograd_meta(nullptr);
   }
+  if (impl->version_counter().current_version() != 0) {
+    impl->set_version_counter(c10::VariableVersion(0));
+  }
   PyObject** attributes = _PyObject_GetDictPtr(tensor);
   if (attributes != nullptr && *attributes != nullptr &&
       PyDict_GET_SIZE(*attributes) != 0) {
