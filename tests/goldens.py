@@ -458,7 +458,7 @@ def graph_words(graph: Any) -> list[str]:
 def report_structure(report: Any) -> list[Any]:
     return [
         report.mode,
-        bool(report.skip_reason),
+        bool(report.blockers),
         [
             [p.kernels, [b.op for b in p.blockers], [[v.name, v.type, v.how] for v in p.cpu_values]]
             for p in report.partitions
@@ -467,7 +467,7 @@ def report_structure(report: Any) -> list[Any]:
 
 
 def report_words(report: Any) -> list[str]:
-    return [report.skip_reason, *(b.reason for p in report.partitions for b in p.blockers)]
+    return [b.reason.text for part in (report, *report.partitions) for b in part.blockers]
 
 
 def report_where(report: Any) -> list[str]:

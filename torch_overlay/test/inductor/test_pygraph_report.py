@@ -30,9 +30,9 @@ import torch._logging._internal as torch_logging
 from torch._inductor import config
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.compile.blockers import describe_partition
+from torch._inductor.pygraph.compile.upstream import blocker_of_graph, reason_of
 from torch._inductor.pygraph.report import (
     __main__ as command,
-    advice,
     new_graph,
     Report,
     trace,
@@ -40,11 +40,9 @@ from torch._inductor.pygraph.report import (
 from torch._inductor.pygraph.report.text import format_bytes, format_us
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, NODE_UPDATE
-from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch._inductor.pygraph.types.report import (
     Blocker,
-    BRINGS_CPU_VALUES,
-    COPIES_TO_CPU,
     FunctionReport,
     GraphReport,
     PartitionReport,
@@ -64,6 +62,17 @@ if TYPE_CHECKING:
     from typing import Any
 
 FASTER = Reason.of(Code.FASTER_BY_ITSELF)
+
+STACK = f"""\
+  File "/home/user/train.py", line 12, in step
+    loss = model(x)
+  File "{torch.__path__[0]}/nn/modules/module.py", line 1779, in _call_impl
+    return forward_call(*args, **kwargs)
+  File "/home/user/model.py", line 34, in forward
+    return F.linear(x, self.weight)
+  File "{torch.__path__[0]}/nn/functional.py", line 7, in linear
+    return torch._C._nn.linear(input, weight)
+"""
 
 
 def new_report(name: str, mode: str, **fields: Any) -> FunctionReport:
@@ -153,7 +162,7 @@ def modelled() -> Report:
                     (
                         Blocker(
                             "aten.nonzero.default",
-                            "unbacked binding ops",
+                            Reason.of(Code.DATA_DEPENDENT),
                             f"{bert}:498 in forward",
                         ),
                     ),
@@ -165,8 +174,8 @@ def modelled() -> Report:
             "3/0",
             "inference",
             "NVIDIA H200",
-            skip_reason="control flow operator: torch.cond",
             source=f"{train}:120 in route",
+            blockers=[Blocker("torch.cond", Reason.of(Code.CONTROL_FLOW), f"{train}:120 in route")],
         ),
     ]
     return Report(functions, graphs)
@@ -227,15 +236,15 @@ copied by a replay of each: 4.19 MB; by stock CUDA graphs: 66.7 MB
 Not captured
 
    models/bert.py:498 in forward                           forward, graph 0/0, 3 kernels
-   why: unbacked binding ops: aten.nonzero.default at models/bert.py:498 in forward
-   change: The result's size, or a number that the host reads, depends on data. Use a
-     form with a fixed size (torch.where, nonzero_static, padding), or keep the number
-     on the GPU instead of .item().
+   why: aten.nonzero.default makes a size or a number that depends on data at
+     models/bert.py:498 in forward (DATA_DEPENDENT)
+   change: Use a form with a fixed size (torch.where, nonzero_static, padding), or keep
+     the number on the GPU instead of .item().
 
    project/train.py:120 in route                         inference, graph 3/0, all of it
-   why: control flow operator: torch.cond
-   change: Control flow on data. Where both branches are cheap, compute both and select
-     with torch.where.""",
+   why: torch.cond chooses on the host what runs next at project/train.py:120 in route
+     (CONTROL_FLOW)
+   change: Where both branches are cheap, compute both and select with torch.where.""",
         )
 
     def test_empty(self):
@@ -267,7 +276,7 @@ PyGraph
         names,
     )
     def test_fits(self, width, function, op):
-        blocker = Blocker(op, op, op)
+        blocker = Blocker(op, Reason.of(Code.UPSTREAM, said=op), op)
         graph = GraphReport(
             "0/0", op, "H200", partitions=[PartitionReport(1, op, (blocker,))]
         )
@@ -311,29 +320,68 @@ instantiate_parametrized_tests(TextTest)
 
 class AdviceTest(TestCase):
     @parametrize(
-        "reason",
+        "text,code,op",
         (
-            "cpu ops",
-            COPIES_TO_CPU,
-            "cpu device (sin)",
-            "DeviceCopy ops",
-            "Conditional ops",
-            "unbacked binding ops",
-            "CUDAGraph-unsafe custom ops",
-            "dynamic shape ops",
-            "custom partition op: aten.sin.default",
-            "multiple devices: device(type='cuda', index=0), device(type='cuda', index=1)",
-            "mutated inputs (1 instances)",
-            "complex memory overlap",
-            "non-Tensor inputs",
-            "control flow operator: torch.while_loop",
-            "index_put_ fallback with boolean indexing is not compatible with CUDA graphs",
-            "disabling cudagraphs due to incompatible op aten._local_scalar_dense",
-            "CUDA graphs were off when it was compiled",
+            ("cpu ops", Code.CPU_OP, ""),
+            ("DeviceCopy ops", Code.DEVICE_COPY, ""),
+            ("Conditional ops", Code.CONTROL_FLOW, ""),
+            ("unbacked binding ops", Code.DATA_DEPENDENT, ""),
+            ("uses cudagraph-unsafe unbacked symint: u0", Code.DATA_DEPENDENT, ""),
+            ("CUDAGraph-unsafe custom ops", Code.UNSAFE_OP, ""),
+            ("dynamic shape ops", Code.DYNAMIC_SHAPES, ""),
+            ("custom partition op: aten.sin.default", Code.CUSTOM_PARTITION_OP, ""),
+            ("partition includes all ops when cudagraphs is disabled", Code.GRAPHS_OFF, ""),
+            ("skipping cudagraphs due to cpu device (sin)", Code.CPU_DEVICE, "sin"),
+            ("multiple devices: device(type='cuda', index=0), 1", Code.MULTIPLE_DEVICES, ""),
+            ("mutated inputs (1 instances)", Code.MUTATED_INPUTS, ""),
+            ("complex memory overlap", Code.OVERLAPPING_INPUT, ""),
+            ("non-Tensor inputs", Code.NON_TENSOR_INPUT, ""),
+            ("control flow operator: torch.while_loop.", Code.CONTROL_FLOW, "torch.while_loop"),
+            (
+                "index_put_ fallback with boolean indexing is not compatible with CUDA graphs",
+                Code.BOOLEAN_INDEX,
+                "",
+            ),
+            (
+                "disabling cudagraphs due to incompatible op aten._local_scalar_dense",
+                Code.UNSAFE_OP,
+                "aten._local_scalar_dense",
+            ),
+            (
+                "disabling cudagraphs due to incompatible op aten.nonzero.default",
+                Code.DATA_DEPENDENT,
+                "aten.nonzero.default",
+            ),
+            (
+                "graph with symbolic shapes inputs and "
+                "config.triton.cudagraph_skip_dynamic_graphs=True.",
+                Code.DYNAMIC_SHAPES,
+                "",
+            ),
+            ("sparsity not handled.", Code.SPARSE, ""),
+            ("a reason of a later version", Code.UPSTREAM, ""),
         ),
     )
-    def test_something_to_change(self, reason):
-        self.assertNotEqual(advice.advice(reason), "")
+    def test_text_of_upstream(self, text, code, op):
+        blocker = blocker_of_graph(text + f" Found from : \n {STACK}")
+        self.assertEqual((blocker.reason.code, blocker.op), (code, op))
+        self.assertEqual(blocker.source, "/home/user/model.py:34 in forward")
+        self.assertNotEqual(blocker.reason.text, "")
+        known = code not in (Code.UPSTREAM, Code.CUSTOM_PARTITION_OP)
+        self.assertEqual(blocker.reason.advice != "", known)
+
+    def test_text_of_upstream_that_is_not_known(self):
+        text = "skipping cudagraphs due to some fault. Found from : \n"
+        self.assertEqual(reason_of(text).text, "some fault")
+
+    def test_log_line(self):
+        """Source line, function, outcome, code, what to do."""
+        reasons = Reason.of(Code.COPIES_TO_CPU), Reason.of(Code.HOST_FLOAT)
+        self.assertExpectedInline(
+            log_line("a.py:3-5 in f", "forward 0/0", "not captured", *reasons),
+            """\
+a.py:3-5 forward 0/0: not captured (COPIES_TO_CPU) copies a result of the GPU to the CPU; (HOST_FLOAT) takes a float from the host. The host waits there for the GPU. Copy results to the CPU after the compiled function, and compute on the GPU what GPU code needs again.""",  # noqa: B950
+        )
 
     @parametrize(
         "code",
@@ -359,7 +407,6 @@ class AdviceTest(TestCase):
         self.assertNotEqual(of_input, Reason.of(Code.MUTATED_GRAPH_OUTPUT).advice)
 
     def test_nothing_to_change(self):
-        self.assertEqual(advice.advice(""), "")
         for code in (Code.FORCED, Code.FASTER, Code.NOT_FASTER, Code.DEVICE_BOUND):
             self.assertEqual(Reason.of(code).advice, "")
 
@@ -390,9 +437,9 @@ class HtmlTest(TestCase):
             "launching takes 83 us",
             "sizes 8, 128",
             "undecided",
-            "unbacked binding ops: aten.nonzero.default",
+            "aten.nonzero.default makes a size or a number that depends on data",
             "torch.where",
-            "control flow operator: torch.cond",
+            "torch.cond chooses on the host what runs next",
             "193 of 196 kernels",
             "NVIDIA H200",
         ):
@@ -637,18 +684,6 @@ class RunTest(TestCase):
 instantiate_parametrized_tests(RunTest)
 
 
-STACK = f"""\
-  File "/home/user/train.py", line 12, in step
-    loss = model(x)
-  File "{torch.__path__[0]}/nn/modules/module.py", line 1779, in _call_impl
-    return forward_call(*args, **kwargs)
-  File "/home/user/model.py", line 34, in forward
-    return F.linear(x, self.weight)
-  File "{torch.__path__[0]}/nn/functional.py", line 7, in linear
-    return torch._C._nn.linear(input, weight)
-"""
-
-
 class SourceTest(TestCase):
     def test_innermost(self):
         self.assertEqual(innermost(STACK), "/home/user/model.py:34 in forward")
@@ -685,7 +720,7 @@ class SourceTest(TestCase):
     def test_partition(self):
         good, bad = self.node(None, STACK), self.node(STACK)
         nameless = self.node(None, op="placeholder")
-        reasons = {id(bad): "cpu ops", id(nameless): "other"}
+        reasons = {id(bad): "cpu ops", id(nameless): Code.HOST_FLOAT}
         described = describe_partition(
             [good, bad, bad, nameless], lambda node: reasons.get(id(node))
         )
@@ -695,10 +730,10 @@ class SourceTest(TestCase):
                 4,
                 "/home/user/train.py:12 in step",
                 (
-                    Blocker("SimpleNamespace", "other", ""),
+                    Blocker("SimpleNamespace", Reason.of(Code.HOST_FLOAT), ""),
                     Blocker(
                         "aten.sin.default",
-                        "cpu ops",
+                        Reason.of(Code.CPU_OP),
                         "/home/user/model.py:34 in forward",
                     ),
                 ),
@@ -735,20 +770,14 @@ class CompiledTest(TestCase):
         self.assertEqual(captured, [True, False, True])
         line = through_the_cpu.__code__.co_firstlineno + 1
         file = through_the_cpu.__code__.co_filename
-        reasons = {b.reason for b in forward.partitions[1].blockers}
-        self.assertEqual(reasons, {BRINGS_CPU_VALUES, COPIES_TO_CPU, "cpu ops"})
-        (copy,) = [
-            b for b in forward.partitions[1].blockers if b.reason == COPIES_TO_CPU
-        ]
+        by_code = {b.reason.code: b for b in forward.partitions[1].blockers}
+        self.assertEqual(set(by_code), {Code.BRINGS_CPU_VALUES, Code.COPIES_TO_CPU, Code.CPU_OP})
+        copy = by_code[Code.COPIES_TO_CPU]
         self.assertEqual(copy.op, "prims.device_put.default")
         self.assertEqual(copy.source, f"{file}:{line} in through_the_cpu")
         # What brings the value to the GPU again is no kernel.
         self.assertEqual(forward.partitions[1].kernels, 2)
-        sources = {
-            b.source
-            for b in forward.partitions[1].blockers
-            if b.reason != BRINGS_CPU_VALUES
-        }
+        sources = {b.source for b in forward.partitions[1].avoidable}
         places = {f"{file}:{n} in through_the_cpu" for n in (line, line + 1)}
         self.assertLessEqual(sources, places)
         self.assertIn(f"{file}:{line}", forward.partitions[0].source)
@@ -758,14 +787,12 @@ class CompiledTest(TestCase):
             return x.sin().cpu().cos().cuda()
 
         forward, backward = self.compile(through_the_cpu, graph_partition=False)
-        self.assertRegex(forward.skip_reason, r"^cpu device \(\w+\)$")
+        self.assertEqual([b.reason.code for b in forward.blockers], [Code.CPU_DEVICE])
         line = through_the_cpu.__code__.co_firstlineno + 1
         self.assertIn(
             f"test_pygraph_report.py:{line} in through_the_cpu", forward.source
         )
-        self.assertEqual(
-            backward.skip_reason, "CUDA graphs were off when it was compiled"
-        )
+        self.assertEqual(backward.blockers, [Blocker("", Reason.of(Code.GRAPHS_OFF), "")])
         self.assertEqual(forward.partitions, [])
 
     def options(self, **process_wide) -> list[tuple[str | None, bool, str]]:
@@ -847,7 +874,7 @@ class DeviceTest(TestCase):
         self.assertEqual([f.remembered for f in second], [True] * len(first))
         for f in first:
             self.assertIn("test_pygraph_report.py", f.source)
-        self.assertIn("cpu ops", second.text())
+        self.assertIn("(CPU_OP)", second.text())
 
 
 if __name__ == "__main__":

@@ -701,11 +701,11 @@ class SelectionTest(SelectTestCase):
         )
         entry.timings_us.update({k: round(us) for k, us in entry.timings_us.items()})
         (reason,) = entry.reasons
-        rounded = {name: round(us) for name, us in reason.details}
+        rounded = {name: round(us) for name, us in reason.details.items()}
         entry.reasons = [Reason.of(reason.code, **rounded)]
         self.assertExpectedInline(
             str(entry),
-            """FunctionReport(name='f', mode='inference', choice='node_update', reasons=[Reason(code=<Code.FASTER: 'FASTER'>, details=(('graph_us', 15), ('uncaptured_us', 105)))], timings_us={'no_graph': 100, 'node_update': 10}, external_inputs=0, stock_copied_bytes=0, copied_bytes=0, kernel_nodes=0, updated_nodes=0)""",  # noqa: B950
+            """FunctionReport(name='f', mode='inference', choice='node_update', reasons=[Reason(code=<Code.FASTER: 'measured faster: {graph_us:.1f} us from call to call, {uncaptured_us:.1f} us without the graph'>, details={'graph_us': 15, 'uncaptured_us': 105})], timings_us={'no_graph': 100, 'node_update': 10}, external_inputs=0, stock_copied_bytes=0, copied_bytes=0, kernel_nodes=0, updated_nodes=0)""",  # noqa: B950
         )
         self.assertEqual(dict(counters["pygraph"]), {"node_update": 1})
 

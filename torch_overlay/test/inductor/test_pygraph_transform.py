@@ -1160,15 +1160,15 @@ class GeneratedCodeTest(TestCase):
         first = fn.__code__.co_firstlineno
         with self.assertLogs("torch._inductor.pygraph.report", logging.INFO) as logs:
             compile_for_h200(Program(fn, lambda: (cuda(8, 8), cpu())))
-        (message,) = logs.output
-        FileCheck().check("graphs: 2, not captured:").check(
-            f"{__file__}:{first + 1} in fn: prims.device_put.default: copies a result of "
-            "the GPU to the CPU. The host waits"
-        ).check(f"{__file__}:{first + 2} in fn: ").check(
-            "cpu ops. It runs on the CPU"
-        ).run(message)
+        message = "\n".join(logs.output)
+        FileCheck().check(
+            f"{__file__}:{first + 1} inference 0/0: prims.device_put.default is not captured "
+            "(COPIES_TO_CPU) copies a result of the GPU to the CPU. The host waits"
+        ).check(f"{__file__}:{first + 2} inference 0/0: ").check("(CPU_OP) runs on the CPU. It runs in each call").run(
+            message
+        )
         # That a CPU value is brought to the GPU is no line's doing.
-        self.assertNotIn("brings", message)
+        self.assertNotIn("BRINGS_CPU_VALUES", message)
 
     def test_report_names_the_values(self):
         big = placement.MAX_STAGED_BYTES // 4 + 1
@@ -1209,7 +1209,7 @@ class GeneratedCodeTest(TestCase):
             f"delivered: float32[] x 2, inductor/{place}"
         ).run(loaded.text())
         self.assertIn(f"delivered: float32[] x 2, inductor/{place}", loaded.html())
-        self.assertNotIn("brings CPU values", loaded.text())
+        self.assertNotIn("BRINGS_CPU_VALUES", loaded.text())
 
     def test_log_names_why_a_graph_is_skipped(self):
         program = Program(lambda x, s: x * s, lambda: (cuda(8), cpu()))
@@ -1218,7 +1218,7 @@ class GeneratedCodeTest(TestCase):
             self.assertLogs("torch._inductor.pygraph.report", logging.INFO) as logs,
         ):
             compile_for_h200(program)
-        FileCheck().check("is not captured").check("cpu device").run(logs.output[0])
+        FileCheck().check("is not captured (CPU_DEVICE)").run(logs.output[0])
 
     def test_two_devices(self):
         "Not captured, and what is generated is right: each part enters its own device."

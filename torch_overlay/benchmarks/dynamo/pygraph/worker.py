@@ -641,7 +641,8 @@ def reported() -> list[Any]:
 def report(earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """What PyGraph did with the functions that were reported ``earlier``, and with those since the last reset."""
     return [
-        {name: value for name, value in dataclasses.asdict(entry).items() if name not in OF_ONE_MACHINE}
+        {name: value for name, value in vars(entry).items() if name not in OF_ONE_MACHINE}
+        | {"reasons": [reason.as_json() for reason in entry.reasons]}
         for entry in [*earlier, *reported()]
     ]
 
@@ -651,13 +652,12 @@ def blockers() -> list[str]:
     pygraph = _pygraph()
     graphs = pygraph.report().graphs if pygraph else ()
     found = [
-        f"{blocker.op}: {blocker.reason}"
+        f"{blocker.op}: {blocker.reason.code.name}"
         for graph in graphs
-        for partition in graph.partitions
-        for blocker in partition.blockers
+        for part in (graph, *graph.partitions)
+        for blocker in part.blockers
     ]
-    skipped = [graph.skip_reason for graph in graphs if graph.skip_reason]
-    return sorted({*found, *skipped})
+    return sorted({*found})
 
 
 def reads_cpu_values() -> bool:

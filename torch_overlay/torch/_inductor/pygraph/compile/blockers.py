@@ -8,12 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
-from torch._inductor.pygraph.types.report import (
-    Blocker,
-    BRINGS_CPU_VALUES,
-    CPU_VALUES,
-    PartitionReport,
-)
+from torch._inductor.pygraph.compile.upstream import reason_of
+from torch._inductor.pygraph.types.reason import Code
+from torch._inductor.pygraph.types.report import Blocker, CPU_VALUES, PartitionReport
 from torch._inductor.pygraph.types.source import innermost, span
 from torch._inductor.scheduler import NopKernelSchedulerNode
 from torch.utils._ordered_set import OrderedSet
@@ -36,12 +33,12 @@ def describe_partition(
     """
     kernels = [node for node in nodes if not isinstance(node, NopKernelSchedulerNode)]
     blockers = OrderedSet(
-        Blocker(_op(node), reason, innermost(next(iter(_traces(node)), "")))
+        Blocker(_op(node), reason_of(reason), innermost(next(iter(_traces(node)), "")))
         for node in kernels
         if (reason := why_not(node)) is not None
     )
     return PartitionReport(
-        kernels=sum(why_not(node) != BRINGS_CPU_VALUES for node in kernels),
+        kernels=sum(why_not(node) != Code.BRINGS_CPU_VALUES for node in kernels),
         source=span(trace for node in kernels for trace in _traces(node)),
         blockers=tuple(sorted(blockers, key=lambda b: (b.source, b.op))),
         cpu_values=tuple(

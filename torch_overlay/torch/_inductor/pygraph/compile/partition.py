@@ -9,7 +9,7 @@ from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import dropout_of
 from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
 from torch._inductor.pygraph.compile.ops import MEMORY_EFFICIENT_ATTENTION
-from torch._inductor.pygraph.types.report import BRINGS_CPU_VALUES, COPIES_TO_CPU
+from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.scheduler import operations_of_subgraphs
 from torch._inductor.utils import is_cudagraph_unsafe_op
 from torch._inductor.virtualized import V
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
-def partition_reason(node: BaseSchedulerNode) -> str | None:
+def partition_reason(node: BaseSchedulerNode) -> Code | None:
     """
     Return why a node cannot be captured that the scheduler itself would capture, else None.
 
@@ -33,27 +33,27 @@ def partition_reason(node: BaseSchedulerNode) -> str | None:
     """
     ir_node = node.node
     if isinstance(ir_node, (Pack, HostCopy)):
-        return BRINGS_CPU_VALUES
+        return Code.BRINGS_CPU_VALUES
     if not node.is_gpu():
         # The scheduler gives the reason for other CPU nodes.
-        return COPIES_TO_CPU if isinstance(ir_node, ir.DeviceCopy) else None
+        return Code.COPIES_TO_CPU if isinstance(ir_node, ir.DeviceCopy) else None
     if (reason := subgraph_reason(ir_node)) is not None:
         return reason
     if hands_over_seed(ir_node):
-        return "gives or takes a seed that lies on the CPU where it is not captured"
+        return Code.CPU_SEED
     for dep in node.read_writes.reads:
         if isinstance(dep, WeakDep):
             continue
         buffer = V.graph.try_get_buffer(dep.name)
         if isinstance(buffer, ir.IRNode) and is_cpu_tensor(buffer):
-            return f"reads the CPU tensor {dep.name}"
+            return Code.READS_CPU_TENSOR
     if isinstance(ir_node, ir.FallbackKernel) and any(
         isinstance(output, ir.IRNode) and is_cpu_tensor(output)
         for output in pytree.tree_leaves(ir_node.outputs)
     ):
-        return "gives a CPU tensor"
+        return Code.GIVES_CPU_TENSOR
     if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
-        return "takes a float from the host"
+        return Code.HOST_FLOAT
     return None
 
 
@@ -85,7 +85,7 @@ def hands_over_seed(ir_node: object) -> bool:
     )
 
 
-def subgraph_reason(ir_node: object) -> str | None:
+def subgraph_reason(ir_node: object) -> Code | None:
     """
     Return why the graphs that a node runs cannot be captured, else None.
 
@@ -93,16 +93,16 @@ def subgraph_reason(ir_node: object) -> str | None:
     """
     for operation in operations_of_subgraphs(ir_node):
         if isinstance(operation, (Pack, HostCopy)):
-            return BRINGS_CPU_VALUES
+            return Code.BRINGS_CPU_VALUES
         device = operation.get_device()
         if isinstance(operation, ir.DeviceCopy) or (
             device is not None and device.type == "cpu"
         ):
-            return "runs a graph that works on the CPU"
+            return Code.SUBGRAPH_ON_CPU
         if (
             isinstance(operation, (ir.Conditional, ir.WhileLoop))
             or is_cudagraph_unsafe_op(operation)
             or hands_over_seed(operation)
         ):
-            return "runs a graph with what can not be captured"
+            return Code.SUBGRAPH_NOT_CAPTURABLE
     return None

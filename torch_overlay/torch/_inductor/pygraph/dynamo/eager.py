@@ -13,6 +13,7 @@ from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._inductor.pygraph.dynamo import obstacles
+from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 
 
 if TYPE_CHECKING:
@@ -71,12 +72,8 @@ def skip_if_different(
     """
     code = root.f_code
     if is_eager(code):
-        if (reason := next(obstacles.of_frame(root, traced), None)) is not None:
-            log.info(
-                "%s:%d %s: runs eagerly: %s",
-                code.co_filename,
-                code.co_firstlineno,
-                code.co_name,
-                reason,
-            )
-            raise SkipFrame(f"compiled code may differ: {reason}")
+        if (obstacle := next(obstacles.of_frame(root, traced), None)) is not None:
+            reason = Reason.of(Code.EAGER, obstacle=obstacle)
+            place = f"{code.co_filename}:{code.co_firstlineno}"
+            log.info("%s", log_line(place, code.co_name, "runs eagerly", reason))
+            raise SkipFrame(reason.text)

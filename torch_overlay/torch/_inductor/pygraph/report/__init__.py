@@ -14,15 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import CompileContext
-from torch._inductor.pygraph.report import advice, html, text
+from torch._inductor.pygraph.compile.upstream import blocker_of_graph
+from torch._inductor.pygraph.report import html, text
 from torch._inductor.pygraph.report.data import ReportData
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.report import (
-    BRINGS_CPU_VALUES,
-    GraphReport,
-)
-from torch._inductor.pygraph.types.source import innermost
-from torch.utils._ordered_set import OrderedSet
+from torch._inductor.pygraph.types.reason import Code, log_line, Reason
+from torch._inductor.pygraph.types.report import Blocker, GraphReport
 
 
 if TYPE_CHECKING:
@@ -60,16 +57,16 @@ def new_graph(compiled: CompiledFxGraph) -> None:
     """Called when a graph was compiled, or came from a cache."""
     if "cuda" not in compiled.device_types:
         return
-    skip_reason, _, trace = _skip_reason(compiled).partition("Found from")
     info = compiled.graph_info
     partitions = list(info.reports or ()) if info is not None else []
+    blockers = _blockers(compiled)
     device_index = min(compiled.device_idxs, default=0)
     entry = GraphReport(
         compile_id=str(CompileContext.current_compile_id() or ""),
         mode=_mode(compiled),
         device=torch.cuda.get_device_properties(device_index).name,
-        skip_reason=skip_reason.removeprefix("skipping cudagraphs due to ").strip(". "),
-        source=innermost(trace) or next((p.source for p in partitions if p.source), ""),
+        source=next((p.source for p in (*blockers, *partitions) if p.source), ""),
+        blockers=blockers,
         partitions=partitions,
     )
     journal.add(entry)
@@ -77,24 +74,11 @@ def new_graph(compiled: CompiledFxGraph) -> None:
 
 
 def log_uncaptured(entry: GraphReport) -> None:
-    """Logs what of a graph is not captured, and the lines of the program that it is."""
-    name = f"{entry.compile_id or 'graph'} ({entry.mode})"
-    if entry.skip_reason:
-        why = f"{entry.skip_reason}. {advice.advice(entry.skip_reason)}"
-        log.info("%s is not captured: %s: %s", name, entry.source, why)
-        return
-    blockers = OrderedSet(
-        blocker
-        for partition in entry.partitions
-        for blocker in partition.blockers
-        if blocker.reason != BRINGS_CPU_VALUES
-    )
-    if blockers:
-        captured = sum(not partition.blockers for partition in entry.partitions)
-        lines = (
-            f"\n  {b.source}: {b.op}: {b.reason}. {advice.advice(b.reason)}" for b in blockers
-        )
-        log.info("%s, graphs: %d, not captured:%s", name, captured, "".join(lines))
+    """Log a line for the graph, or for each operator of it, that is not captured and could be."""
+    graph = f"{entry.mode} {entry.compile_id}".strip()
+    for b in entry.blockers or [b for p in entry.partitions for b in p.avoidable]:
+        what = f"{b.op} is not captured" if b.op else "not captured"
+        log.info("%s", log_line(b.source or entry.source, graph, what, b.reason))
 
 
 def _mode(compiled: CompiledFxGraph) -> str:
@@ -103,10 +87,11 @@ def _mode(compiled: CompiledFxGraph) -> str:
     return "inference" if compiled.fx_kwargs["is_inference"] else "forward"
 
 
-def _skip_reason(compiled: CompiledFxGraph) -> str:
+def _blockers(compiled: CompiledFxGraph) -> list[Blocker]:
+    """Return why nothing of a graph is captured."""
     if compiled.disabled_cudagraphs_reason:
-        return compiled.disabled_cudagraphs_reason
+        return [blocker_of_graph(compiled.disabled_cudagraphs_reason)]
     if compiled.cudagraph_info is None:
         # cpp_wrapper, or a backward whose forward was skipped
-        return "CUDA graphs were off when it was compiled"
-    return ", ".join(compiled.cudagraph_info.cudagraph_fail_reasons)
+        return [Blocker("", Reason.of(Code.GRAPHS_OFF), "")]
+    return [*map(blocker_of_graph, compiled.cudagraph_info.cudagraph_fail_reasons)]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import overload, TYPE_CHECKING
 
-from torch._inductor.pygraph.types.report import FunctionReport, GraphReport
+from torch._inductor.pygraph.types.report import as_json, FunctionReport, GraphReport
 
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class ReportData(Sequence[FunctionReport]):
     def json(self) -> str:
         content = {
             "title": self.title,
-            "functions": [f.as_json() for f in self.functions],
-            "graphs": [g.as_json() for g in self.graphs],
+            "functions": self.functions,
+            "graphs": self.graphs,
         }
-        return json.dumps(content, indent=1)
+        return json.dumps(content, indent=1, default=as_json)

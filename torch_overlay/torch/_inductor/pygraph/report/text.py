@@ -7,7 +7,6 @@ import textwrap
 from collections import Counter
 from typing import NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.report.advice import advice
 from torch._inductor.pygraph.types.candidate import (
     COPY,
     NO_GRAPH,
@@ -16,19 +15,13 @@ from torch._inductor.pygraph.types.candidate import (
     TABLE,
     UNDECIDED,
 )
-from torch._inductor.pygraph.types.report import (
-    BRINGS_CPU_VALUES,
-)
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from torch._inductor.pygraph.report.data import ReportData
-    from torch._inductor.pygraph.types.report import (
-        FunctionReport,
-        GraphReport,
-    )
+    from torch._inductor.pygraph.types.report import Blocker, FunctionReport, GraphReport
 
 
 LABELS = {
@@ -134,30 +127,21 @@ class Skipped(NamedTuple):
 def skipped(report: ReportData) -> Iterator[Skipped]:
     for g in report.graphs:
         which = _which_graph(g)
-        if g.skip_reason:
-            change = advice(g.skip_reason)
-            yield Skipped(
-                place(g),
-                f"{which}, all of it",
-                [g.skip_reason],
-                [change] if change else [],
-            )
+        if g.blockers:
+            yield _skip(place(g), f"{which}, all of it", g.blockers)
             continue
         for p in g.partitions:
-            blockers = [b for b in p.blockers if b.reason != BRINGS_CPU_VALUES]
-            if not blockers:
-                continue
-            reasons = [
-                f"{b.reason}: {b.op} at {shorten(b.source) or 'an unknown place'}"
-                for b in blockers
-            ]
-            changes = dict.fromkeys(advice(b.reason) for b in blockers)
-            yield Skipped(
-                shorten(p.source) or place(g),
-                f"{which}, {plural(p.kernels, 'kernel')}",
-                reasons,
-                [change for change in changes if change],
-            )
+            if p.avoidable:
+                yield _skip(shorten(p.source) or place(g), f"{which}, {plural(p.kernels, 'kernel')}", p.avoidable)
+
+
+def _skip(where: str, which: str, blockers: list[Blocker]) -> Skipped:
+    reasons = []
+    for b in blockers:
+        at = f" at {shorten(b.source) or 'an unknown place'}" if b.op else ""
+        reasons.append(f"{b.op} {b.reason.text}{at} ({b.reason.code.name})".strip())
+    changes = dict.fromkeys(b.reason.advice for b in blockers)
+    return Skipped(where, which, reasons, [change for change in changes if change])
 
 
 class Placed(NamedTuple):
@@ -186,7 +170,7 @@ def kernels(report: ReportData) -> tuple[int, int]:
     for g in report.graphs:
         for p in g.partitions:
             every += p.kernels
-            if not g.skip_reason and not p.blockers:
+            if not g.blockers and not p.blockers:
                 captured += p.kernels
     return captured, every
 

@@ -8,7 +8,8 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.report import Report
 from torch._inductor.pygraph.types.journal import ARTIFACT
-from torch._inductor.pygraph.types.report import FunctionReport, GraphReport
+from torch._inductor.pygraph.types.reason import Reason
+from torch._inductor.pygraph.types.report import Blocker, CpuValue, FunctionReport, GraphReport, PartitionReport
 
 
 if TYPE_CHECKING:
@@ -44,8 +45,8 @@ def _of_json(path: Path) -> Report:
     try:
         content = json.loads(path.read_text())
         return Report(
-            [FunctionReport.from_json(f) for f in content["functions"]],
-            [GraphReport.from_json(g) for g in content["graphs"]],
+            [_function(f) for f in content["functions"]],
+            [_graph(g) for g in content["graphs"]],
             content["title"],
         )
     except (ValueError, LookupError, TypeError) as e:
@@ -59,15 +60,33 @@ def _of_log(path: Path) -> Report | None:
     for record, payload in _artifacts(path):
         try:
             if "function" in payload:
-                function = FunctionReport.from_json(payload["function"])
+                function = _function(payload["function"])
                 functions[function.number] = function
             else:
-                graphs.append(GraphReport.from_json(payload["graph"]))
+                graphs.append(_graph(payload["graph"]))
         except (LookupError, TypeError, ValueError) as e:
             raise ValueError(f"{path} has a {ARTIFACT} of another version: {e!r}") from e
         if "rank" in record:
             title = f"rank {record['rank']}"
     return Report(functions.values(), graphs, title) if functions or graphs else None
+
+
+def _function(content: dict[str, Any]) -> FunctionReport:
+    return FunctionReport(**{**content, "reasons": [*map(Reason.from_json, content["reasons"])]})
+
+
+def _graph(content: dict[str, Any]) -> GraphReport:
+    partitions = [
+        PartitionReport(
+            p["kernels"], p["source"], tuple(_blockers(p)), tuple(CpuValue(**v) for v in p["cpu_values"])
+        )
+        for p in content["partitions"]
+    ]
+    return GraphReport(**{**content, "blockers": _blockers(content), "partitions": partitions})
+
+
+def _blockers(content: dict[str, Any]) -> list[Blocker]:
+    return [Blocker(b["op"], Reason.from_json(b["reason"]), b["source"]) for b in content["blockers"]]
 
 
 def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:

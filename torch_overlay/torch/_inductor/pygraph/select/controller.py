@@ -196,11 +196,8 @@ class Controller:
             # Earlier recordings are dropped, and this one with them.
             state.moving_idxs |= moving
             state.outdated.value = True
-            log.info(
-                "%s: %d static inputs are replaced by the program, bound from now on",
-                self.report.place,
-                len(moving),
-            )
+            reason = Reason.of(Code.STATIC_INPUTS_REPLACED, count=len(moving))
+            log.info("%s", self.report.line("bound from now on", reason))
         refusal = None
         if not self.binds_inputs and any(
             i in state.moving_idxs and i in declared_static

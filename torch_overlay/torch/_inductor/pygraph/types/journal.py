@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from torch._guards import CompileId
-from torch._inductor.pygraph.types.report import FunctionReport, GraphReport
+from torch._inductor.pygraph.types.report import as_json, FunctionReport, GraphReport
 from torch._logging import trace_structured
 from torch.utils._ordered_set import OrderedSet
 
@@ -47,7 +47,7 @@ def publish(entry: FunctionReport | GraphReport) -> None:
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},
-        payload_fn=lambda: json.dumps({kind: entry.as_json()}),
+        payload_fn=lambda: json.dumps({kind: entry}, default=as_json),
         expect_trace_id=False,
         compile_id=CompileId.from_string(entry.compile_id or None),
     )

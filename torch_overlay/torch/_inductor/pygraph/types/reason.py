@@ -1,253 +1,237 @@
 """
-Why a function was or was not captured, bound or chosen.
+Why something was or was not captured, bound or chosen.
 
-A reason is a code with details. The report, the advice and the store key on the code;
-``_MEANINGS`` is the only place that has text for people.
+A reason is a code with details. The report, the advice and the store key on the name of the code;
+``Code`` is the only place that has text for people.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, NamedTuple
-
-
-class Code(str, enum.Enum):
-    """What a reason is. The value is what logs show and what the store keeps."""
-
-    # The choice between candidates
-    FORCED = "FORCED"
-    COLLECTIVES_NOT_TIMED = "COLLECTIVES_NOT_TIMED"
-    DEVICE_BOUND = "DEVICE_BOUND"
-    FASTER = "FASTER"
-    SLOWER = "SLOWER"
-    FASTER_BY_ITSELF = "FASTER_BY_ITSELF"
-    SLOWER_BY_ITSELF = "SLOWER_BY_ITSELF"
-    SLOWER_ON_HOST = "SLOWER_ON_HOST"
-    WITHIN_NOISE = "WITHIN_NOISE"
-    NOT_FASTER = "NOT_FASTER"
-    JOINS_NEIGHBOURS = "JOINS_NEIGHBOURS"
-    COPIES_MORE = "COPIES_MORE"
-    NOT_CAPTURABLE = "NOT_CAPTURABLE"
-    UNKNOWN_THREAD = "UNKNOWN_THREAD"
-    REPLAY_FAILED = "REPLAY_FAILED"
-    NO_PRELUDE = "NO_PRELUDE"
-
-    # Capture
-    OUT_OF_MEMORY = "OUT_OF_MEMORY"
-    NO_MEMORY_BEFORE_CAPTURE = "NO_MEMORY_BEFORE_CAPTURE"
-    CAPTURE_FAILED = "CAPTURE_FAILED"
-    INSTANTIATE_FAILED = "INSTANTIATE_FAILED"
-    LAUNCH_FAILED = "LAUNCH_FAILED"
-    CPU_INPUT = "CPU_INPUT"
-    MOVING_MUTATED_INPUT = "MOVING_MUTATED_INPUT"
-    MUTATED_POOL_INPUT = "MUTATED_POOL_INPUT"
-    MUTATED_GRAPH_OUTPUT = "MUTATED_GRAPH_OUTPUT"
-    LAZY_OUTPUT = "LAZY_OUTPUT"
-    HOST_RANDOM = "HOST_RANDOM"
-    ERROR = "ERROR"
-
-    # Binding
-    HIDDEN_ALIGNMENT = "HIDDEN_ALIGNMENT"
-    HOST_COPY_GONE = "HOST_COPY_GONE"
-    HOST_COPY_OF_ADDRESS = "HOST_COPY_OF_ADDRESS"
-    UNKNOWN_NODE = "UNKNOWN_NODE"
-    PRELUDE_NOT_ADDED = "PRELUDE_NOT_ADDED"
-    CPU_VALUE_NOT_FOUND = "CPU_VALUE_NOT_FOUND"
-    DRIVER = "DRIVER"
-
-    # Collectives
-    COLLECTIVE_NOT_OMITTABLE = "COLLECTIVE_NOT_OMITTABLE"
-    COLLECTIVE_OF_INPUT = "COLLECTIVE_OF_INPUT"
-    COLLECTIVE_AFTER_GRAPH = "COLLECTIVE_AFTER_GRAPH"
-    RANKS_DISAGREE_ON_CAPTURE = "RANKS_DISAGREE_ON_CAPTURE"
-    RANKS_DISAGREE_ON_DEPLOY = "RANKS_DISAGREE_ON_DEPLOY"
-
-    # Proof
-    DIFFERS = "DIFFERS"
-    ONLY_CLOSE = "ONLY_CLOSE"
-    NOT_COMPARABLE = "NOT_COMPARABLE"
-    KERNELS_NOT_CAPTURED = "KERNELS_NOT_CAPTURED"
-    HOST_CODE_VARIES = "HOST_CODE_VARIES"
-    NO_MEMORY_FOR_PROOF = "NO_MEMORY_FOR_PROOF"
-    WROTE_PLACEHOLDER = "WROTE_PLACEHOLDER"
-    NODE_REFUSED_ON_DEVICE = "NODE_REFUSED_ON_DEVICE"
-
-
-class Meaning(NamedTuple):
-    """
-    Args:
-        text: a clause about "it", the function; details are filled in by name
-        advice: what the user can change, or nothing
-    """
-
-    text: str
-    advice: str = ""
+from typing import Any
 
 
 _MUTATED = "Return the new value instead of writing into the input."
 
 _HIDDEN_ADDRESS = (
-    "A kernel keeps the input's address where it cannot be set, so that the input is "
-    "copied. If its address never changes, mark it with "
-    "torch._dynamo.mark_static_address."
+    "A kernel keeps the input's address where it cannot be set, so that the input is copied. If its address never "
+    "changes, mark it with torch._dynamo.mark_static_address."
 )
 
 _NOT_CAPTURABLE = (
-    "An operator waits for the device or allocates outside of PyTorch. If it is a "
-    "custom operator, tag it torch.Tag.cudagraph_unsafe: the rest is captured then."
+    "An operator waits for the device or allocates outside of PyTorch. If it is a custom operator, tag it "
+    "torch.Tag.cudagraph_unsafe: the rest is captured then."
 )
 
 _OUT_OF_MEMORY = (
-    "Capturing needs the memory that the uncaptured function takes, on top of what the "
-    "program has then. Free some, or make the batch smaller."
+    "Capturing needs the memory that the uncaptured function takes, on top of what the program has then. Free some, "
+    "or make the batch smaller."
 )
 
-_MEANINGS = {
-    Code.FORCED: Meaning("config.pygraph_force is set"),
-    Code.COLLECTIVES_NOT_TIMED: Meaning(
-        "it has collectives, which ranks would not time alike"
-    ),
-    Code.DEVICE_BOUND: Meaning(
-        "launching takes {host_us:.0f} us of the device's {device_us:.0f} us"
-    ),
-    Code.FASTER: Meaning(
-        "measured faster: {graph_us:.1f} us from call to call, "
-        "{uncaptured_us:.1f} us without the graph"
-    ),
-    Code.SLOWER: Meaning(
-        "measured slower: {graph_us:.1f} us from call to call, "
-        "{uncaptured_us:.1f} us without the graph"
-    ),
-    Code.FASTER_BY_ITSELF: Meaning("measured faster, by itself"),
-    Code.SLOWER_BY_ITSELF: Meaning("measured slower, by itself"),
-    Code.SLOWER_ON_HOST: Meaning(
-        "measured faster on the device and slower on the host"
-    ),
-    Code.WITHIN_NOISE: Meaning(
-        "not measured faster: {gain_us:.1f} us are within {noise_us:.1f} us of noise"
-    ),
-    Code.NOT_FASTER: Meaning("not measured faster"),
-    Code.JOINS_NEIGHBOURS: Meaning("it shares the memory of neighbouring graphs"),
-    Code.COPIES_MORE: Meaning("it copies {nbytes} bytes, not {timed_nbytes} as timed"),
-    Code.NOT_CAPTURABLE: Meaning("it cannot be captured", _NOT_CAPTURABLE),
-    Code.UNKNOWN_THREAD: Meaning(
+_CPU_TENSOR = "Create or pass the tensor on the GPU, or leave it out of the compiled function."
+
+_MIXED_OP = (
+    "The operator takes or gives tensors on the CPU and on the GPU. Give it those on the GPU, or call it where "
+    "nothing on the GPU waits for it."
+)
+
+_NESTED = "Outside of torch.compiler.nested_compile_region, the rest of the graph is captured."
+
+
+class Code(str, enum.Enum):
+    """
+    The name is what logs show and what the store keeps. The value is a clause about "it", the function or the
+    operator, that the details of a reason fill by name; ``advice`` is what the user can change, or nothing.
+    """
+
+    advice: str
+
+    def __new__(cls, text: str, advice: str = "") -> Code:
+        code = str.__new__(cls, text)
+        code._value_ = text
+        code.advice = advice
+        return code
+
+    # The choice between candidates
+    FORCED = "config.pygraph_force is set"
+    COLLECTIVES_NOT_TIMED = "it has collectives, which ranks would not time alike"
+    DEVICE_BOUND = "launching takes {host_us:.0f} us of the device's {device_us:.0f} us"
+    FASTER = "measured faster: {graph_us:.1f} us from call to call, {uncaptured_us:.1f} us without the graph"
+    SLOWER = "measured slower: {graph_us:.1f} us from call to call, {uncaptured_us:.1f} us without the graph"
+    FASTER_BY_ITSELF = "measured faster, by itself"
+    SLOWER_BY_ITSELF = "measured slower, by itself"
+    SLOWER_ON_HOST = "measured faster on the device and slower on the host"
+    WITHIN_NOISE = "not measured faster: {gain_us:.1f} us are within {noise_us:.1f} us of noise"
+    NOT_FASTER = "not measured faster"
+    JOINS_NEIGHBOURS = "it shares the memory of neighbouring graphs"
+    COPIES_MORE = "it copies {nbytes} bytes, not {timed_nbytes} as timed"
+    NOT_CAPTURABLE = "it cannot be captured", _NOT_CAPTURABLE
+    UNKNOWN_THREAD = (
         "CUDA graph trees do not know this thread",
-        "Call it from the thread that imported torch, or compile it in the thread that "
-        "calls it.",
-    ),
-    Code.REPLAY_FAILED: Meaning("a replay failed: {error}"),
-    Code.NO_PRELUDE: Meaning("no {binding}: {error}"),
-    Code.OUT_OF_MEMORY: Meaning(
-        "out of memory: capture takes {needed_mib} MiB, {free_mib} MiB are free",
-        _OUT_OF_MEMORY,
-    ),
-    Code.NO_MEMORY_BEFORE_CAPTURE: Meaning(
-        "out of memory before it was captured", _OUT_OF_MEMORY
-    ),
-    Code.CAPTURE_FAILED: Meaning("capture failed: {error}", _NOT_CAPTURABLE),
-    Code.INSTANTIATE_FAILED: Meaning("the graph cannot be instantiated: {error}"),
-    Code.LAUNCH_FAILED: Meaning("the graph cannot be launched: {error}"),
-    Code.CPU_INPUT: Meaning(
-        "an input is on the CPU",
-        "Create or pass the tensor on the GPU, or leave it out of the compiled function.",
-    ),
-    Code.MOVING_MUTATED_INPUT: Meaning(
-        "a mutated input is another tensor in each call", _MUTATED
-    ),
-    Code.MUTATED_POOL_INPUT: Meaning(
-        "a mutated input lies in the graphs' memory pool", _MUTATED
-    ),
-    Code.MUTATED_GRAPH_OUTPUT: Meaning(
-        "an output of an earlier graph is mutated", _MUTATED
-    ),
-    Code.LAZY_OUTPUT: Meaning("it returns a conjugate that is not computed"),
-    Code.HOST_RANDOM: Meaning("it draws random numbers on the host"),
-    Code.ERROR: Meaning("{error}"),
-    Code.HIDDEN_ALIGNMENT: Meaning(
-        "a kernel reads a part of an input that may be less aligned"
-    ),
-    Code.HOST_COPY_GONE: Meaning("the source of a copy from the host is gone"),
-    Code.HOST_COPY_OF_ADDRESS: Meaning(
-        "an input's address is copied from the host", _HIDDEN_ADDRESS
-    ),
-    Code.UNKNOWN_NODE: Meaning("the graph holds a {kind} node"),
-    Code.PRELUDE_NOT_ADDED: Meaning("no prelude could be added: {error}"),
-    Code.CPU_VALUE_NOT_FOUND: Meaning("a CPU value is no parameter of the graph"),
-    Code.DRIVER: Meaning("{error}"),
-    Code.COLLECTIVE_NOT_OMITTABLE: Meaning("{op} cannot be left out of the proof"),
-    Code.COLLECTIVE_OF_INPUT: Meaning("a collective reads or writes an input"),
-    Code.COLLECTIVE_AFTER_GRAPH: Meaning("collectives follow an earlier graph's output"),
-    Code.RANKS_DISAGREE_ON_CAPTURE: Meaning("not all ranks capture its collectives"),
-    Code.RANKS_DISAGREE_ON_DEPLOY: Meaning(
-        "not all ranks deploy the graph of its collectives"
-    ),
-    Code.DIFFERS: Meaning(
-        "{result} differs from the uncaptured function's", _HIDDEN_ADDRESS
-    ),
-    Code.ONLY_CLOSE: Meaning(
-        "its results are only close to the uncaptured function's", _HIDDEN_ADDRESS
-    ),
-    Code.NOT_COMPARABLE: Meaning("the outputs cannot be compared: {error}"),
-    Code.KERNELS_NOT_CAPTURED: Meaning(
-        "an operator launches kernels that are not captured", _NOT_CAPTURABLE
-    ),
-    Code.HOST_CODE_VARIES: Meaning(
-        "the host passes other arguments to its kernels in each call"
-    ),
-    Code.NO_MEMORY_FOR_PROOF: Meaning(
-        "there is no memory to check whether its host code varies", _OUT_OF_MEMORY
-    ),
-    Code.WROTE_PLACEHOLDER: Meaning(
-        "the graph wrote to an address that it should not hold", _HIDDEN_ADDRESS
-    ),
-    Code.NODE_REFUSED_ON_DEVICE: Meaning(
-        "cudaGraphKernelNodeSetParam failed on the device with {status}"
-    ),
-}
+        "Call it from the thread that imported torch, or compile it in the thread that calls it.",
+    )
+    REPLAY_FAILED = "a replay failed: {error}"
+    NO_PRELUDE = "no {binding}: {error}"
+
+    # Capture
+    OUT_OF_MEMORY = "out of memory: capture takes {needed_mib} MiB, {free_mib} MiB are free", _OUT_OF_MEMORY
+    NO_MEMORY_BEFORE_CAPTURE = "out of memory before it was captured", _OUT_OF_MEMORY
+    CAPTURE_FAILED = "capture failed: {error}", _NOT_CAPTURABLE
+    INSTANTIATE_FAILED = "the graph cannot be instantiated: {error}"
+    LAUNCH_FAILED = "the graph cannot be launched: {error}"
+    CPU_INPUT = "an input is on the CPU", _CPU_TENSOR
+    MOVING_MUTATED_INPUT = "a mutated input is another tensor in each call", _MUTATED
+    MUTATED_POOL_INPUT = "a mutated input lies in the graphs' memory pool", _MUTATED
+    MUTATED_GRAPH_OUTPUT = "an output of an earlier graph is mutated", _MUTATED
+    LAZY_OUTPUT = "it returns a conjugate that is not computed"
+    HOST_RANDOM = "it draws random numbers on the host"
+    ERROR = "recording failed: {error}"
+
+    # Binding
+    HIDDEN_ALIGNMENT = "a kernel reads a part of an input that may be less aligned"
+    HOST_COPY_GONE = "the source of a copy from the host is gone"
+    HOST_COPY_OF_ADDRESS = "an input's address is copied from the host", _HIDDEN_ADDRESS
+    UNKNOWN_NODE = "the graph holds a {kind} node"
+    PRELUDE_NOT_ADDED = "no prelude could be added: {error}"
+    STATIC_INPUTS_REPLACED = "the program replaces {count} of its static inputs"
+    CPU_VALUE_NOT_FOUND = "a CPU value is no parameter of the graph"
+    DRIVER = "{error}"
+
+    # Collectives
+    COLLECTIVE_NOT_OMITTABLE = "{op} cannot be left out of the proof"
+    COLLECTIVE_OF_INPUT = "a collective reads or writes an input"
+    COLLECTIVE_AFTER_GRAPH = "collectives follow an earlier graph's output"
+    RANKS_DISAGREE_ON_CAPTURE = "not all ranks capture its collectives"
+    RANKS_DISAGREE_ON_DEPLOY = "not all ranks deploy the graph of its collectives"
+
+    # Proof
+    DIFFERS = "{result} differs from the uncaptured function's", _HIDDEN_ADDRESS
+    ONLY_CLOSE = "its results are only close to the uncaptured function's", _HIDDEN_ADDRESS
+    NOT_COMPARABLE = "the outputs cannot be compared: {error}"
+    KERNELS_NOT_CAPTURED = "an operator launches kernels that are not captured", _NOT_CAPTURABLE
+    HOST_CODE_VARIES = "the host passes other arguments to its kernels in each call"
+    NO_MEMORY_FOR_PROOF = "there is no memory to check whether its host code varies", _OUT_OF_MEMORY
+    WROTE_PLACEHOLDER = "the graph wrote to an address that it should not hold", _HIDDEN_ADDRESS
+    NODE_REFUSED_ON_DEVICE = "cudaGraphKernelNodeSetParam failed on the device with {status}"
+
+    # Operators that split a graph
+    BRINGS_CPU_VALUES = "brings CPU values to the GPU"
+    CPU_OP = (
+        "runs on the CPU",
+        "It runs in each call: ahead of the graph, or between two graphs if it needs a result of the GPU. Compute it "
+        "on the GPU, or outside of the compiled function.",
+    )
+    COPIES_TO_CPU = (
+        "copies a result of the GPU to the CPU",
+        "The host waits there for the GPU. Copy results to the CPU after the compiled function, and compute on the "
+        "GPU what GPU code needs again.",
+    )
+    DEVICE_COPY = (
+        "copies between devices",
+        "Create the tensor where it is used, and copy results to the CPU after the compiled function.",
+    )
+    READS_CPU_TENSOR = "reads a CPU tensor", _MIXED_OP
+    GIVES_CPU_TENSOR = "gives a CPU tensor", _MIXED_OP
+    CPU_SEED = "gives or takes a seed that lies on the CPU where it is not captured"
+    HOST_FLOAT = "takes a float from the host", "Use the tensor instead of its .item()."
+    SUBGRAPH_ON_CPU = "runs a graph that works on the CPU", _NESTED
+    SUBGRAPH_NOT_CAPTURABLE = "runs a graph with an operator that cannot be captured", _NESTED
+    CONTROL_FLOW = (
+        "chooses on the host what runs next",
+        "Where both branches are cheap, compute both and select with torch.where.",
+    )
+    DATA_DEPENDENT = (
+        "makes a size or a number that depends on data",
+        "Use a form with a fixed size (torch.where, nonzero_static, padding), or keep the number on the GPU instead "
+        "of .item().",
+    )
+    UNSAFE_OP = (
+        "is known not to be capturable, or tagged torch.Tag.cudagraph_unsafe",
+        "Remove the tag if the operator neither waits for the device nor reads results on the host.",
+    )
+    CUSTOM_PARTITION_OP = "is named in torch._inductor.config.custom_should_partition_ops"
+    DYNAMIC_SHAPES = (
+        "has a varying size, and torch._inductor.config.triton.cudagraph_skip_dynamic_graphs is set",
+        "Unset it to capture one graph for each size, and pad inputs to few sizes.",
+    )
+
+    # What keeps a whole graph uncaptured
+    GRAPHS_OFF = (
+        "CUDA graphs were off when it was compiled",
+        "Its forward was not captured, or cpp_wrapper is set: see there.",
+    )
+    CPU_DEVICE = "a tensor is on the CPU, and config.graph_partition is off", _CPU_TENSOR
+    BOOLEAN_INDEX = (
+        "writes by a boolean index",
+        "Write x = torch.where(mask, value, x) instead of x[mask] = value.",
+    )
+    MULTIPLE_DEVICES = (
+        "it works on several devices: {devices}",
+        "A graph is captured on one GPU. Compile the parts for each GPU by themselves.",
+    )
+    MUTATED_INPUTS = "inputs are mutated", _MUTATED
+    OVERLAPPING_INPUT = (
+        "elements of an input share memory",
+        "An input was made by expand or as_strided. Pass a contiguous copy.",
+    )
+    NON_TENSOR_INPUT = "an input is neither a tensor nor a number", "Pass tensors and numbers only."
+    SPARSE = (
+        "gives a sparse tensor",
+        "Set torch._inductor.config.graph_partition, so that only the sparse operators stay out.",
+    )
+    UPSTREAM = "{said}"
+
+    # Frames that run without a graph
+    EAGER = "compiled code may differ from eager code: {obstacle}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
     """
-    A code and what is to be said about this case of it.
-
     Args:
-        details: (name, value) of what the text of the code is filled with
+        details: what the text of the code is filled with, by name
     """
 
     code: Code
-    details: tuple[tuple[str, Any], ...] = ()
+    details: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, code: Code, **details: Any) -> Reason:
-        return cls(code, tuple(details.items()))
+        return cls(code, details)
 
     @property
     def text(self) -> str:
-        return _MEANINGS[self.code].text.format(**dict(self.details))
+        return self.code.value.format(**self.details)
 
     @property
     def advice(self) -> str:
-        """What the user can change, in one or two sentences, or an empty string."""
-        return _MEANINGS[self.code].advice
+        return self.code.advice
 
     def __str__(self) -> str:
         return self.text
 
     def as_json(self) -> dict[str, Any]:
-        return {"code": self.code.value, "details": dict(self.details)}
+        return {"code": self.code.name, "details": self.details}
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Reason:
         """
         Raises:
-            ValueError, KeyError, TypeError: it was written by another version.
+            ValueError, LookupError, TypeError: it was written by another version.
         """
-        reason = cls.of(Code(content["code"]), **content["details"])
+        reason = cls(Code[content["code"]], {**content["details"]})
         # A detail that is missing would fail where the text is needed.
         reason.text
         return reason
+
+
+def log_line(place: str, function: str, outcome: str, *reasons: Reason) -> str:
+    """Return a line for the log: source line, function, outcome, codes, texts and what to do."""
+    where = place.partition(" in ")[0]
+    said = "; ".join(f"({reason.code.name}) {reason.text}" for reason in reasons)
+    advice = next((f". {reason.advice}" for reason in reasons if reason.advice), "")
+    return f"{' '.join(filter(None, (where, function)))}: {outcome} {said}{advice}"
 
 
 def first_line(error: object) -> str:

@@ -1,8 +1,7 @@
 """
-What a report holds: the graphs that were compiled and the functions that could be
-captured.
+What a report holds: the graphs that were compiled and the functions that could be captured.
 
-Reports of other processes are read from JSON, so that all of it is plain data.
+All of it is plain data, because reports of other processes are read from JSON.
 """
 
 from __future__ import annotations
@@ -12,16 +11,9 @@ import itertools
 from typing import Any
 
 from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, UNDECIDED
-from torch._inductor.pygraph.types.reason import Reason
+from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch.utils._ordered_set import OrderedSet
 
-
-# The reason of a blocker that the user need not change: kernels that bring CPU values to the
-# GPU run in front of the graph.
-BRINGS_CPU_VALUES = "brings CPU values to the GPU"
-
-# The reason of a blocker that copies in the other direction.
-COPIES_TO_CPU = "copies a result of the GPU to the CPU"
 
 # The key in a node's meta of the CpuValues that the node brings to the GPU.
 CPU_VALUES = "pygraph_cpu_values"
@@ -84,32 +76,9 @@ class FunctionReport:
         times = self.timings_us
         return times.get(NO_GRAPH, 0) - times.get(self.choice, times.get(NO_GRAPH, 0))
 
-    @property
-    def place(self) -> str:
-        """Where the function is: lines of the program, mode, graph and partition."""
-        where = self.source.partition(" in ")[0] or self.name
-        return " ".join(filter(None, (where, self.mode, self.compile_id)))
-
     def line(self, outcome: str, *reasons: Reason) -> str:
-        """Return a line for the log: place, outcome, code, text and what to do."""
-        said = "; ".join(f"({reason.code.value}) {reason.text}" for reason in reasons)
-        advice = next((f". {r.advice}" for r in reasons if r.advice), "")
-        return f"{self.place}: {outcome} {said}{advice}"
-
-    def as_json(self) -> dict[str, Any]:
-        return {
-            **dataclasses.asdict(self),
-            "reasons": [reason.as_json() for reason in self.reasons],
-        }
-
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> FunctionReport:
-        """
-        Raises:
-            LookupError, TypeError, ValueError: another version wrote it.
-        """
-        reasons = [Reason.from_json(reason) for reason in content["reasons"]]
-        return cls(**{**content, "reasons": reasons})
+        function = " ".join(filter(None, (self.mode, self.compile_id)))
+        return log_line(self.source or self.name, function, outcome, *reasons)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +86,7 @@ class Blocker:
     """An operator that cannot be captured."""
 
     op: str
-    reason: str
+    reason: Reason
     source: str
 
 
@@ -151,11 +120,10 @@ class PartitionReport:
     blockers: tuple[Blocker, ...] = ()
     cpu_values: tuple[CpuValue, ...] = ()
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> PartitionReport:
-        blockers = tuple(Blocker(**b) for b in content["blockers"])
-        cpu_values = tuple(CpuValue(**v) for v in content["cpu_values"])
-        return cls(**{**content, "blockers": blockers, "cpu_values": cpu_values})
+    @property
+    def avoidable(self) -> list[Blocker]:
+        """The blockers that the user can change. CPU values reach the GPU ahead of the graph."""
+        return [b for b in self.blockers if b.reason.code != Code.BRINGS_CPU_VALUES]
 
 
 @dataclasses.dataclass
@@ -164,29 +132,22 @@ class GraphReport:
     One compiled graph.
 
     Attributes:
-        skip_reason: why nothing of the graph is captured, or an empty string
+        blockers: why nothing of the graph is captured
         partitions: Inductor's partitions in their order
     """
 
     compile_id: str
     mode: str
     device: str
-    skip_reason: str = ""
     source: str = ""
+    blockers: list[Blocker] = dataclasses.field(default_factory=list)
     partitions: list[PartitionReport] = dataclasses.field(default_factory=list)
 
     @property
     def cpu_values(self) -> OrderedSet[CpuValue]:
         return OrderedSet(v for p in self.partitions for v in p.cpu_values)
 
-    def as_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any]) -> GraphReport:
-        """
-        Raises:
-            LookupError, TypeError: another version wrote it.
-        """
-        partitions = [PartitionReport.from_json(p) for p in content["partitions"]]
-        return cls(**{**content, "partitions": partitions})
+def as_json(entry: Any) -> dict[str, Any]:
+    """Return what json.dumps should write for a report or a part of one."""
+    return entry.as_json() if isinstance(entry, Reason) else vars(entry)
