@@ -16,10 +16,9 @@ import torch
 from torch._guards import CompileContext
 from torch._inductor.pygraph.compile.upstream import blocker_of_graph
 from torch._inductor.pygraph.report import html, text
-from torch._inductor.pygraph.report.data import ReportData
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.reason import Code, log_line, Reason
-from torch._inductor.pygraph.types.report import Blocker, GraphReport
+from torch._inductor.pygraph.types.report import Blocker, GraphReport, ReportData
 
 
 if TYPE_CHECKING:
@@ -59,39 +58,19 @@ def new_graph(compiled: CompiledFxGraph) -> None:
         return
     info = compiled.graph_info
     partitions = list(info.reports or ()) if info is not None else []
-    blockers = _blockers(compiled)
-    device_index = min(compiled.device_idxs, default=0)
-    entry = GraphReport(
-        compile_id=str(CompileContext.current_compile_id() or ""),
-        mode=_mode(compiled),
-        device=torch.cuda.get_device_properties(device_index).name,
-        source=next((p.source for p in (*blockers, *partitions) if p.source), ""),
-        blockers=blockers,
-        partitions=partitions,
-    )
-    journal.add(entry)
-    log_uncaptured(entry)
-
-
-def log_uncaptured(entry: GraphReport) -> None:
-    """Log a line for the graph, or for each operator of it, that is not captured and could be."""
-    graph = f"{entry.mode} {entry.compile_id}".strip()
-    for b in entry.blockers or [b for p in entry.partitions for b in p.avoidable]:
-        what = f"{b.op} is not captured" if b.op else "not captured"
-        log.info("%s", log_line(b.source or entry.source, graph, what, b.reason))
-
-
-def _mode(compiled: CompiledFxGraph) -> str:
-    if compiled.fx_kwargs["is_backward"]:
-        return "backward"
-    return "inference" if compiled.fx_kwargs["is_inference"] else "forward"
-
-
-def _blockers(compiled: CompiledFxGraph) -> list[Blocker]:
-    """Return why nothing of a graph is captured."""
     if compiled.disabled_cudagraphs_reason:
-        return [blocker_of_graph(compiled.disabled_cudagraphs_reason)]
-    if compiled.cudagraph_info is None:
+        blockers = [blocker_of_graph(compiled.disabled_cudagraphs_reason)]
+    elif compiled.cudagraph_info is None:
         # cpp_wrapper, or a backward whose forward was skipped
-        return [Blocker("", Reason.of(Code.GRAPHS_OFF), "")]
-    return [*map(blocker_of_graph, compiled.cudagraph_info.cudagraph_fail_reasons)]
+        blockers = [Blocker("", Reason.of(Code.GRAPHS_OFF), "")]
+    else:
+        blockers = [*map(blocker_of_graph, compiled.cudagraph_info.cudagraph_fail_reasons)]
+    kwargs = compiled.fx_kwargs
+    mode = "backward" if kwargs["is_backward"] else "inference" if kwargs["is_inference"] else "forward"
+    compile_id = str(CompileContext.current_compile_id() or "")
+    device = torch.cuda.get_device_properties(min(compiled.device_idxs, default=0)).name
+    source = next((p.source for p in (*blockers, *partitions) if p.source), "")
+    journal.add(GraphReport(compile_id, mode, device, source, blockers, partitions))
+    for b in blockers or [b for p in partitions for b in p.avoidable]:
+        what = f"{b.op} is not captured" if b.op else "not captured"
+        log.info("%s", log_line(b.source or source, f"{mode} {compile_id}", what, b.reason))

@@ -18,39 +18,28 @@ if TYPE_CHECKING:
 
 def load(path: Path) -> list[Report]:
     """
-    The reports of a directory of structured traces, one such log, or Report.json().
+    Return the reports of a directory of structured traces, of one such log, or of Report.json().
 
     Raises:
         ValueError: there is no report in it.
     """
-    if path.is_dir():
-        logs = sorted(path.rglob("*.log"))
+    try:
+        if path.suffix == ".json":
+            content = json.loads(path.read_text())
+            functions = map(_function, content["functions"])
+            return [Report(functions, map(_graph, content["graphs"]), content["title"])]
+        logs = sorted(path.rglob("*.log")) if path.is_dir() else [path]
         reports = [report for log in logs if (report := _of_log(log)) is not None]
-        if len(reports) == 1:
-            reports[0].title = ""
-    elif path.suffix == ".json":
-        reports = [_of_json(path)]
-    else:
-        report = _of_log(path)
-        reports = [] if report is None else [report]
+    except (LookupError, TypeError, ValueError) as e:
+        raise ValueError(f"{path} is no TORCH_TRACE or JSON of this version of PyGraph: {e!r}") from e
     if not reports:
         raise ValueError(
             f"{path} has no {ARTIFACT}: the program ran without TORCHINDUCTOR_PYGRAPH=1, "
             "or compiled nothing for a GPU, or this is not its TORCH_TRACE=DIRECTORY"
         )
+    if len(reports) == 1 and path.is_dir():
+        reports[0].title = ""
     return reports
-
-
-def _of_json(path: Path) -> Report:
-    try:
-        content = json.loads(path.read_text())
-        return Report(
-            [_function(f) for f in content["functions"]],
-            [_graph(g) for g in content["graphs"]],
-            content["title"],
-        )
-    except (ValueError, LookupError, TypeError) as e:
-        raise ValueError(f"{path} is not what Report.json() writes: {e!r}") from e
 
 
 def _of_log(path: Path) -> Report | None:
@@ -58,14 +47,11 @@ def _of_log(path: Path) -> Report | None:
     graphs = []
     title = path.name
     for record, payload in _artifacts(path):
-        try:
-            if "function" in payload:
-                function = _function(payload["function"])
-                functions[function.number] = function
-            else:
-                graphs.append(_graph(payload["graph"]))
-        except (LookupError, TypeError, ValueError) as e:
-            raise ValueError(f"{path} has a {ARTIFACT} of another version: {e!r}") from e
+        if "function" in payload:
+            function = _function(payload["function"])
+            functions[function.number] = function
+        else:
+            graphs.append(_graph(payload["graph"]))
         if "rank" in record:
             title = f"rank {record['rank']}"
     return Report(functions.values(), graphs, title) if functions or graphs else None
@@ -77,9 +63,7 @@ def _function(content: dict[str, Any]) -> FunctionReport:
 
 def _graph(content: dict[str, Any]) -> GraphReport:
     partitions = [
-        PartitionReport(
-            p["kernels"], p["source"], tuple(_blockers(p)), tuple(CpuValue(**v) for v in p["cpu_values"])
-        )
+        PartitionReport(p["kernels"], p["source"], tuple(_blockers(p)), tuple(CpuValue(**v) for v in p["cpu_values"]))
         for p in content["partitions"]
     ]
     return GraphReport(**{**content, "blockers": _blockers(content), "partitions": partitions})
@@ -91,25 +75,18 @@ def _blockers(content: dict[str, Any]) -> list[Blocker]:
 
 def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """
-    (record, payload) of each report in a structured trace: lines of "PREFIX] RECORD", each
-    followed by its payload in lines that start with a tab.
+    Yield (record, payload) of each report in a structured trace: lines of "PREFIX] RECORD", each
+    followed by its payload in a line that starts with a tab.
     """
     record: dict[str, Any] | None = None
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
+            # The last line that a process wrote before it was killed may be a part.
             if line.startswith("\t"):
-                if record is not None and (payload := _whole(line)) is not None:
-                    yield record, payload
+                if record is not None and line.endswith("\n"):
+                    yield record, json.loads(line)
                 record = None
-                continue
-            # Most of a trace is other artifacts, which need not be parsed.
-            is_report = f'"{ARTIFACT}"' in line
-            record = _whole(line[line.index("{") :]) if is_report else None
-
-
-def _whole(text: str) -> dict[str, Any] | None:
-    "None if it is a part, the last that a process wrote before it was killed."
-    try:
-        return json.loads(text)
-    except ValueError:
-        return None
+            else:
+                # Most of a trace is other artifacts, which need not be parsed.
+                is_report = f'"{ARTIFACT}"' in line and line.endswith("\n")
+                record = json.loads(line[line.index("{") :]) if is_report else None

@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 from torch._guards import CompileId
 from torch._inductor.pygraph.types.report import as_json, FunctionReport, GraphReport
 from torch._logging import trace_structured
-from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection
 
 # The name of a report in the structured trace.
 ARTIFACT = "pygraph_report"
@@ -29,16 +28,12 @@ def clear() -> None:
 
 
 def add(entry: FunctionReport | GraphReport) -> None:
-    if isinstance(entry, FunctionReport):
-        functions.append(entry)
-    else:
-        graphs.append(entry)
+    (functions if isinstance(entry, FunctionReport) else graphs).append(entry)
     publish(entry)
 
 
-def drop(entries: Iterable[FunctionReport]) -> None:
-    numbers = OrderedSet(entry.number for entry in entries)
-    functions[:] = [f for f in functions if f.number not in numbers]
+def drop(entries: Collection[FunctionReport]) -> None:
+    functions[:] = [f for f in functions if f not in entries]
 
 
 def publish(entry: FunctionReport | GraphReport) -> None:

@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from typing import Any
+import json
+from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, UNDECIDED
 from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 # The key in a node's meta of the CpuValues that the node brings to the GPU.
@@ -151,3 +156,20 @@ class GraphReport:
 def as_json(entry: Any) -> dict[str, Any]:
     """Return what json.dumps should write for a report or a part of one."""
     return entry.as_json() if isinstance(entry, Reason) else vars(entry)
+
+
+class ReportData(list[FunctionReport]):
+    """The functions of one process, and its graphs."""
+
+    def __init__(self, functions: Iterable[FunctionReport], graphs: Iterable[GraphReport], title: str = "") -> None:
+        super().__init__(functions)
+        self.graphs = list(graphs)
+        self.title = title
+
+    def by_gain(self) -> list[FunctionReport]:
+        """Return the functions: those that save most first, then those that take longest."""
+        return sorted(self, key=lambda f: (-f.saved_us, -max(f.timings_us.values(), default=0)))
+
+    def json(self) -> str:
+        content = {"title": self.title, "functions": [*self], "graphs": self.graphs}
+        return json.dumps(content, indent=1, default=as_json)
