@@ -63,6 +63,8 @@ if TYPE_CHECKING:
 
 FASTER = Reason.of(Code.FASTER_BY_ITSELF)
 
+GUIDE = Path(__file__).parents[2] / "docs/source/user_guide/torch_compiler/torch.compiler_pygraph.md"
+
 STACK = f"""\
   File "/home/user/train.py", line 12, in step
     loss = model(x)
@@ -374,6 +376,13 @@ class AdviceTest(TestCase):
     def test_text_of_upstream_that_is_not_known(self):
         text = "skipping cudagraphs due to some fault. Found from : \n"
         self.assertEqual(reason_of(text).text, "some fault")
+
+    @unittest.skipUnless(GUIDE.exists(), "only in the repository")
+    def test_guide_lists_the_codes(self):
+        rows = [line for line in GUIDE.read_text().splitlines() if line.startswith("|")]
+        listed = [code for row in rows for code in re.findall(r"`([A-Z]+(?:_[A-Z]+)*)`", row)]
+        codes = [code for code in listed if not code.startswith("TORCHINDUCTOR")]
+        self.assertEqual(sorted(codes), sorted(Code.__members__))
 
     def test_log_line(self):
         """Source line, function, outcome, code, what to do."""
