@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 def describe_partition(
-    nodes: Sequence[BaseSchedulerNode],
-    why_not: Callable[[BaseSchedulerNode], str | None],
+    nodes: Sequence[BaseSchedulerNode], why_not: Callable[[BaseSchedulerNode], str | None]
 ) -> PartitionReport:
     """
     Args:
@@ -43,10 +42,7 @@ def describe_partition(
         blockers=tuple(sorted(blockers, key=lambda b: (b.source, b.op))),
         cpu_values=tuple(
             OrderedSet(
-                value
-                for node in kernels
-                for origin in _all_origins(node)
-                for value in origin.meta.get(CPU_VALUES, ())
+                value for node in kernels for origin in _all_origins(node) for value in origin.meta.get(CPU_VALUES, ())
             )
         ),
     )
@@ -62,11 +58,7 @@ def _origins(node: BaseSchedulerNode) -> list[torch.fx.Node]:
     Without the copies to the GPU, which Inductor adds to the origins of what they read, and
     of a copy to the CPU without the origins of what it reads.
     """
-    origins = [
-        origin
-        for origin in _all_origins(node)
-        if getattr(origin.target, "namespace", None) != "pygraph"
-    ]
+    origins = [origin for origin in _all_origins(node) if getattr(origin.target, "namespace", None) != "pygraph"]
     if isinstance(node.node, ir.DeviceCopy):
         put = torch.ops.prims.device_put.default
         origins = [o for o in origins if o.target is put] or origins
@@ -80,7 +72,5 @@ def _all_origins(node: BaseSchedulerNode) -> Iterator[torch.fx.Node]:
 
 
 def _op(node: BaseSchedulerNode) -> str:
-    ops = dict.fromkeys(
-        str(origin.target) for origin in _origins(node) if origin.op == "call_function"
-    )
+    ops = dict.fromkeys(str(origin.target) for origin in _origins(node) if origin.op == "call_function")
     return ", ".join(ops) or type(node.node).__name__

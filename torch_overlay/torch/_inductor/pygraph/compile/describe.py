@@ -66,14 +66,7 @@ if TYPE_CHECKING:
 SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
 
 # Lines that do nothing in a call, or only delete names.
-IDLE_LINES = (
-    CommentLine,
-    FreeIfNotReusedLine,
-    FreeLine,
-    KernelDefinitionLine,
-    LineContext,
-    NullLine,
-)
+IDLE_LINES = (CommentLine, FreeIfNotReusedLine, FreeLine, KernelDefinitionLine, LineContext, NullLine)
 
 
 def describe_graph(wrapper: PythonWrapperCodegen) -> GraphInfo:
@@ -92,15 +85,12 @@ def describe_graph(wrapper: PythonWrapperCodegen) -> GraphInfo:
     return GraphInfo(functions, reports, _direct_call(wrapper))
 
 
-def describe_function(
-    wrapper: PythonWrapperCodegen, nodes: Sequence[BaseSchedulerNode]
-) -> PartitionInfo:
+def describe_function(wrapper: PythonWrapperCodegen, nodes: Sequence[BaseSchedulerNode]) -> PartitionInfo:
     """Return what is known of the function that ``wrapper`` has generated for ``nodes``."""
     origins = _origins()
     memory = _Memory(wrapper)
     inputs = tuple(
-        Input(name, _origin(name, origins), tuple(memory.buffers_in(name)))
-        for name in wrapper.get_graph_input_names()
+        Input(name, _origin(name, origins), tuple(memory.buffers_in(name))) for name in wrapper.get_graph_input_names()
     )
     if isinstance(wrapper, SubgraphPythonWrapperCodegen):
         outputs = tuple(node.get_name() for node in wrapper.get_graph_outputs())
@@ -118,15 +108,9 @@ def describe_function(
         delivers=tuple(o.pack.deliver_name for o in operations if isinstance(o, Launch)),
         groups=tuple(dict.fromkeys(g for o in operations for g in _groups(o))),
         has_collectives=any(map(_is_collective, operations)),
-        returned_output_idxs=tuple(
-            i for i, name in enumerate(outputs) if name in returned
-        ),
+        returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
         # Code may write a result of another partition in ways that no line tells.
-        reused_input_idxs=tuple(
-            i
-            for i, input in enumerate(inputs)
-            if input.origin == "partition" or input.buffers
-        ),
+        reused_input_idxs=tuple(i for i, input in enumerate(inputs) if input.origin == "partition" or input.buffers),
     )
 
 
@@ -169,9 +153,7 @@ def _returned_names() -> OrderedSet[str]:
     if len(descs) != len(names):
         # Not from AOTAutograd, or changed since.
         return OrderedSet(names)
-    return OrderedSet(
-        name for name, desc in zip(names, descs) if not isinstance(desc, SAVED)
-    )
+    return OrderedSet(name for name, desc in zip(names, descs) if not isinstance(desc, SAVED))
 
 
 def _output_traces() -> list[str | None]:
@@ -204,9 +186,7 @@ def _groups(operation: Any) -> Iterator[str]:
         yield group
 
 
-def _calls(
-    wrapper: PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]
-) -> list[Call]:
+def _calls(wrapper: PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]) -> list[Call]:
     launches: dict[BaseSchedulerNode, list[KernelCallLine]] = {}
     for line in wrapper.lines:
         if isinstance(line, KernelCallLine):
@@ -232,9 +212,7 @@ def _calls(
             for line in launches[node]:
                 kind = "triton" if line.triton else "extern"
                 kernels = (line.kernel_name,) if line.triton else ()
-                calls.append(
-                    Call(kind, line.kernel_name, reads, writes, kernels=kernels)
-                )
+                calls.append(Call(kind, line.kernel_name, reads, writes, kernels=kernels))
         elif operation is not None:
             makers[operation.get_name()] = len(calls)
             call = _extern_call(operation, reads, writes)
@@ -243,9 +221,7 @@ def _calls(
     return calls
 
 
-def _extern_call(
-    operation: Any, reads: tuple[str, ...], writes: tuple[str, ...]
-) -> Call:
+def _extern_call(operation: Any, reads: tuple[str, ...], writes: tuple[str, ...]) -> Call:
     if isinstance(operation, Launch):
         return Call("deliver", operation.pack.deliver_name, reads, writes)
     if isinstance(operation, ir.InvokeSubgraph):
@@ -338,9 +314,7 @@ def _direct_call(wrapper: PythonWrapperCodegen) -> DirectCall | None:
     inputs: list[int | None] = []
     num_guards = 0
     for line in wrapper.lines:
-        if isinstance(line, IDLE_LINES) or (
-            isinstance(line, UnbackedSymbolDefsLine) and not line.unbacked_bindings
-        ):
+        if isinstance(line, IDLE_LINES) or (isinstance(line, UnbackedSymbolDefsLine) and not line.unbacked_bindings):
             continue
         if partition is not None:
             return None
@@ -363,9 +337,7 @@ def _direct_call(wrapper: PythonWrapperCodegen) -> DirectCall | None:
             if any(i >= len(args) for i in values):
                 return None
             packs.append((line.owner, tuple(values)))
-        elif isinstance(line, ExternKernelAllocLine) and isinstance(
-            copy := line.node, HostCopy
-        ):
+        elif isinstance(line, ExternKernelAllocLine) and isinstance(copy := line.node, HostCopy):
             (value,) = copy.codegen_args()
             place = places.get(value, len(args))
             if copy.how != "stage" or place >= len(args):

@@ -48,8 +48,7 @@ def partition_reason(node: BaseSchedulerNode) -> Code | None:
         if isinstance(buffer, ir.IRNode) and is_cpu_tensor(buffer):
             return Code.READS_CPU_TENSOR
     if isinstance(ir_node, ir.FallbackKernel) and any(
-        isinstance(output, ir.IRNode) and is_cpu_tensor(output)
-        for output in pytree.tree_leaves(ir_node.outputs)
+        isinstance(output, ir.IRNode) and is_cpu_tensor(output) for output in pytree.tree_leaves(ir_node.outputs)
     ):
         return Code.GIVES_CPU_TENSOR
     if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
@@ -95,9 +94,7 @@ def subgraph_reason(ir_node: object) -> Code | None:
         if isinstance(operation, (Pack, HostCopy)):
             return Code.BRINGS_CPU_VALUES
         device = operation.get_device()
-        if isinstance(operation, ir.DeviceCopy) or (
-            device is not None and device.type == "cpu"
-        ):
+        if isinstance(operation, ir.DeviceCopy) or (device is not None and device.type == "cpu"):
             return Code.SUBGRAPH_ON_CPU
         if (
             isinstance(operation, (ir.Conditional, ir.WhileLoop))

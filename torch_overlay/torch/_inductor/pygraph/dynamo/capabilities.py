@@ -45,14 +45,10 @@ class PyGraphFrame(FrameExtension):
     def on_call(self, tx: InstructionTranslatorBase, fn: VariableTracker) -> None:
         self.traced.add_call(fn)
 
-    def make_slice(
-        self, tx: InstructionTranslatorBase, items: Sequence[VariableTracker]
-    ) -> SliceVariable | None:
+    def make_slice(self, tx: InstructionTranslatorBase, items: Sequence[VariableTracker]) -> SliceVariable | None:
         return slices.make_slice(tx, items, self.traced)
 
-    def item(
-        self, tx: InstructionTranslatorBase, tensor: TensorVariable
-    ) -> VariableTracker | None:
+    def item(self, tx: InstructionTranslatorBase, tensor: TensorVariable) -> VariableTracker | None:
         return self.items.wrap(tx, tensor)
 
     def on_break_in_loop(self, tx: InstructionTranslatorBase) -> bool:
@@ -64,9 +60,7 @@ class PyGraphFrame(FrameExtension):
     def check_graph(self, tx: InstructionTranslatorBase) -> None:
         self.items.check_graph(tx)
 
-    def around_backend(
-        self, tx: InstructionTranslatorBase
-    ) -> contextlib.AbstractContextManager[None]:
+    def around_backend(self, tx: InstructionTranslatorBase) -> contextlib.AbstractContextManager[None]:
         return self.items.around_backend(tx)
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:

@@ -48,9 +48,7 @@ def mark_break_at_slice(code: types.CodeType) -> None:
 def is_eager(code: types.CodeType) -> bool:
     """Return whether a frame of ``code`` runs eagerly without PyGraph."""
     whole = original(code)
-    return is_marked(code, BREAKS_IN_LOOP) or (
-        whole is not code and is_marked(whole, BREAKS_AT_SLICE)
-    )
+    return is_marked(code, BREAKS_IN_LOOP) or (whole is not code and is_marked(whole, BREAKS_AT_SLICE))
 
 
 def is_marked(code: types.CodeType, mark: str) -> bool:
@@ -63,9 +61,7 @@ def original(code: types.CodeType) -> types.CodeType:
     return code if part is None else part.code
 
 
-def skip_if_different(
-    root: InstructionTranslatorBase, traced: obstacles.Traced
-) -> None:
+def skip_if_different(root: InstructionTranslatorBase, traced: obstacles.Traced) -> None:
     """
     Raises:
         SkipFrame: the frame runs eagerly without PyGraph, and there is an obstacle.

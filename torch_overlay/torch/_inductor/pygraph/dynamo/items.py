@@ -50,20 +50,9 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # Operations of a value and a tensor that tensorify_python_scalars turns into operations of
 # tensors.
 FUNCTIONS = OrderedSet(
-    [
-        operator.add,
-        operator.mul,
-        operator.sub,
-        operator.truediv,
-        torch.add,
-        torch.div,
-        torch.mul,
-        torch.sub,
-    ]
+    [operator.add, operator.mul, operator.sub, operator.truediv, torch.add, torch.div, torch.mul, torch.sub]
 )
-IN_PLACE = OrderedSet(
-    [operator.iadd, operator.imul, operator.isub, operator.itruediv]
-)
+IN_PLACE = OrderedSet([operator.iadd, operator.imul, operator.isub, operator.itruediv])
 METHODS = OrderedSet(["add", "div", "mul", "sub"])
 IN_PLACE_METHODS = OrderedSet(["add_", "div_", "mul_", "sub_"])
 
@@ -88,9 +77,7 @@ class Items:
         self.traced = traced
         self.by_name: dict[str, Item] = {}
 
-    def wrap(
-        self, tx: InstructionTranslatorBase, tensor: TensorVariable
-    ) -> SymNodeVariable | None:
+    def wrap(self, tx: InstructionTranslatorBase, tensor: TensorVariable) -> SymNodeVariable | None:
         """Return the value of ``tensor`` as an input, or None if it cannot be one."""
         output = tx.output
         if (
@@ -100,11 +87,7 @@ class Items:
         ):
             return None
         root = output.root_tx
-        is_break = (
-            root is not None
-            and root.should_compile_partial_graph()
-            and not root.maybe_has_backedge()
-        )
+        is_break = root is not None and root.should_compile_partial_graph() and not root.maybe_has_backedge()
         if (known := self.by_name.get(tensor.source.name)) is not None:
             known.is_break &= is_break
             return known.variable
@@ -207,10 +190,7 @@ def may_be_written(graph: torch.fx.Graph) -> bool:
         return node.target in FUNCTIONS or node.target is operator.getitem
 
     return any(
-        any(map(on_cpu, node.all_input_nodes))
-        and node.op != "output"
-        and not only_reads(node)
-        for node in graph.nodes
+        any(map(on_cpu, node.all_input_nodes)) and node.op != "output" and not only_reads(node) for node in graph.nodes
     )
 
 
@@ -268,9 +248,7 @@ def is_real_tensor(arg: object) -> bool:
     if not isinstance(arg, torch.fx.Node):
         return False
     value = arg.meta.get("example_value")
-    return type(value) is FakeTensor and (
-        value.layout == torch.strided and not value.is_complex()
-    )
+    return type(value) is FakeTensor and (value.layout == torch.strided and not value.is_complex())
 
 
 def symbol_of(fake: object) -> sympy.Symbol | None:
@@ -283,6 +261,4 @@ def break_at(tx: InstructionTranslatorBase, names: Iterable[str]) -> None:
     names = OrderedSet(names)
     if names:
         tx.speculation_log.graph_break_on_items |= names
-        raise RestartAnalysis(
-            restart_reason=f"the value of {', '.join(names)} is not only an operand"
-        )
+        raise RestartAnalysis(restart_reason=f"the value of {', '.join(names)} is not only an operand")

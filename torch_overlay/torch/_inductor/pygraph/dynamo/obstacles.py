@@ -213,9 +213,7 @@ def of_call(fn: VariableTracker) -> Iterator[str]:
         type(fn.value) is not type or hasattr(fn.value, "__del__")
     ):
         yield f"{fn.value.__name__} has a metaclass or a finalizer"
-    if isinstance(fn, variables.TorchInGraphFunctionVariable) and (
-        tracing_state_functions().get(fn.value)
-    ):
+    if isinstance(fn, variables.TorchInGraphFunctionVariable) and (tracing_state_functions().get(fn.value)):
         yield f"{fn.value.__name__} tells compiled code from eager code"
 
 
@@ -287,11 +285,7 @@ def of_node(node: torch.fx.Node) -> Iterator[str]:
     if writes_an_input(node):
         # A graph that raises does not write it.
         yield f"{node.name} writes an input"
-    if (
-        node.op == "call_function"
-        and node.target is not torch.sym_float
-        and isinstance(value, torch.SymFloat)
-    ):
+    if node.op == "call_function" and node.target is not torch.sym_float and isinstance(value, torch.SymFloat):
         yield SUMS
     if is_call and isinstance(value, torch.Tensor) and value.requires_grad:
         # A graph has one backward, which runs once and cannot be differentiated.
@@ -302,9 +296,7 @@ def is_numpy(node: torch.fx.Node) -> bool:
     wrappers = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
     source = getattr(node.meta.get("grapharg"), "source", None)
     return (
-        node.target is numpy_attr_wrapper
-        or isinstance(node.target, wrappers)
-        or isinstance(source, NumpyTensorSource)
+        node.target is numpy_attr_wrapper or isinstance(node.target, wrappers) or isinstance(source, NumpyTensorSource)
     )
 
 
@@ -342,8 +334,7 @@ def draws(node: torch.fx.Node) -> bool:
         name not in ("lstm", "gru", "rnn_relu", "rnn_tanh")
         and isinstance(operator, torch._ops.OpOverloadPacket)
         and any(
-            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags
-            for overload in operator.overloads()
+            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in operator.overloads()
         )
     )
 
@@ -362,20 +353,14 @@ def writes_an_input(node: torch.fx.Node) -> bool:
     """
     name = getattr(node.target, "__name__", str(node.target))
     written = node.kwargs.get("out", node.args[0] if node.args else None)
-    is_write = (
-        "out" in node.kwargs
-        or (name.endswith("_") and not name.endswith("__"))
-        or node.target in IN_PLACE
-    )
+    is_write = "out" in node.kwargs or (name.endswith("_") and not name.endswith("__")) or node.target in IN_PLACE
     return is_write and isinstance(written, torch.fx.Node) and written.op == "placeholder"
 
 
 # Values
 
 
-def of_values(
-    side_effects: SideEffects, values: list[VariableTracker]
-) -> Iterator[str]:
+def of_values(side_effects: SideEffects, values: list[VariableTracker]) -> Iterator[str]:
     """Yield the obstacles of ``values``, which the frame holds, and of its side effects."""
     if side_effects.tensor_hooks:
         yield "a hook is registered"
@@ -400,9 +385,7 @@ def of_values(
         if value.source is None:
             yield from of_new(value)
     yield from of_views(
-        value.as_proxy().node
-        for value in found
-        if type(value) is variables.TensorVariable and value.source is None
+        value.as_proxy().node for value in found if type(value) is variables.TensorVariable and value.source is None
     )
 
 
@@ -448,17 +431,12 @@ def of_input(value: VariableTracker) -> Iterator[str]:
         yield "the order of a set may differ"
     keys = value.items if isinstance(value, variables.ConstDictVariable) else ()
     for number in (value, *(key.vt for key in keys)):
-        if (
-            isinstance(number, variables.ConstantVariable)
-            and isinstance(number.value, float)
-            and number.value == 0
-        ):
+        if isinstance(number, variables.ConstantVariable) and isinstance(number.value, float) and number.value == 0:
             yield "a float is zero, and may be -0.0"
 
 
 def is_plain(cls: type, attributes: dict[str, Any]) -> bool:
     """Return whether setting these attributes of an object has no other effect."""
     return cls.__setattr__ is object.__setattr__ and not any(
-        hasattr(inspect.getattr_static(cls, name, None), "__set__")
-        for name in attributes
+        hasattr(inspect.getattr_static(cls, name, None), "__set__") for name in attributes
     )

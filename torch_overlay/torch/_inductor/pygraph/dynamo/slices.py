@@ -15,12 +15,7 @@ import torch
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
-from torch._dynamo.variables import (
-    ConstantVariable,
-    SliceVariable,
-    TensorVariable,
-    VariableTracker,
-)
+from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, VariableTracker
 from torch._inductor.pygraph.dynamo import eager, obstacles
 
 
@@ -44,11 +39,7 @@ class SliceOfTensors(SliceVariable):
     """A slice whose bounds stay tensors until it is used, as in eager mode."""
 
     def __init__(
-        self,
-        start: VariableTracker,
-        stop: VariableTracker,
-        step: VariableTracker,
-        code: types.CodeType,
+        self, start: VariableTracker, stop: VariableTracker, step: VariableTracker, code: types.CodeType
     ) -> None:
         VariableTracker.__init__(self)
         self.items = (start, stop, step)
@@ -78,9 +69,7 @@ class SliceOfTensors(SliceVariable):
 
 
 def make_slice(
-    tx: InstructionTranslatorBase,
-    items: Sequence[VariableTracker],
-    traced: obstacles.Traced,
+    tx: InstructionTranslatorBase, items: Sequence[VariableTracker], traced: obstacles.Traced
 ) -> SliceVariable | None:
     """Return the slice of BUILD_SLICE's two or three arguments, or None for Dynamo's own."""
     if (

@@ -11,17 +11,9 @@ from torch._inductor.pygraph.report.trace import load
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m torch._inductor.pygraph.report", description=__doc__
-    )
-    parser.add_argument(
-        "run",
-        type=Path,
-        help="directory or log that TORCH_TRACE wrote, or a file with Report.json()",
-    )
-    parser.add_argument(
-        "--html", type=Path, metavar="FILE", help="write a page instead of text"
-    )
+    parser = argparse.ArgumentParser(prog="python -m torch._inductor.pygraph.report", description=__doc__)
+    parser.add_argument("run", type=Path, help="directory or log that TORCH_TRACE wrote, or a file with Report.json()")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page instead of text")
     args = parser.parse_args()
     try:
         reports = load(args.run)

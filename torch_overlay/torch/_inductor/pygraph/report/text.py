@@ -186,9 +186,7 @@ def _lines(report: ReportData, width: int) -> Iterator[str]:
 
 
 def _paragraph(text: str, width: int, indent: str = "   ") -> list[str]:
-    return textwrap.wrap(
-        text, width, initial_indent=indent, subsequent_indent="     ", break_on_hyphens=False
-    )
+    return textwrap.wrap(text, width, initial_indent=indent, subsequent_indent="     ", break_on_hyphens=False)
 
 
 def _head(first: str, second: str, width: int) -> list[str]:

@@ -162,10 +162,7 @@ class Code(str, enum.Enum):
         "Its forward was not captured, or cpp_wrapper is set: see there.",
     )
     CPU_DEVICE = "a tensor is on the CPU, and config.graph_partition is off", _CPU_TENSOR
-    BOOLEAN_INDEX = (
-        "writes by a boolean index",
-        "Write x = torch.where(mask, value, x) instead of x[mask] = value.",
-    )
+    BOOLEAN_INDEX = ("writes by a boolean index", "Write x = torch.where(mask, value, x) instead of x[mask] = value.")
     MULTIPLE_DEVICES = (
         "it works on several devices: {devices}",
         "A graph is captured on one GPU. Compile the parts for each GPU by themselves.",
