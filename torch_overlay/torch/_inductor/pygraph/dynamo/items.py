@@ -70,14 +70,14 @@ class Item:
         return symbol_of(self.variable.sym_num)
 
 
-class Items:
-    """The values of tensors that are inputs of one graph, by the names of the tensors."""
+class Items(Traced):
+    """Makes values of tensors inputs of the graph, by the names of the tensors."""
 
-    def __init__(self, traced: Traced) -> None:
-        self.traced = traced
+    def __init__(self) -> None:
+        super().__init__()
         self.by_name: dict[str, Item] = {}
 
-    def wrap(self, tx: InstructionTranslatorBase, tensor: TensorVariable) -> SymNodeVariable | None:
+    def item(self, tx: InstructionTranslatorBase, tensor: TensorVariable) -> SymNodeVariable | None:
         """Return the value of ``tensor`` as an input, or None if it cannot be one."""
         output = tx.output
         if (
@@ -118,7 +118,7 @@ class Items:
         break_at(tx, (n for n, value in values.items() if has_two_backwards(value)))
         skipped = [n for n, i in items if not i.is_break]
         root = tx.output.root_tx
-        if skipped and root is not None and any(of_frame(root, self.traced)):
+        if skipped and root is not None and any(of_frame(root, self)):
             break_at(tx, skipped)
         self.check_guards(tx)
 
@@ -143,9 +143,6 @@ class Items:
             raise
         if self.by_name:
             self.check_guards(tx)
-
-    def break_at_all(self, tx: InstructionTranslatorBase) -> None:
-        break_at(tx, self.by_name)
 
 
 def is_cpu_float_input(tx: InstructionTranslatorBase, tensor: TensorVariable) -> bool:

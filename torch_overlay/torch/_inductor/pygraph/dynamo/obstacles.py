@@ -1,8 +1,10 @@
 """
-Why compiled code may differ from eager code in a frame that runs eagerly without PyGraph.
+Frames that run eagerly without PyGraph, and why compiled code may differ there.
 
 Without PyGraph, Dynamo runs these frames eagerly: a frame with a loop that breaks the graph, and
-the code after a slice that does. PyGraph compiles them if nobody can tell the difference.
+the code after a slice that does. PyGraph compiles them if nobody can tell the difference. Marks in
+the context of the code object survive the analysis, which Dynamo may repeat.
+
 Compiled code differs from eager code in four ways:
 
 - Side effects happen after the graph, and a graph raises outside of the frame's try statements.
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 import dis
 import inspect
+import logging
 import operator
 import sys
 from typing import Any, TYPE_CHECKING
@@ -31,6 +34,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.fx
 from torch._dynamo import variables
+from torch._dynamo.capabilities import FrameExtension
+from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import SkipFrame
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.source import NumpyTensorSource
 from torch._dynamo.utils import (
     numpy_attr_wrapper,
@@ -44,6 +51,7 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
+from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 from torch.utils._ordered_set import OrderedSet
@@ -58,6 +66,15 @@ if TYPE_CHECKING:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
+
+log = logging.getLogger(__name__)
+
+# A loop of the code breaks the graph: without PyGraph, Dynamo skips the frame.
+BREAKS_IN_LOOP = "pygraph_breaks_in_loop"
+
+# A tensor of the code is indexed by a slice that breaks the graph: without PyGraph, the graph
+# breaks where the slice is made, and Dynamo cannot resume there.
+BREAKS_AT_SLICE = "pygraph_breaks_at_slice"
 
 # A function that names one of these reads locals by name, reads what no guard of a tensor
 # checks, or changes a dictionary without a trace.
@@ -149,24 +166,60 @@ REBUILT = frozenset(
 SUMS = "a sum of floats is computed in another order"
 
 
-class Traced:
+class Traced(FrameExtension):
     """
-    The obstacles that are seen only while Dynamo traces the frame and what it inlines.
+    Keeps the obstacles that are seen only while Dynamo traces the frame and what it inlines.
 
-    It keeps text, because variables would keep the program's tensors alive.
+    They are text, because variables would keep the program's tensors alive.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         # As ordered sets
         self.instructions: dict[str, None] = {}
         self.calls: dict[str, None] = {}
 
-    def add_instruction(self, inst: Instruction, stack: Sequence[VariableTracker]) -> None:
+    def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         if inst.opname not in PLAIN_OPNAMES:
-            self.instructions.update(dict.fromkeys(of_instruction(inst, stack)))
+            self.instructions.update(dict.fromkeys(of_instruction(inst, tx.stack)))
 
-    def add_call(self, fn: VariableTracker) -> None:
+    def on_call(self, tx: InstructionTranslatorBase, fn: VariableTracker) -> None:
         self.calls.update(dict.fromkeys(of_call(fn)))
+
+    def on_break_in_loop(self, tx: InstructionTranslatorBase) -> bool:
+        """Return whether PyGraph may compile the code before the loop that ``tx`` is in."""
+        root = tx.output.root_tx
+        if root is not None:
+            code_context.get_context(root.f_code)[BREAKS_IN_LOOP] = True
+        return root is not None
+
+    def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
+        """
+        Raises:
+            SkipFrame: the frame runs eagerly without PyGraph, and there is an obstacle.
+        """
+        code = tx.f_code
+        if is_eager(code) and (obstacle := next(of_frame(tx, self), None)) is not None:
+            reason = Reason.of(Code.EAGER, obstacle=obstacle)
+            place = f"{code.co_filename}:{code.co_firstlineno}"
+            log.info("%s", log_line(place, code.co_name, "runs eagerly", reason))
+            raise SkipFrame(reason.text)
+
+
+def is_eager(code: types.CodeType) -> bool:
+    """Return whether a frame of ``code`` runs eagerly without PyGraph."""
+    whole = original(code)
+    return is_marked(code, BREAKS_IN_LOOP) or (whole is not code and is_marked(whole, BREAKS_AT_SLICE))
+
+
+def is_marked(code: types.CodeType, mark: str) -> bool:
+    return code_context.has_context(code) and mark in code_context.get_context(code)
+
+
+def original(code: types.CodeType) -> types.CodeType:
+    """Return the function's code if ``code`` follows a graph break in it, else ``code``."""
+    part = ContinueExecutionCache.generated_code_metadata.get(code)
+    return code if part is None else part.code
 
 
 def of_frame(root: InstructionTranslatorBase, traced: Traced) -> Iterator[str]:

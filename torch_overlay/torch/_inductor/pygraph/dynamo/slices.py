@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
+from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, VariableTracker
-from torch._inductor.pygraph.dynamo import eager, obstacles
+from torch._inductor.pygraph.dynamo.obstacles import BREAKS_AT_SLICE, of_graph, original, Traced
 
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class SliceOfTensors(SliceVariable):
         root = tx.output.root_tx
         # If an inlined function made it, Dynamo resumes after the call without PyGraph, too.
         if root is not None and root.f_code is self.code:
-            eager.mark_break_at_slice(self.code)
+            code_context.get_context(original(self.code))[BREAKS_AT_SLICE] = True
         return SliceVariable(self.items, tx)
 
     def as_python_constant(self) -> slice:
@@ -69,7 +70,7 @@ class SliceOfTensors(SliceVariable):
 
 
 def make_slice(
-    tx: InstructionTranslatorBase, items: Sequence[VariableTracker], traced: obstacles.Traced
+    tx: InstructionTranslatorBase, items: Sequence[VariableTracker], traced: Traced
 ) -> SliceVariable | None:
     """Return the slice of BUILD_SLICE's two or three arguments, or None for Dynamo's own."""
     if (
@@ -79,7 +80,7 @@ def make_slice(
         or type(indexed(tx)) is not TensorVariable
         # The statement runs eagerly without PyGraph.
         or traced.calls
-        or any(obstacles.of_graph(tx.output.graph))
+        or any(of_graph(tx.output.graph))
     ):
         return None
     start, stop, step = (*items, ConstantVariable.create(None))[:3]
