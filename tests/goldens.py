@@ -1,8 +1,9 @@
 """
-Goldens: what the engine generates, reports and decides, to compare a changed tree with.
+Goldens: what PyGraph generates, reports and decides, to compare a changed tree with.
 
-    python tests/goldens.py --write FILE [--texts DIR]
-    python tests/goldens.py --check FILE [--texts DIR] [--quick] [--only REGEX]
+    python tests/goldens.py --check FILE [--texts DIR] [--only REGEX]
+    python tests/goldens.py --write FILE [--texts DIR] [--only REGEX]
+    python tests/goldens.py --allow PATCH FILE [--only REGEX]
 
 It needs no GPU. An entry of the file is one of:
 
@@ -17,20 +18,20 @@ Each part of an entry is compared by itself:
 code        hashes of the generated code of each graph, by setting
 structure   numbers and names: kernels, partitions, blockers, choices, calls
 where       the text of the lines that a report points at
-words       reasons in words; numbers are "#"
+reasons     codes of a decision; Inductor's words for a partition
 
-Differences of words are shown as one table of old and new words, so that a change of wording
-can be told from a change of behaviour. The texts that --write leaves in DIR show a difference
-of code as a diff. The random programs are in FILE, so that no entry depends on their generator.
+``--allow`` adds each difference that it finds to the file, with the patch that makes it. ``--check``
+fails on other differences, and on an allowed one that is gone. The texts that ``--write`` leaves in DIR
+show a difference of code as a diff. The random programs are in FILE, so that no entry depends on their
+generator.
 
-The adapters below are all that knows the names of the engine. Code that moves takes an edit there.
+The adapters below are all that knows the names of PyGraph's modules.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import difflib
 import gc
 import hashlib
@@ -51,7 +52,7 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
     Entry = dict[str, Any]
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("code", "structure", "where", "words")
+PARTS = ("code", "structure", "where", "reasons")
 
 # How a program is compiled: Inductor alone, with stock CUDA graphs, with PyGraph.
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -93,10 +94,6 @@ MODELS = (
     *("dcgan_train", "lcnet", "bert_pretraining"),
     *("train_mlp", "train_chain", "chain_mixed", "recommender", "item_decoder", "cache_16MiB", "attention_small"),
 )
-
-# What the fast tests compare: each n-th entry, and some models.
-QUICK_EACH = {"program": 5, "selection": 1, "prelude": 1, "record": 3}
-QUICK_MODELS = ("cpu_sum", "cpu_in_the_middle", "eos", "train_mlp")
 
 
 # The adapters
@@ -170,6 +167,7 @@ class Selecting:
             None while another thread records
         forget: whether a recording can be dropped now
         around: choices of other functions of the same path, "even" for one that waits
+        nodes: how many nodes a replay sets
     """
 
     def __init__(
@@ -180,18 +178,23 @@ class Selecting:
         record: Callable[[str], Callable[[], None] | None],
         forget: Callable[[], bool],
         around: Callable[[], list[str]],
+        nodes: int,
     ) -> None:
         from torch._dynamo.utils import counters
-        from torch._inductor.pygraph import FunctionReport, select, store
-        from torch.utils._ordered_set import OrderedSet
+        from torch._inductor.pygraph.graph.prelude import PAYS_FROM_KERNELS
+        from torch._inductor.pygraph.select import store, timing
+        from torch._inductor.pygraph.select.selection import Selection
+        from torch._inductor.pygraph.types.candidate import NODE_UPDATE, PRELUDE, UNDECIDED
+        from torch._inductor.pygraph.types.function import RecordingFacts
+        from torch._inductor.pygraph.types.reason import Code, Reason
 
         self.counters = counters["pygraph"]
         self.counters.clear()
         # A sum of all functions before this one.
-        select.Samples.own_us = 0.0
-        self.undecided = "undecided"
-        self.function = select.Function(FunctionReport("f", mode), OrderedSet(), reused_input_idxs=OrderedSet())
-        self.function.has_stepped = True
+        timing.Samples.own_us = 0.0
+        self.undecided = UNDECIDED
+        self.controller = new_controller(mode)
+        self.state = self.controller.state
         self.deployments = 0
         self.deployed: Callable[[list[Any]], Any] | None = None
 
@@ -199,38 +202,43 @@ class Selecting:
             return lambda inputs: candidate() or []
 
         def recorded(inputs: list[Any]) -> tuple[Any, list[Any]]:
-            binding = self.function.binding if self.function.binds_inputs else select.COPY
-            before = self.function.id
-            self.function.id = f"id {self.function.recordings + 1}"
-            replay = record(binding)
+            before, binding = self.state.id, self.state.binding
+            has_prelude = binding == PRELUDE and nodes >= PAYS_FROM_KERNELS
+            self.controller.added(f"id {self.state.recordings + 1}")
+            replay = record(NODE_UPDATE if binding == PRELUDE and not has_prelude else binding)
             if replay is None:
-                self.function.id = before
+                self.controller.added(before)
                 return None, []
-            self.function.recordings += 1
+            facts = RecordingFacts(
+                has_captured=True, has_prelude=has_prelude, updated_nodes=1 if has_prelude else nodes
+            )
+            self.controller.recorded(facts)
             return run(replay), []
 
         def neighbours(id: Any) -> OrderedSet[Any]:
             functions = OrderedSet()
             for choice in around():
-                other = select.Function(FunctionReport("other", mode), OrderedSet(), reused_input_idxs=OrderedSet())
-                other.is_even = choice == "even"
-                other.report.choice = self.undecided if other.is_even else choice
+                other = new_controller(mode)
+                other.waits(choice == "even")
+                other.report.choice = UNDECIDED if choice == "even" else choice
                 functions.add(other)
             return functions
 
-        self.selection = select.Selection(
-            self.function,
+        measured = Reason.of(Code.FASTER, graph_us=1, uncaptured_us=2)
+        self.selection = Selection(
+            self.controller,
             run(uncaptured),
             recorded,
             self.deploy,
             lambda id: forget(),
             neighbours,
-            0,
             is_forced=how == "forced",
-            remembered=store.Decision(select.NODE_UPDATE, "measured", {}) if how == "remembered" else None,
+            remembered=store.Decision(NODE_UPDATE, [measured], {}) if how == "remembered" else None,
         )
+        if how != "selected":
+            self.controller.bind_as(NODE_UPDATE)
         if how == "forced":
-            select.decide(self.function, select.NODE_UPDATE, "forced")
+            self.controller.decide(NODE_UPDATE, Reason.of(Code.FORCED))
 
     def deploy(self, fn: Callable[[list[Any]], Any]) -> None:
         self.deployments += 1
@@ -241,7 +249,7 @@ class Selecting:
 
     @property
     def is_decided(self) -> bool:
-        return self.function.report.choice != self.undecided
+        return self.controller.report.choice != self.undecided
 
     @property
     def is_deployed(self) -> bool:
@@ -249,29 +257,45 @@ class Selecting:
 
     def refuse(self, is_capturable: bool) -> None:
         """What was recorded is not bound, or not captured at all."""
-        self.function.is_capturable = is_capturable
-        self.function.unbind("refused")
+        from torch._inductor.pygraph.types.function import RecordingFacts, Refused
+        from torch._inductor.pygraph.types.reason import Code, Reason
+
+        differs = Reason.of(Code.DIFFERS, result="output 0")
+        self.controller.refused(mock.Mock(), Refused(differs, is_capturable, RecordingFacts(), rerun=list))
 
     def copies(self, nbytes: int) -> None:
         """A replay copies so many bytes of inputs."""
-        self.function.note_copied_bytes(nbytes)
-
-    def sets_nodes(self, count: int) -> None:
-        """The host sets so many nodes in a replay."""
-        self.function.report.updated_nodes = count
+        self.controller.copied(nbytes)
 
     def look(self) -> Entry:
-        report = self.function.report
+        report = self.controller.report
         return {
             "structure": {
                 "choice": report.choice,
                 "deployments": self.deployments,
-                "recordings": self.function.recordings,
+                "recordings": self.state.recordings,
                 "timings": {name: round(us, 1) for name, us in sorted(report.timings_us.items())},
                 "counters": dict(sorted(self.counters.items())),
             },
-            "words": [report.reason],
+            "reasons": codes_of(report),
         }
+
+
+def new_controller(mode: str) -> Any:
+    """The controller of a function whose gradients do not outlive their step, which is known."""
+    from torch._inductor.pygraph import FunctionReport
+    from torch._inductor.pygraph.select.controller import Controller
+    from torch._inductor.pygraph.types.function import FunctionSpec
+    from torch._inductor.pygraph.types.partition import PartitionInfo
+
+    spec = FunctionSpec(PartitionInfo("f"), {}, mode, compile_id="", device_index=0, is_distributed=False)
+    controller = Controller(spec, FunctionReport("f", mode))
+    controller.stepped(outputs_outlive=False)
+    return controller
+
+
+def codes_of(report: Any) -> list[str]:
+    return [reason.code.name for reason in report.reasons]
 
 
 def selecting_simulation() -> types.ModuleType:
@@ -293,7 +317,8 @@ class Recording:
         """``times``: of the candidates that are timed, one after the other, if nothing is forced."""
         from torch._dynamo.utils import counters
         from torch._inductor import cudagraph_trees as trees
-        from torch._inductor.pygraph import report, select
+        from torch._inductor.pygraph import report
+        from torch._inductor.pygraph.select import timing
 
         found: Entry = {}
 
@@ -313,7 +338,7 @@ class Recording:
                     "copied_bytes": [[f.stock_copied_bytes, f.copied_bytes] for f in report()],
                     "counters": dict(sorted(counters["pygraph"].items())),
                 }
-                found["words"] = [f.reason for f in report()]
+                found["reasons"] = [codes_of(f) for f in report()]
 
         module = self.module
         memory: list[Any] = []
@@ -325,14 +350,14 @@ class Recording:
                 # whether it is recorded.
                 memory.append(self.memory)
 
-        costs = (select.Cost(*[select.Estimate(us)] * 3) for us in itertools.cycle(times))
+        costs = (timing.Cost(*[timing.Estimate(us)] * 3) for us in itertools.cycle(times))
         result = unittest.TestResult()
         with (
             # Tests end with their counters.
             contextlib.redirect_stdout(io.StringIO()),
             mock.patch.object(module, "Block", Block),
-            mock.patch.multiple(select, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
-            mock.patch.object(select.Samples, "cost", lambda samples: next(costs)),
+            mock.patch.multiple(timing, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
+            mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             unittest.TestSuite([Run()]).run(result)
         for _, message in (*result.errors, *result.failures):
@@ -373,9 +398,17 @@ NORMALIZED = (
     (re.compile(r"compiled_module_main\('[^']*'"), "compiled_module_main(''"),
 )
 
+# What a patch changed in all code, and how the code from before it is had again.
+CHANGED = {
+    "[inductor] Keep what code generation knows of a function": (
+        (re.compile(r"^(def partition_\d+\(args), (empty_strided_\w+)=\2\):", re.M), r"\1):"),
+        (re.compile(r"^runner\.objects = .*\n", re.M), ""),
+    ),
+}
+
 
 def normalized(source: str) -> str:
-    for pattern, replacement in NORMALIZED:
+    for pattern, replacement in (*NORMALIZED, *itertools.chain(*CHANGED.values())):
         source = pattern.sub(replacement, source)
     return source
 
@@ -402,7 +435,7 @@ def compiled_entry(run: Callable[[dict[str, Any]], None], keep: Callable[[str, s
     """
     from torch.testing._internal.fake_cuda import fake_cuda
 
-    entry: Entry = {"code": {}, "structure": {}, "where": {}, "words": {}}
+    entry: Entry = {part: {} for part in PARTS}
     for setting, options in SETTINGS.items():
         reports = new_graph_reports()
         error = None
@@ -424,16 +457,14 @@ def compiled_entry(run: Callable[[dict[str, Any]], None], keep: Callable[[str, s
         structure: dict[str, Any] = {"graphs": [graph_structure(graph) for graph in graphs]}
         if error:
             structure["error"] = error
-        words = [w for graph in graphs for w in graph_words(graph)]
         where: list[str] = []
         if found := reports():
             structure["reports"] = [report_structure(report) for report in found]
-            words += [w for report in found for w in report_words(report)]
             where += [lines_at(w) for report in found for w in report_where(report)]
         entry["code"][setting] = [hash_of(text) for text in texts]
         entry["structure"][setting] = structure
         entry["where"][setting] = where
-        entry["words"][setting] = words
+        entry["reasons"][setting] = [w for graph in graphs for w in graph_reasons(graph)]
     return entry
 
 
@@ -448,7 +479,7 @@ def graph_structure(graph: Any) -> list[Any]:
     ]
 
 
-def graph_words(graph: Any) -> list[str]:
+def graph_reasons(graph: Any) -> list[str]:
     return [
         (graph.skip_reason or "").partition("Found from")[0].strip(),
         *(r for p in graph.partitions for r in p.reasons),
@@ -464,10 +495,6 @@ def report_structure(report: Any) -> list[Any]:
             for p in report.partitions
         ],
     ]
-
-
-def report_words(report: Any) -> list[str]:
-    return [b.reason.text for part in (report, *report.partitions) for b in part.blockers]
 
 
 def report_where(report: Any) -> list[str]:
@@ -609,7 +636,6 @@ def selection_entry(module: types.ModuleType, name: str) -> Entry:
         ran.append(f"record {binding}")
         simulation.work(10_000, 10_000)
         who = "prelude" if binding == "prelude" else "graph"
-        selecting.sets_nodes(1 if who == "prelude" else what["updated_nodes"])
         if replays == 0:
             happens(0)
 
@@ -634,6 +660,7 @@ def selection_entry(module: types.ModuleType, name: str) -> Entry:
         record,
         forget,
         lambda: [choice if calls >= first else "undecided" for first, choice in what["around"]],
+        what["updated_nodes"],
     )
     with simulation.patched():
         after = 0
@@ -690,11 +717,6 @@ def names_of(programs: dict[str, Any]) -> list[str]:
     ]
 
 
-def is_quick(name: str) -> bool:
-    kind, _, which = name.partition("/")
-    return which in QUICK_MODELS if kind == "model" else int(which) % QUICK_EACH[kind] == 0
-
-
 def entries(
     names: list[str], programs: dict[str, Any], package: Any, keep: Callable[[str, str], None]
 ) -> Iterator[tuple[str, Entry]]:
@@ -720,70 +742,31 @@ def entries(
             entry = record_entry(once(Recording), name)
         else:
             entry = selection_entry(once(selecting_simulation), name)
-        if "words" in entry:
-            entry["words"] = pytree.tree_map_only(str, without_numbers, entry["words"])
         yield name, json.loads(json.dumps(entry))
 
 
-def without_numbers(text: str) -> str:
-    return re.sub(r"\d+(\.\d+)?", "#", text)
-
-
-def dump(programs: dict[str, Any], found: dict[str, Entry]) -> str:
-    """JSON with a line for each program and each part of an entry."""
+def dump(golden: dict[str, Any]) -> str:
+    """JSON with a line for each program, each part of an entry and each difference."""
     lines = ["{", ' "programs": {']
-    lines.append(",\n".join(f"  {json.dumps(name)}: {json.dumps(program)}" for name, program in programs.items()))
+    programs = golden["programs"].items()
+    lines.append(",\n".join(f"  {json.dumps(name)}: {json.dumps(program)}" for name, program in programs))
     lines += [" },", ' "entries": {']
     blocks = []
-    for name, entry in found.items():
+    for name, entry in golden["entries"].items():
         parts = ",\n".join(f"   {json.dumps(part)}: {json.dumps(entry[part])}" for part in PARTS if part in entry)
         blocks.append(f"  {json.dumps(name)}: {{\n{parts}\n  }}")
+    lines += [",\n".join(blocks), " },", ' "allowed": {']
+    blocks = []
+    for patch, differences in golden["allowed"].items():
+        block = ",\n".join(f"   {json.dumps(difference)}" for difference in differences)
+        blocks.append(f"  {json.dumps(patch)}: [\n{block}\n  ]")
     lines += [",\n".join(blocks), " }", "}"]
     return "\n".join(lines) + "\n"
 
 
-@dataclasses.dataclass
-class Differences:
-    """
-    Attributes:
-        parts: (entry, part, place, old, new), without words
-        words: by old and new words, the entries that have them
-    """
-
-    parts: list[tuple[str, str, str, Any, Any]] = dataclasses.field(default_factory=list)
-    words: dict[tuple[str, str], list[str]] = dataclasses.field(default_factory=dict)
-
-    def add(self, name: str, old: Entry, new: Entry) -> None:
-        for part in PARTS:
-            if old.get(part) == new.get(part):
-                continue
-            for place, a, b in leaves(old.get(part), new.get(part)):
-                if part == "words" and isinstance(a, str) and isinstance(b, str):
-                    self.words.setdefault((a, b), []).append(name)
-                else:
-                    self.parts.append((name, part, place, a, b))
-
-    def text(self, texts: Path | None, changed: dict[str, str]) -> str:
-        lines = []
-        for name, part, place, old, new in self.parts:
-            lines.append(f"{name}: {part}{place}: {json.dumps(old)} -> {json.dumps(new)}")
-            if texts is not None and part == "code":
-                setting, _, number = place.strip("[]").partition("][")
-                file = f"{name.replace('/', '.')}.{setting}.{number}"
-                before = texts / f"{file}.txt"
-                if file in changed and before.exists():
-                    a, b = before.read_text().splitlines(), changed[file].splitlines()
-                    lines += difflib.unified_diff(a, b, f"{file} before", f"{file} now", lineterm="")
-        if self.words:
-            lines.append("words:")
-            news: dict[str, set[str]] = {}
-            for old, new in self.words:
-                news.setdefault(old, set()).add(new)
-            for (old, new), names in sorted(self.words.items()):
-                # Wording that changed maps each old text to one new text.
-                mark = "  (one of several)" if len(news[old]) > 1 else ""
-                lines.append(f"  {old!r} -> {new!r}, {len(names)} times, first in {names[0]}{mark}")
-        return "\n".join(lines)
+def differences(name: str, old: Entry, new: Entry) -> list[list[Any]]:
+    """The differences of an entry: [entry, part and place, old, new]."""
+    return [[name, f"{part}{place}", a, b] for part in PARTS for place, a, b in leaves(old.get(part), new.get(part))]
 
 
 def leaves(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -798,59 +781,104 @@ def leaves(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]
         yield place, old, new
 
 
-def write(file: Path, texts: Path | None, only: str) -> None:
-    golden = json.loads(file.read_text()) if file.exists() else {"programs": draw_programs(), "entries": {}}
-    programs, kept = golden["programs"], golden["entries"]
+def unexplained(found: list[list[Any]], allowed: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
+    """Return the differences that are not allowed, and those that are and are not found."""
+    return [d for d in found if d not in allowed], [d for d in allowed if d not in found]
 
-    def keep(name: str, text: str) -> None:
+
+class Goldens:
+    """The file, and what is found now of the entries that were asked for."""
+
+    def __init__(self, file: Path, only: str) -> None:
+        self.file = file
+        if file.exists():
+            self.content = json.loads(file.read_text())
+        else:
+            self.content = {"programs": draw_programs(), "entries": {}, "allowed": {}}
+        self.programs, self.kept = self.content["programs"], self.content["entries"]
+        self.names = names_of(self.programs)
+        # Generated code by graph.
+        self.texts: dict[str, str] = {}
+        asked = [name for name in self.names if re.search(only, name)]
+        with benchmarks() as package:
+            self.found = dict(entries(asked, self.programs, package, self.texts.__setitem__))
+
+    def write(self, texts: Path | None) -> None:
         if texts is not None:
-            (texts / f"{name}.txt").write_text(text)
+            texts.mkdir(parents=True, exist_ok=True)
+            for name, text in self.texts.items():
+                (texts / f"{name}.txt").write_text(text)
+        merged = {name: self.found.get(name) or self.kept.get(name) for name in self.names}
+        self.content["entries"] = {name: entry for name, entry in merged.items() if entry}
+        self.forget_allowed()
+        self.save()
 
-    if texts is not None:
-        texts.mkdir(parents=True, exist_ok=True)
-    with benchmarks() as package:
-        names = names_of(programs)
-        found = dict(entries([name for name in names if re.search(only, name)], programs, package, keep))
-    merged = {name: found.get(name) or kept[name] for name in names if name in found or name in kept}
-    file.write_text(dump(programs, merged))
-    print(f"{len(found)} entries written, {len(merged)} in all")
+    def forget_allowed(self) -> None:
+        for patch, listed in [*self.content["allowed"].items()]:
+            self.content["allowed"][patch] = listed = [d for d in listed if d[0] not in self.found]
+            if not listed:
+                del self.content["allowed"][patch]
 
+    def save(self) -> None:
+        self.file.write_text(dump(self.content))
 
-def check(file: Path, texts: Path | None, only: str, quick: bool) -> int:
-    golden = json.loads(file.read_text())
-    changed: dict[str, str] = {}
-    differences = Differences()
-    count = 0
-    with benchmarks() as package:
-        names = [name for name in golden["entries"] if re.search(only, name) and (not quick or is_quick(name))]
-        for name, entry in entries(names, golden["programs"], package, changed.__setitem__):
-            differences.add(name, golden["entries"][name], entry)
-            count += 1
-    if text := differences.text(texts, changed):
-        print(text)
-    parts = {part: len({d[0] for d in differences.parts if d[1] == part}) for part in PARTS}
-    parts["words"] += len({name for names in differences.words.values() for name in names})
-    print(f"{count} entries; different: " + ", ".join(f"{n} in {part}" for part, n in parts.items()))
-    return int(any(parts.values()))
+    def differences(self) -> list[list[Any]]:
+        return [d for name, entry in self.found.items() for d in differences(name, self.kept[name], entry)]
+
+    def allow(self, patch: str) -> None:
+        """List the differences that no patch is known to make."""
+        self.content["allowed"].setdefault(patch, []).extend(self.unexplained()[0])
+        self.save()
+
+    def unexplained(self) -> tuple[list[list[Any]], list[list[Any]]]:
+        allowed = [d for listed in self.content["allowed"].values() for d in listed if d[0] in self.found]
+        return unexplained(self.differences(), allowed)
+
+    def check(self, texts: Path | None) -> int:
+        new, gone = self.unexplained()
+        for difference in new:
+            print("\n".join(self.shown(difference, texts)))
+        for name, place, *_ in gone:
+            print(f"{name}: {place} is allowed to differ, in another way than it does")
+        allowed = len(self.differences()) - len(new)
+        print(f"{len(self.found)} entries: {len(new)} differences, {allowed} that patches make, {len(gone)} gone")
+        return int(bool(new or gone))
+
+    def shown(self, difference: list[Any], texts: Path | None) -> list[str]:
+        name, place, old, new = difference
+        lines = [f"{name}: {place}: {json.dumps(old)} -> {json.dumps(new)}"]
+        if texts is not None and place.startswith("code["):
+            setting, _, number = place.removeprefix("code").strip("[]").partition("][")
+            file = f"{name.replace('/', '.')}.{setting}.{number}"
+            before = texts / f"{file}.txt"
+            if file in self.texts and before.exists():
+                a, b = before.read_text().splitlines(), self.texts[file].splitlines()
+                lines += difflib.unified_diff(a, b, f"{file} before", f"{file} now", lineterm="")
+        return lines
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--write", type=Path, metavar="FILE", help="keeps FILE's programs and other entries")
-    action.add_argument("--check", type=Path, metavar="FILE", help="exit with 1 if anything differs")
+    action.add_argument("--check", action="store_true", help="exit with 1 if anything differs that is not allowed to")
+    action.add_argument("--write", action="store_true", help="keeps FILE's programs and other entries")
+    action.add_argument("--allow", metavar="PATCH", help="keeps FILE's entries, and adds what differs from them")
+    parser.add_argument("file", type=Path, metavar="FILE")
     parser.add_argument("--texts", type=Path, metavar="DIR", help="where the generated code is, or goes")
     parser.add_argument("--only", default="", metavar="REGEX", help="entries whose names have it")
-    parser.add_argument("--quick", action="store_true", help="each n-th entry")
     args = parser.parse_args()
     # More wait for each other longer than such sizes compute.
     torch.set_num_threads(1)
     # Programs that end where they read a value, and graphs that are skipped, are in the entries.
     torch._logging.set_logs(all=logging.ERROR)
+    goldens = Goldens(args.file, args.only)
     if args.write:
-        write(args.write, args.texts, args.only)
-        return 0
-    return check(args.check, args.texts, args.only, args.quick)
+        goldens.write(args.texts)
+    elif args.allow:
+        goldens.allow(args.allow)
+    else:
+        return goldens.check(args.texts)
+    return 0
 
 
 if __name__ == "__main__":
