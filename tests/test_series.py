@@ -30,7 +30,7 @@ def test_a_patch_applies_as_git_does(old, new):
     if old == new:
         return
     diff = re.sub(rb"\Adiff --git .*\n", b"diff --git a/torch/f.py b/torch/f.py\n", diff)
-    (change,) = series._read_patch("p", diff)
+    (change,) = series.read_patch("p", diff)
     assert (change.before, change.after) == (blob_id(old), blob_id(new))
     assert change.apply(old) == new
 

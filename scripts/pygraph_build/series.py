@@ -69,10 +69,10 @@ def read_series(upstream: Upstream) -> Iterator[FileChange]:
     for path in patch_files(upstream):
         if not path.is_file():
             raise BuildError(f"{path} is missing, though {path.parent / '.patches'} lists it")
-        yield from _read_patch(path.relative_to(upstream.root).as_posix(), path.read_bytes())
+        yield from read_patch(path.relative_to(upstream.root).as_posix(), path.read_bytes())
 
 
-def _read_patch(name: str, text: bytes) -> Iterator[FileChange]:
+def read_patch(name: str, text: bytes) -> Iterator[FileChange]:
     starts = list(_FILE.finditer(text))
     ends = [match.start() for match in starts[1:]] + [len(text)]
     for start, end in zip(starts, ends):

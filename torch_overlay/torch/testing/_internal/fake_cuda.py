@@ -225,7 +225,7 @@ def _tensor_nbytes(t: torch.Tensor) -> int:
 
 
 def _buffer_nbytes(buffer: Any) -> int:
-    numel = V.graph.sizevars.size_hint(buffer.get_numel(), fallback=config.unbacked_symint_fallback)
+    numel = V.graph.sizevars.optimization_hint(buffer.get_numel(), fallback=config.unbacked_symint_fallback)
     return numel * buffer.get_dtype().itemsize
 
 
@@ -351,7 +351,9 @@ class _Recorder:
         if not skip:
             for name, buffer in inputs.items():
                 fixed = name in managed or (name in V.graph.graph_inputs and name not in self.stock_external_names)
-                if not fixed and (device := buffer.get_device()) is not None and device.type == "cuda":
+                sizes = buffer.maybe_get_size()  # None: stock lets a list be an input
+                device = buffer.get_device()
+                if not fixed and sizes is not None and device is not None and device.type == "cuda":
                     copied[name] = _buffer_nbytes(buffer)
         mutated = tuple(name for name in copied if name in V.graph.mutated_inputs)
         cpu_inputs = tuple(
