@@ -1,6 +1,4 @@
-"""
-The partitions of a graph for the report: kernels, lines of the program, what cannot be captured.
-"""
+"""What cannot be captured, and why: for Inductor's scheduler, and for the report of each partition."""
 
 from __future__ import annotations
 
@@ -8,18 +6,110 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
+from torch._inductor.dependencies import WeakDep
+from torch._inductor.fx_utils import dropout_of
+from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
+from torch._inductor.pygraph.compile.ops import MEMORY_EFFICIENT_ATTENTION
 from torch._inductor.pygraph.compile.upstream import reason_of
 from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.pygraph.types.report import Blocker, CPU_VALUES, PartitionReport
 from torch._inductor.pygraph.types.source import innermost, span
-from torch._inductor.scheduler import NopKernelSchedulerNode
+from torch._inductor.scheduler import NopKernelSchedulerNode, operations_of_subgraphs
+from torch._inductor.utils import is_cudagraph_unsafe_op
+from torch._inductor.virtualized import V
+from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.symbol import symbol_is_type, SymT
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    import sympy
+
     from torch._inductor.scheduler import BaseSchedulerNode
+
+
+def partition_reason(node: BaseSchedulerNode) -> Code | None:
+    """
+    Return why a node cannot be captured that the scheduler itself would capture, else None.
+
+    A GPU node cannot be captured if it reads CPU memory, takes a value that only the host
+    knows, or returns a CPU tensor that the host waits for. Copies between CPU and GPU,
+    which the scheduler does not capture either, get a reason that names the copy.
+    """
+    ir_node = node.node
+    if isinstance(ir_node, (Pack, HostCopy)):
+        return Code.BRINGS_CPU_VALUES
+    if not node.is_gpu():
+        # The scheduler gives the reason for other CPU nodes.
+        return Code.COPIES_TO_CPU if isinstance(ir_node, ir.DeviceCopy) else None
+    if (reason := subgraph_reason(ir_node)) is not None:
+        return reason
+    if hands_over_seed(ir_node):
+        return Code.CPU_SEED
+    for dep in node.read_writes.reads:
+        if isinstance(dep, WeakDep):
+            continue
+        buffer = V.graph.try_get_buffer(dep.name)
+        if isinstance(buffer, ir.IRNode) and is_cpu_tensor(buffer):
+            return Code.READS_CPU_TENSOR
+    if isinstance(ir_node, ir.FallbackKernel) and any(
+        isinstance(output, ir.IRNode) and is_cpu_tensor(output) for output in pytree.tree_leaves(ir_node.outputs)
+    ):
+        return Code.GIVES_CPU_TENSOR
+    if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
+        return Code.HOST_FLOAT
+    return None
+
+
+def is_cpu_tensor(buffer: ir.IRNode) -> bool:
+    """Return whether a buffer is a tensor in CPU memory."""
+    device = buffer.get_device()
+    if device is None or device.type != "cpu":
+        return False
+    # An operation that defines a symbol returns no tensor. PyGraph records a graph for each
+    # value of the symbol.
+    return not (
+        isinstance(buffer, ir.Operation)
+        and isinstance(getattr(buffer, "layout", None), ir.NoneLayout)
+        and buffer.get_unbacked_symbol_defs()
+    )
+
+
+def is_float(symbol: sympy.Symbol) -> bool:
+    return symbol_is_type(symbol, (SymT.FLOAT, SymT.UNBACKED_FLOAT))
+
+
+def hands_over_seed(ir_node: object) -> bool:
+    """Return whether a node is attention with dropout whose seed is on the GPU only if captured."""
+    return (
+        isinstance(ir_node, ir.FallbackKernel)
+        and ir_node.op_overload in MEMORY_EFFICIENT_ATTENTION
+        and ir_node.fx_node is not None
+        and bool(dropout_of(ir_node.fx_node))
+    )
+
+
+def subgraph_reason(ir_node: object) -> Code | None:
+    """
+    Return why the graphs that a node runs cannot be captured, else None.
+
+    A replay runs no host code of a subgraph.
+    """
+    for operation in operations_of_subgraphs(ir_node):
+        if isinstance(operation, (Pack, HostCopy)):
+            return Code.BRINGS_CPU_VALUES
+        device = operation.get_device()
+        if isinstance(operation, ir.DeviceCopy) or (device is not None and device.type == "cpu"):
+            return Code.SUBGRAPH_ON_CPU
+        if (
+            isinstance(operation, (ir.Conditional, ir.WhileLoop))
+            or is_cudagraph_unsafe_op(operation)
+            or hands_over_seed(operation)
+        ):
+            return Code.SUBGRAPH_NOT_CAPTURABLE
+    return None
 
 
 def describe_partition(

@@ -18,24 +18,7 @@ from torch._functorch._aot_autograd.descriptors import (
     TangentAOTInput,
 )
 from torch._inductor import config, ir
-from torch._inductor.codegen.wrapper import (
-    AllocateLine,
-    CommentLine,
-    EnterDeviceContextManagerLine,
-    ExitDeviceContextManagerLine,
-    ExternKernelAllocLine,
-    FreeIfNotReusedLine,
-    FreeLine,
-    KernelCallLine,
-    KernelDefinitionLine,
-    MultiOutputLine,
-    NullLine,
-    PartitionCallLine,
-    ReinterpretLine,
-    ReuseLine,
-    SubgraphPythonWrapperCodegen,
-    UnbackedSymbolDefsLine,
-)
+from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
@@ -58,7 +41,6 @@ from torch.utils._ordered_set import OrderedSet
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
     from torch._inductor.pygraph.types.partition import Origin
     from torch._inductor.scheduler import BaseSchedulerNode
 
@@ -66,10 +48,17 @@ if TYPE_CHECKING:
 SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
 
 # Lines that do nothing in a call, or only delete names.
-IDLE_LINES = (CommentLine, FreeIfNotReusedLine, FreeLine, KernelDefinitionLine, LineContext, NullLine)
+IDLE_LINES = (
+    codegen.CommentLine,
+    codegen.FreeIfNotReusedLine,
+    codegen.FreeLine,
+    codegen.KernelDefinitionLine,
+    LineContext,
+    codegen.NullLine,
+)
 
 
-def describe_graph(wrapper: PythonWrapperCodegen) -> GraphInfo:
+def describe_graph(wrapper: codegen.PythonWrapperCodegen) -> GraphInfo:
     """Return what is known of the graph whose code ``wrapper`` has generated."""
     graph = V.graph
     if not config.graph_partition:
@@ -85,14 +74,14 @@ def describe_graph(wrapper: PythonWrapperCodegen) -> GraphInfo:
     return GraphInfo(functions, reports, _direct_call(wrapper))
 
 
-def describe_function(wrapper: PythonWrapperCodegen, nodes: Sequence[BaseSchedulerNode]) -> PartitionInfo:
+def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[BaseSchedulerNode]) -> PartitionInfo:
     """Return what is known of the function that ``wrapper`` has generated for ``nodes``."""
     origins = _origins()
     memory = _Memory(wrapper)
     inputs = tuple(
         Input(name, _origin(name, origins), tuple(memory.buffers_in(name))) for name in wrapper.get_graph_input_names()
     )
-    if isinstance(wrapper, SubgraphPythonWrapperCodegen):
+    if isinstance(wrapper, codegen.SubgraphPythonWrapperCodegen):
         outputs = tuple(node.get_name() for node in wrapper.get_graph_outputs())
     else:
         outputs = tuple(V.graph.get_output_names())
@@ -186,10 +175,10 @@ def _groups(operation: Any) -> Iterator[str]:
         yield group
 
 
-def _calls(wrapper: PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]) -> list[Call]:
-    launches: dict[BaseSchedulerNode, list[KernelCallLine]] = {}
+def _calls(wrapper: codegen.PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]) -> list[Call]:
+    launches: dict[BaseSchedulerNode, list[codegen.KernelCallLine]] = {}
     for line in wrapper.lines:
-        if isinstance(line, KernelCallLine):
+        if isinstance(line, codegen.KernelCallLine):
             launches.setdefault(line.scheduler_node, []).append(line)
     calls: list[Call] = []
     # What gives a list of buffers, and where in ``calls`` it is.
@@ -238,7 +227,7 @@ def _kernels_of_subgraph(operation: ir.InvokeSubgraph) -> Iterator[str]:
     graph = operation.subgraph.graph
     # Equal subgraphs are generated once.
     for line in graph.wrapper_code.lines if graph.wrapper_code is not None else ():
-        if isinstance(line, KernelCallLine) and line.triton:
+        if isinstance(line, codegen.KernelCallLine) and line.triton:
             yield line.kernel_name
     for inner in graph.operations:
         if isinstance(inner, ir.InvokeSubgraph):
@@ -265,17 +254,17 @@ def _buffers(names: Iterable[str]) -> tuple[str, ...]:
 class _Memory:
     """Which buffers of a function share memory, as the lines of its wrapper say."""
 
-    def __init__(self, wrapper: PythonWrapperCodegen) -> None:
+    def __init__(self, wrapper: codegen.PythonWrapperCodegen) -> None:
         self.wrapper = wrapper
-        self.lines: list[AllocateLine] = []
+        self.lines: list[codegen.AllocateLine] = []
         # For each buffer all that lie in the same memory. The first one owns it.
         self.sharing: dict[str, list[str]] = {}
         for line in wrapper.lines:
-            if isinstance(line, AllocateLine):
+            if isinstance(line, codegen.AllocateLine):
                 self.sharing[line.node.get_name()] = [line.node.get_name()]
                 if not line.comm_buffer and line.node.get_device().type == "cuda":
                     self.lines.append(line)
-            elif isinstance(line, (ReinterpretLine, ReuseLine)):
+            elif isinstance(line, (codegen.ReinterpretLine, codegen.ReuseLine)):
                 owner, name = line.node.get_name(), line.reused_as.get_name()
                 buffers = self.sharing.setdefault(owner, [owner])
                 buffers.append(name)
@@ -301,7 +290,7 @@ class _Memory:
         )
 
 
-def _direct_call(wrapper: PythonWrapperCodegen) -> DirectCall | None:
+def _direct_call(wrapper: codegen.PythonWrapperCodegen) -> DirectCall | None:
     """Return what Runner.call does, None if it is more than DirectCall has room for."""
     args = wrapper.get_graph_input_names()
     # The arguments and what is staged, by name.
@@ -310,26 +299,28 @@ def _direct_call(wrapper: PythonWrapperCodegen) -> DirectCall | None:
         return None
     packs: list[tuple[str, tuple[int, ...]]] = []
     stages: list[tuple[str, int]] = []
-    partition: PartitionCallLine | None = None
+    partition: codegen.PartitionCallLine | None = None
     inputs: list[int | None] = []
     num_guards = 0
     for line in wrapper.lines:
-        if isinstance(line, IDLE_LINES) or (isinstance(line, UnbackedSymbolDefsLine) and not line.unbacked_bindings):
+        if isinstance(line, IDLE_LINES) or (
+            isinstance(line, codegen.UnbackedSymbolDefsLine) and not line.unbacked_bindings
+        ):
             continue
         if partition is not None:
             return None
-        if isinstance(line, EnterDeviceContextManagerLine):
+        if isinstance(line, codegen.EnterDeviceContextManagerLine):
             num_guards += 1
-        elif isinstance(line, ExitDeviceContextManagerLine):
+        elif isinstance(line, codegen.ExitDeviceContextManagerLine):
             num_guards -= 1
-        elif isinstance(line, MultiOutputLine):
+        elif isinstance(line, codegen.MultiOutputLine):
             # Another name for the same tensor, unless it is an element.
             if line.indices or line.arg_name not in places:
                 return None
             places[line.result_name] = places[line.arg_name]
         elif num_guards > 0:
             return None
-        elif isinstance(line, PartitionCallLine):
+        elif isinstance(line, codegen.PartitionCallLine):
             partition = line
             inputs = [places.get(name) for name in line.get_input_names()]
         elif isinstance(line, PackLine):
@@ -337,7 +328,7 @@ def _direct_call(wrapper: PythonWrapperCodegen) -> DirectCall | None:
             if any(i >= len(args) for i in values):
                 return None
             packs.append((line.owner, tuple(values)))
-        elif isinstance(line, ExternKernelAllocLine) and isinstance(copy := line.node, HostCopy):
+        elif isinstance(line, codegen.ExternKernelAllocLine) and isinstance(copy := line.node, HostCopy):
             (value,) = copy.codegen_args()
             place = places.get(value, len(args))
             if copy.how != "stage" or place >= len(args):

@@ -87,26 +87,21 @@ OPAQUE_NAMES = frozenset(
 # those that handle exceptions, unpack to a list, merge dictionaries, make sets or import.
 PLAIN_OPNAMES = frozenset(
     """
-    BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY
-    BINARY_MODULO BINARY_MULTIPLY BINARY_OR BINARY_POWER BINARY_RSHIFT
-    BINARY_SLICE BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR
-    BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_STRING BUILD_TUPLE
-    CACHE CALL CALL_FUNCTION CALL_FUNCTION_EX CALL_FUNCTION_KW CALL_KW CALL_METHOD
-    COMPARE_OP CONTAINS_OP COPY COPY_FREE_VARS DELETE_FAST DICT_MERGE DUP_TOP DUP_TOP_TWO
-    END_FOR EXTENDED_ARG FOR_ITER GEN_START GET_ITER INPLACE_ADD
-    INPLACE_AND INPLACE_FLOOR_DIVIDE INPLACE_MODULO INPLACE_OR INPLACE_SUBTRACT
-    INPLACE_TRUE_DIVIDE IS_OP JUMP_ABSOLUTE JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT
-    JUMP_FORWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND LIST_EXTEND
-    LIST_TO_TUPLE LOAD_ATTR LOAD_CLOSURE LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_AND_CLEAR
-    LOAD_FAST_CHECK LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_METHOD LOAD_SUPER_ATTR MAKE_CELL
-    MAKE_FUNCTION NOP POP_JUMP_BACKWARD_IF_FALSE POP_JUMP_BACKWARD_IF_NONE
-    POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE
-    POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE
-    POP_JUMP_IF_FALSE POP_JUMP_IF_NONE POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL
-    PUSH_NULL RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE ROT_FOUR ROT_N ROT_THREE
-    ROT_TWO SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST
-    STORE_FAST_LOAD_FAST STORE_FAST_STORE_FAST STORE_SLICE STORE_SUBSCR SWAP TO_BOOL
-    UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE UNPACK_SEQUENCE YIELD_VALUE
+    BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY BINARY_MODULO BINARY_MULTIPLY
+    BINARY_OR BINARY_POWER BINARY_RSHIFT BINARY_SLICE BINARY_SUBSCR BINARY_SUBTRACT BINARY_TRUE_DIVIDE BINARY_XOR
+    BUILD_CONST_KEY_MAP BUILD_LIST BUILD_MAP BUILD_SLICE BUILD_STRING BUILD_TUPLE CACHE CALL CALL_FUNCTION
+    CALL_FUNCTION_EX CALL_FUNCTION_KW CALL_KW CALL_METHOD COMPARE_OP CONTAINS_OP COPY COPY_FREE_VARS DELETE_FAST
+    DICT_MERGE DUP_TOP DUP_TOP_TWO END_FOR EXTENDED_ARG FOR_ITER GEN_START GET_ITER INPLACE_ADD INPLACE_AND
+    INPLACE_FLOOR_DIVIDE INPLACE_MODULO INPLACE_OR INPLACE_SUBTRACT INPLACE_TRUE_DIVIDE IS_OP JUMP_ABSOLUTE
+    JUMP_BACKWARD JUMP_BACKWARD_NO_INTERRUPT JUMP_FORWARD JUMP_IF_FALSE_OR_POP JUMP_IF_TRUE_OR_POP KW_NAMES LIST_APPEND
+    LIST_EXTEND LIST_TO_TUPLE LOAD_ATTR LOAD_CLOSURE LOAD_CONST LOAD_DEREF LOAD_FAST LOAD_FAST_AND_CLEAR LOAD_FAST_CHECK
+    LOAD_FAST_LOAD_FAST LOAD_GLOBAL LOAD_METHOD LOAD_SUPER_ATTR MAKE_CELL MAKE_FUNCTION NOP POP_JUMP_BACKWARD_IF_FALSE
+    POP_JUMP_BACKWARD_IF_NONE POP_JUMP_BACKWARD_IF_NOT_NONE POP_JUMP_BACKWARD_IF_TRUE POP_JUMP_FORWARD_IF_FALSE
+    POP_JUMP_FORWARD_IF_NONE POP_JUMP_FORWARD_IF_NOT_NONE POP_JUMP_FORWARD_IF_TRUE POP_JUMP_IF_FALSE POP_JUMP_IF_NONE
+    POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL PUSH_NULL RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE
+    ROT_FOUR ROT_N ROT_THREE ROT_TWO SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST STORE_FAST_LOAD_FAST
+    STORE_FAST_STORE_FAST STORE_SLICE STORE_SUBSCR SWAP TO_BOOL UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE
+    UNPACK_SEQUENCE YIELD_VALUE
     """.split()
 )
 
@@ -143,24 +138,11 @@ DRAWING = frozenset(
 
 # Values that did not exist before the frame and that bytecode rebuilds as they were.
 REBUILT = frozenset(
-    (
-        variables.BuiltinVariable,
-        variables.ConstantVariable,
-        CellVariable,
-        variables.ConstDictVariable,
-        variables.ListVariable,
-        variables.NNModuleVariable,
-        NullVariable,
-        variables.PythonModuleVariable,
-        variables.RangeVariable,
-        SizeVariable,
-        variables.SymNodeVariable,
-        variables.TensorVariable,
-        variables.TorchInGraphFunctionVariable,
-        variables.TupleVariable,
-        variables.UserDefinedClassVariable,
-        variables.UserDefinedObjectVariable,
-    )
+    (CellVariable, NullVariable, SizeVariable, variables.BuiltinVariable, variables.ConstantVariable)
+    + (variables.ConstDictVariable, variables.ListVariable, variables.NNModuleVariable, variables.PythonModuleVariable)
+    + (variables.RangeVariable, variables.SymNodeVariable, variables.TensorVariable, variables.TupleVariable)
+    + (variables.TorchInGraphFunctionVariable, variables.UserDefinedClassVariable)
+    + (variables.UserDefinedObjectVariable,)
 )
 
 SUMS = "a sum of floats is computed in another order"
@@ -317,32 +299,28 @@ def handles_exceptions(code: types.CodeType) -> bool:
 
 def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
-        yield from of_node(node)
-
-
-def of_node(node: torch.fx.Node) -> Iterator[str]:
-    value = node.meta.get("example_value")
-    is_call = node.op.startswith("call_")
-    if is_numpy(node):
-        # NumPy's scalars, dtypes, views, warnings and random numbers are others.
-        yield f"{node.name} is computed by NumPy"
-    if node.target is torch._assert_async:
-        # Compiled, it raises another exception.
-        yield f"{node.name} asserts a tensor"
-    if is_setting(node):
-        # It would be made while the graph is compiled, and in no call.
-        yield f"{node.name} is called for its effect"
-    if draws(node):
-        # Inductor draws other numbers than the operator.
-        yield f"{node.name} is random"
-    if writes_an_input(node):
-        # A graph that raises does not write it.
-        yield f"{node.name} writes an input"
-    if node.op == "call_function" and node.target is not torch.sym_float and isinstance(value, torch.SymFloat):
-        yield SUMS
-    if is_call and isinstance(value, torch.Tensor) and value.requires_grad:
-        # A graph has one backward, which runs once and cannot be differentiated.
-        yield f"{node.name} requires a gradient"
+        value = node.meta.get("example_value")
+        is_call = node.op.startswith("call_")
+        if is_numpy(node):
+            # NumPy's scalars, dtypes, views, warnings and random numbers are others.
+            yield f"{node.name} is computed by NumPy"
+        if node.target is torch._assert_async:
+            # Compiled, it raises another exception.
+            yield f"{node.name} asserts a tensor"
+        if is_setting(node):
+            # It would be made while the graph is compiled, and in no call.
+            yield f"{node.name} is called for its effect"
+        if draws(node):
+            # Inductor draws other numbers than the operator.
+            yield f"{node.name} is random"
+        if writes_an_input(node):
+            # A graph that raises does not write it.
+            yield f"{node.name} writes an input"
+        if node.op == "call_function" and node.target is not torch.sym_float and isinstance(value, torch.SymFloat):
+            yield SUMS
+        if is_call and isinstance(value, torch.Tensor) and value.requires_grad:
+            # A graph has one backward, which runs once and cannot be differentiated.
+            yield f"{node.name} requires a gradient"
 
 
 def is_numpy(node: torch.fx.Node) -> bool:

@@ -69,9 +69,7 @@ class SliceOfTensors(SliceVariable):
         return self.read().as_proxy()
 
 
-def make_slice(
-    tx: InstructionTranslatorBase, items: Sequence[VariableTracker], traced: Traced
-) -> SliceVariable | None:
+def make_slice(tx: InstructionTranslatorBase, items: Sequence[VariableTracker], traced: Traced) -> SliceVariable | None:
     """Return the slice of BUILD_SLICE's two or three arguments, or None for Dynamo's own."""
     if (
         not any(item.is_tensor() for item in items)
