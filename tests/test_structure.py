@@ -38,8 +38,8 @@ TOP = ("__init__",)
 MAX_MODULE_LINES = 600
 MAX_FUNCTION_LINES = 80
 
-# Tables, of texts or of operators.
-TABLES = {"types/reason.py", "compile/ops.py"}
+# Tables of texts.
+TABLES = {"types/reason.py"}
 
 
 def modules() -> dict[str, Path]:

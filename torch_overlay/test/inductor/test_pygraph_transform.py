@@ -31,7 +31,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.pygraph.compile import analysis, placement
-from torch._inductor.pygraph.compile.ops import FUSED_OPTIMIZER_STEPS
+from torch._inductor.pygraph.compile.analysis import FUSED_OPTIMIZER_STEPS
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT, PlaceholderMap
 from torch._inductor.pygraph.report.trace import load

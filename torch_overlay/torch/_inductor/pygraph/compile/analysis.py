@@ -1,12 +1,4 @@
-"""
-Questions about an FX graph that mixes CPU and GPU tensors. No function here changes a graph.
-
-Crossing, crossings    which CPU values GPU code reads
-known_values           which CPU values can be computed at compile time
-recomputable_values    which CPU values the GPU can compute itself
-transfers_to_host_before, random_draws_before   which CPU values can be copied together
-exposed_storages       which results need memory of their own
-"""
+"""Questions about an FX graph that mixes CPU and GPU tensors. Nothing here changes a graph."""
 
 from __future__ import annotations
 
@@ -15,26 +7,13 @@ import operator
 from typing import TYPE_CHECKING
 
 import torch
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._inductor.fx_passes import reinplace
 from torch._inductor.fx_utils import draws_random_numbers, get_node_storage
 from torch._inductor.pattern_matcher import get_arg_value
-from torch._inductor.pygraph.compile.ops import (
-    CONSTRUCTORS,
-    COPIES,
-    FUSED_OPTIMIZER_STEPS,
-    INDEX_PUTS,
-    SAME_ON_EVERY_DEVICE,
-    SAME_ON_EVERY_DEVICE_FOR_INTEGERS,
-    TAKES_CPU_TENSORS,
-    UNINITIALIZED,
-)
 from torch._inductor.utils import is_gpu
 from torch._prims_common import is_contiguous_or_false
-from torch.fx.experimental.symbolic_shapes import (
-    free_symbols,
-    statically_known_true,
-    sym_eq,
-)
+from torch.fx.experimental.symbolic_shapes import free_symbols, statically_known_true, sym_eq
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 
@@ -54,17 +33,100 @@ MAX_DELIVERED_TENSOR_BYTES = 2048
 # stays in GPU memory and in Inductor's cache.
 MAX_KNOWN_BYTES = 16 << 20
 
+# Each makes a tensor from arguments that are no tensors.
+CONSTRUCTORS = OrderedSet(
+    [aten.full.default, aten.scalar_tensor.default, aten.eye.default, aten.eye.m, prims.iota.default]
+)
+
+# Each gives the same bits on the CPU and on the GPU, for every dtype.
+SAME_ON_EVERY_DEVICE = OrderedSet(
+    [
+        aten.alias.default,
+        aten.clone.default,
+        aten.diagonal.default,
+        aten.expand.default,
+        aten.permute.default,
+        aten.reshape.default,
+        aten.select.int,
+        aten.slice.Tensor,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+        aten.t.default,
+        aten.transpose.int,
+        aten.unsqueeze.default,
+        aten.view.default,
+    ]
+)
+
+# Each gives the same bits on the CPU and on the GPU if all operands are integers or booleans.
+# Floating-point results may differ: GPU code contracts a multiplication and an addition.
+SAME_ON_EVERY_DEVICE_FOR_INTEGERS = OrderedSet(
+    [
+        aten.add.Tensor,
+        aten.bitwise_not.default,
+        aten.logical_not.default,
+        aten.mul.Tensor,
+        aten.neg.default,
+        aten.sub.Tensor,
+        aten.where.self,
+        *(
+            overload
+            for name in "bitwise_and bitwise_or bitwise_xor eq ge gt le lt ne".split()
+            for overload in (getattr(aten, name).Scalar, getattr(aten, name).Tensor)
+        ),
+    ]
+)
+
+# Each takes a tensor and returns memory that it does not initialize.
+UNINITIALIZED = OrderedSet(
+    [aten.empty_like.default, aten.new_empty.default, aten.new_empty_strided.default, aten.resize.default]
+)
+
+INDEX_PUTS = OrderedSet([aten._unsafe_index_put.default, aten.index_put.default, aten.index_put_.default])
+
+# Each works on the GPU and accepts CPU tensors that have dimensions. Other GPU operators
+# accept 0-d CPU tensors only.
+TAKES_CPU_TENSORS = INDEX_PUTS | OrderedSet(
+    [aten._unsafe_index.Tensor, aten.copy.default, aten.copy_.default, aten.index.Tensor, aten.slice_scatter.default]
+)
+
+# Each kernel accepts a CPU learning rate of any dtype, but reads a GPU learning rate as float32.
+FUSED_OPTIMIZER_STEPS = OrderedSet(
+    [
+        op.tensor_lr
+        for name in ("adagrad", "adam", "adamw", "sgd")
+        for op in (getattr(aten, f"_fused_{name}"), getattr(aten, f"_fused_{name}_"))
+    ]
+)
+
+# Each takes non_blocking as its third argument.
+COPIES = OrderedSet([aten.copy.default, aten.copy_.default, prims.device_put.default])
+
+# Each inlines the graphs that it is given into a kernel. A kernel has no place for copies.
+INLINES_GRAPHS = OrderedSet([flex_attention, flex_attention_backward])
+
+# The forward hands the generator's seed and offset to the backward: on the GPU if the forward
+# is captured, else on the CPU. The backward expects them by the same rule, see Note [Seed and
+# Offset Device] in ATen/native/transformers/cuda/attention.cu. One of the two may be captured
+# without the other.
+MEMORY_EFFICIENT_ATTENTION = OrderedSet(
+    [
+        aten._efficient_attention_backward.default,
+        aten._efficient_attention_forward.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    ]
+)
+
 
 # Tensors of a node.
 
 
 def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
     """Return the fake tensors among the results of a node."""
-    return [
-        t
-        for t in pytree.tree_leaves(node.meta.get("val"))
-        if isinstance(t, torch.Tensor)
-    ]
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [t for t in leaves if isinstance(t, torch.Tensor)]
 
 
 def is_on_cpu(node: torch.fx.Node) -> bool:
@@ -75,25 +137,16 @@ def is_on_cpu(node: torch.fx.Node) -> bool:
 
 def gpu_of(node: torch.fx.Node) -> torch.device | None:
     """Return the GPU that results of a node lie on, None if none does."""
-    for t in tensors_of(node):
-        if is_gpu(t.device.type):
-            return t.device
-    return None
+    return next((t.device for t in tensors_of(node) if is_gpu(t.device.type)), None)
 
 
 def static_nbytes(t: torch.Tensor) -> int | None:
     """Return the size of a tensor, None if it depends on symbols."""
-    if free_symbols(t.shape):
-        return None
-    return int(t.numel()) * t.element_size()
+    return None if free_symbols(t.shape) else int(t.numel()) * t.element_size()
 
 
 def dims_by_stride(val: torch.Tensor) -> list[int]:
-    """
-    Return the dimensions of a tensor with static strides, outermost in memory first.
-
-    If the tensor has gaps or is expanded, the order is the order of a copy.
-    """
+    """Return the dimensions, outermost in memory first; those of a copy if the tensor is not dense."""
     return sorted(range(val.dim()), key=torch.empty_like(val).stride, reverse=True)
 
 
@@ -117,48 +170,36 @@ def can_be_copied(node: torch.fx.Node) -> bool:
         # A complex tensor may have the conjugate bit.
         and not val.is_complex()
         # Generated CPU code ignores the negative bit of operands.
-        and not any(
-            t.is_neg() for n in (node, *node.all_input_nodes) for t in tensors_of(n)
-        )
+        and not any(t.is_neg() for n in (node, *node.all_input_nodes) for t in tensors_of(n))
         and static_nbytes(val) != 0
-        and (
-            is_contiguous_or_false(val)
-            or all(isinstance(n, int) for n in (*val.shape, *val.stride()))
-        )
+        and (is_contiguous_or_false(val) or all(isinstance(n, int) for n in (*val.shape, *val.stride())))
     )
 
 
 def can_be_delivered(node: torch.fx.Node) -> bool:
     """Return whether a CPU tensor may be a parameter of the kernel of a Deliver."""
     nbytes = static_nbytes(node.meta["val"])
-    return (
-        nbytes is not None
-        and nbytes <= MAX_DELIVERED_TENSOR_BYTES
-        and can_be_copied(node)
-    )
+    is_small = nbytes is not None and nbytes <= MAX_DELIVERED_TENSOR_BYTES
+    return is_small and can_be_copied(node)
 
 
 # Operators of a node.
 
 
 def is_core_op(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and (
-        node.target.namespace in ("aten", "prims")
-    )
+    return isinstance(node.target, torch._ops.OpOverload) and (node.target.namespace in ("aten", "prims"))
 
 
 def is_constant(node: torch.fx.Node) -> bool:
     """Return whether a node is an attribute of the graph's module, or a copy of one."""
-    if node.target is aten.lift_fresh_copy.default:
-        return is_constant(node.args[0])  # type: ignore[arg-type]
+    while node.target is aten.lift_fresh_copy.default:
+        node = node.args[0]  # type: ignore[assignment]
     return node.op == "get_attr"
 
 
 def is_deterministic(node: torch.fx.Node) -> bool:
     """Return whether equal inputs always give equal results."""
-    if node.target is operator.getitem:
-        return True
-    return (
+    return node.target is operator.getitem or (
         is_core_op(node)
         and not node.target._schema.is_mutable  # type: ignore[union-attr]
         and torch.Tag.nondeterministic_seeded not in node.target.tags  # type: ignore[union-attr]
@@ -177,9 +218,7 @@ def is_same_on_every_device(node: torch.fx.Node) -> bool:
             # The GPU's architecture decides which float8 dtypes its code can read.
             return False
         # These conversions round at most once, and no value is out of range.
-        return after in (torch.float32, torch.float64) or not (
-            after.is_floating_point or before.is_floating_point
-        )
+        return after in (torch.float32, torch.float64) or not (after.is_floating_point or before.is_floating_point)
     return node.target in SAME_ON_EVERY_DEVICE_FOR_INTEGERS and not any(
         dtype.is_floating_point or dtype.is_complex for dtype in dtypes
     )
@@ -202,10 +241,7 @@ class Crossing:
 
     @property
     def is_non_blocking(self) -> bool:
-        """
-        Whether eager mode, if the value is pinned, copies it in the order of the stream
-        without waiting.
-        """
+        """Whether eager mode does not wait for the copy, if the value is pinned."""
         if self.user.target not in COPIES:
             return False
         value, result = self.value.meta["val"], self.user.meta["val"]
@@ -246,12 +282,9 @@ def needs_cpu_value(user: torch.fx.Node, value: torch.fx.Node) -> bool:
 
 
 def fills_by_mask(user: torch.fx.Node) -> bool:
-    """
-    Return whether index_put calls masked_fill only if its value is a CPU scalar.
-
-    With a GPU scalar, index_put asks the device for the elements of the mask, and the host
-    waits. If the mask is the only index, Inductor lowers index_put to a fill for both.
-    """
+    """Return whether index_put calls masked_fill only if its value is a CPU scalar."""
+    # With a GPU scalar, index_put asks the device for the elements of the mask, and the host waits.
+    # If the mask is the only index, Inductor lowers index_put to a fill for both.
     _, indices, value = user.args[:3]
     given = [i.meta["val"].dtype for i in indices if i is not None]  # type: ignore[union-attr]
     return (
@@ -266,12 +299,8 @@ def fills_by_mask(user: torch.fx.Node) -> bool:
 
 
 def known_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
-    """
-    Return the CPU values that constants and constructors determine.
-
-    Large values are excluded, and all that depend on them: computing them at compile time
-    allocates every intermediate result, and fused code may allocate none.
-    """
+    """Return the CPU values that constants and constructors determine, without large ones."""
+    # Computing these at compile time allocates every intermediate result; fused code may not.
     known = OrderedSet[torch.fx.Node]()
     for node in graph.nodes:
         inputs = node.all_input_nodes
@@ -289,36 +318,23 @@ def known_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
 
 
 def recomputable_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
-    """
-    Return the CPU values that the GPU can compute with the same bits.
-
-    Their inputs are constants, recomputable values, and tensors that can be delivered.
-    """
+    """Return the CPU values that the GPU can compute, from constants and what can be delivered, to the same bits."""
     found = OrderedSet[torch.fx.Node]()
-    for value in graph.nodes:
-        if not is_on_cpu(value):
-            continue
-        inputs = filter(is_on_cpu, value.all_input_nodes)
+    for value in filter(is_on_cpu, graph.nodes):
         if (
             is_constant(value)
             or value.target in CONSTRUCTORS
-            or (
-                is_same_on_every_device(value)
-                and all(n in found or can_be_delivered(n) for n in inputs)
-            )
+            or is_same_on_every_device(value)
+            and all(n in found or can_be_delivered(n) for n in filter(is_on_cpu, value.all_input_nodes))
         ):
             found.add(value)
     return found
 
 
 def transfers_to_host_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """
-    Return for each node how many transfers from the GPU to the host it depends on, one
-    after the other.
-
-    Values with equal numbers can be delivered together: no value waits for a transfer that
-    depends on another value.
-    """
+    """Return for each node how many transfers from the GPU to the host it depends on, one after the other."""
+    # Values with equal numbers can be delivered together: no value waits for a transfer that
+    # depends on another value.
     count: dict[torch.fx.Node, int] = {}
     for node in graph.nodes:
         count[node] = max((count[n] for n in node.all_input_nodes), default=0)
@@ -328,12 +344,9 @@ def transfers_to_host_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
 
 
 def random_draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """
-    Return for each node how many random draws with inputs precede it in the program.
-
-    Values with equal numbers can be delivered together: no draw waits for a value that the
-    program computes after another draw. A draw without inputs waits for no value.
-    """
+    """Return for each node how many random draws with inputs precede it in the program."""
+    # Values with equal numbers can be delivered together: no draw waits for a value that the
+    # program computes after another draw. A draw without inputs waits for no value.
     count, before = 0, {}
     for node in graph.nodes:
         before[node] = count
@@ -359,23 +372,16 @@ def exposed_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
         or node.target in in_place
         or node.target in with_offset
         or isinstance(node.target, torch._ops.HigherOrderOperator)
-        or (
-            isinstance(node.target, torch._ops.OpOverload)
-            and node.target._schema.is_mutable
-        )
+        or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
         for n in node.all_input_nodes
     )
 
 
 def walk_back(
-    start: torch.fx.Node,
-    inputs_of: Callable[[torch.fx.Node], Iterable[torch.fx.Node]],
+    start: torch.fx.Node, inputs_of: Callable[[torch.fx.Node], Iterable[torch.fx.Node]]
 ) -> Iterator[torch.fx.Node]:
-    """
-    Yield ``start``, its inputs, their inputs, and so on, each once.
-
-    The walk is a loop: a graph may have longer chains of operations than Python has frames.
-    """
+    """Yield ``start``, its inputs, their inputs, and so on, each once."""
+    # A graph may have longer chains of operations than Python has frames.
     seen, todo = OrderedSet([start]), [start]
     while todo:
         node = todo.pop()

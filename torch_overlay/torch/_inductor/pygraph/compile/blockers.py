@@ -8,8 +8,8 @@ import torch
 from torch._inductor import ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import dropout_of
+from torch._inductor.pygraph.compile.analysis import MEMORY_EFFICIENT_ATTENTION
 from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
-from torch._inductor.pygraph.compile.ops import MEMORY_EFFICIENT_ATTENTION
 from torch._inductor.pygraph.compile.upstream import reason_of
 from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.pygraph.types.report import Blocker, CPU_VALUES, PartitionReport

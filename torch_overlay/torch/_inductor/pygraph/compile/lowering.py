@@ -40,16 +40,10 @@ UPLOAD = torch.ops.pygraph.upload.default
 
 
 # Generated code does not call the operators. Whoever interprets the FX graph does.
-def copy_to(
-    device: torch.device, value: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
+def copy_to(device: torch.device, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Return a contiguous copy of a tensor on the device."""
-    return value.to(
-        device,
-        non_blocking=non_blocking,
-        copy=True,
-        memory_format=torch.contiguous_format,
-    )
+    format = torch.contiguous_format
+    return value.to(device, non_blocking=non_blocking, copy=True, memory_format=format)
 
 
 @torch.library.impl(lib, "deliver", "CompositeExplicitAutograd")
@@ -74,9 +68,7 @@ def _(value: torch.Tensor, device: torch.device, non_blocking: bool) -> torch.Te
     return torch.empty(value.shape, dtype=value.dtype, device=device)
 
 
-def define_global(
-    wrapper: PythonWrapperCodegen, name: str, type: str, *args: str
-) -> None:
+def define_global(wrapper: PythonWrapperCodegen, name: str, type: str, *args: str) -> None:
     """Define ``name`` in the generated module as an object of pygraph.values."""
     # A subgraph's wrapper writes no module of its own.
     while isinstance(wrapper, SubgraphPythonWrapperCodegen):
@@ -97,12 +89,7 @@ class PackLine(WrapperLine):
 
 
 class Pack(ir.ExternKernel):
-    """
-    Reads the CPU values that a Launch copies to the GPU.
-
-    A Pack runs on the host and is never captured. It has no result that keeps it alive, so
-    it declares a side effect. Inductor may still eliminate the Launch as dead code.
-    """
+    """Reads the CPU values that a Launch copies to the GPU, on the host, and is never captured."""
 
     def __init__(self, values: Sequence[ir.IRNode], gpu: torch.device) -> None:
         super().__init__(None, ir.NoneLayout(device=torch.device("cpu")), values, ())
@@ -114,6 +101,7 @@ class Pack(ir.ExternKernel):
         return False
 
     def has_side_effects(self) -> bool:
+        # No result keeps it alive. Inductor may still eliminate the Launch as dead code.
         return True
 
     @property
@@ -122,19 +110,12 @@ class Pack(ir.ExternKernel):
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
         values = (f"({v.get_dtype()}, {tuple(map(int, v.get_size()))})" for v in self.inputs)
-        define_global(
-            wrapper, self.deliver_name, "Deliver", str(self.gpu.index), *values
-        )
+        define_global(wrapper, self.deliver_name, "Deliver", str(self.gpu.index), *values)
         wrapper.writeline(PackLine(self.deliver_name, self.codegen_args()))
 
 
 class Launch(ir.ExternKernel):
-    """
-    Launches the kernel that writes the values of ``pack`` to the GPU.
-
-    A Launch may be captured: it reads no CPU memory that a capture would freeze, see
-    values.deliver.CapturedValues.
-    """
+    """Launches the kernel that writes the values to the GPU. It may be captured; see CapturedValues."""
 
     def __init__(self, pack: Pack) -> None:
         device = pack.gpu
@@ -172,11 +153,7 @@ def lower_deliver(values: list[Any], device: torch.device) -> list[Any]:
 
 
 class HostCopy(ir.FallbackKernel):
-    """
-    Copies a CPU tensor to the GPU with a Stage or an Upload.
-
-    A HostCopy reads CPU memory and is never captured.
-    """
+    """Copies a CPU tensor to the GPU with a Stage or an Upload, and is never captured."""
 
     @property
     def how(self) -> str:
@@ -200,12 +177,7 @@ class HostCopy(ir.FallbackKernel):
         return super().codegen_args()[:1]
 
 
-def _lower_host_copy(op: torch._ops.OpOverload, *, result_is_shared: bool) -> None:
-    """
-    Args:
-        result_is_shared: whether all calls of the generated code get the same memory
-    """
-
+def _lower_host_copy(op: torch._ops.OpOverload) -> None:
     @register_lowering(op, type_promotion_kind=None)
     def lowering(value: Any, device: torch.device, non_blocking: bool) -> Any:
         value = ir.ExternKernel.require_contiguous(value)
@@ -213,11 +185,12 @@ def _lower_host_copy(op: torch._ops.OpOverload, *, result_is_shared: bool) -> No
         output.skip_size_stride_alignment_checks = True
         # The result is a new allocation, and aligned even if the CPU tensor is not.
         V.graph.unaligned_buffers.discard(output.get_name())
-        if result_is_shared:
+        if op is STAGE:
+            # All calls of the generated code get the same memory.
             V.graph.never_reuse_buffers.add(output.get_name())
         V.graph.add_device_info(device)
         return ir.TensorBox.create(output)
 
 
-_lower_host_copy(STAGE, result_is_shared=True)
-_lower_host_copy(UPLOAD, result_is_shared=False)
+_lower_host_copy(STAGE)
+_lower_host_copy(UPLOAD)

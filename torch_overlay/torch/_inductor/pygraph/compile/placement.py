@@ -36,11 +36,13 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.pygraph.compile.analysis import (
     can_be_copied,
     can_be_delivered,
+    CONSTRUCTORS,
     contiguous_permutation,
     Crossing,
     crossings,
     dims_by_stride,
     exposed_storages,
+    INLINES_GRAPHS,
     is_constant,
     is_dense,
     is_on_cpu,
@@ -52,14 +54,9 @@ from torch._inductor.pygraph.compile.analysis import (
     walk_back,
 )
 from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
-from torch._inductor.pygraph.compile.ops import CONSTRUCTORS, INLINES_GRAPHS
 from torch._inductor.pygraph.types.report import CPU_VALUES, CpuValue
 from torch._inductor.pygraph.types.source import innermost
-from torch._inductor.pygraph.values.deliver import (
-    MAX_DELIVERED_BYTES,
-    offsets,
-    PIECE_BYTES,
-)
+from torch._inductor.pygraph.values.deliver import MAX_DELIVERED_BYTES, offsets, PIECE_BYTES
 from torch._inductor.utils import get_gpu_type
 from torch._prims_common import is_contiguous_or_false
 from torch.utils import _pytree as pytree
@@ -85,26 +82,20 @@ CALLERS = "callers"
 
 
 def note_callers(gm: torch.fx.GraphModule, name: str) -> None:
-    """
-    Note on the submodule ``name`` of ``gm`` which operators it is handed to.
-
-    place_cpu_values reads the note. Passes on the submodule run before passes on ``gm``.
-    """
+    """Note on the submodule ``name`` of ``gm`` to which operators it is handed, for its place_cpu_values."""
     getattr(gm, name).meta[CALLERS] = [
-        user.target
-        for node in gm.graph.find_nodes(op="get_attr", target=name)
-        for user in node.users
+        user.target for node in gm.graph.find_nodes(op="get_attr", target=name) for user in node.users
     ]
 
 
 def place_cpu_values(graph: torch.fx.Graph) -> None:
     """
-    Give GPU code counterparts of the CPU values that it reads.
+    Give GPU code counterparts of the CPU values that it reads. This pass runs last on an aten
+    graph.
 
-    This pass runs last on an aten graph. It replaces move_constructors_to_gpu with inputs
-    and outputs, which stock CUDA graphs use. That pass packs 0-d CPU tensors into one
-    dtype, returns CPU outputs on the GPU, and leaves a value on the CPU if a CPU operation
-    or a custom operator uses it, too.
+    It replaces move_constructors_to_gpu with inputs and outputs, which stock CUDA graphs use.
+    That pass packs 0-d CPU tensors into one dtype, returns CPU outputs on the GPU, and leaves a
+    value on the CPU if a CPU operation or a custom operator uses it, too.
     """
     # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
     updater = FakeTensorUpdater(graph)
@@ -127,21 +118,14 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
 
 class Placement:
     """
-    The counterparts of the CPU values of one graph.
+    The counterparts of the CPU values of one graph, which ``run`` inserts.
 
     Args:
-        graph: where ``run`` inserts counterparts
         found: the CPU values that GPU code reads
         adds_constants: whether values may be computed at compile time
     """
 
-    def __init__(
-        self,
-        graph: torch.fx.Graph,
-        found: Sequence[Crossing],
-        *,
-        adds_constants: bool,
-    ) -> None:
+    def __init__(self, graph: torch.fx.Graph, found: Sequence[Crossing], *, adds_constants: bool) -> None:
         self.graph = graph
         self.found = found
         self.order = {node: i for i, node in enumerate(graph.nodes)}
@@ -152,9 +136,7 @@ class Placement:
         self.exposed = exposed_storages(graph)
         # Results of nodes that were computed at compile time.
         self.computed: dict[torch.fx.Node, Any] = {}
-        self.counterparts: dict[
-            tuple[torch.fx.Node, torch.device], torch.fx.Node
-        ] = {}
+        self.counterparts: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
         # Values that the program copies to a device with non_blocking, and never without.
         self.non_blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
         # The first node on the GPU that reads a value. The report shows its line.
@@ -183,10 +165,7 @@ class Placement:
         user.replace_all_uses_with(counterpart)
         self.graph.erase_node(user)
 
-    # Delivered values.
-
     def find_non_blocking(self) -> None:
-        """Fill ``non_blocking``."""
         blocking = OrderedSet[tuple[torch.fx.Node, torch.device]]()
         for c in self.found:
             for value in (c.value, *self.values_to_deliver(c.value)):
@@ -201,9 +180,7 @@ class Placement:
         return OrderedSet(
             node
             for node in walk_back(value, self.inputs_to_recompute)
-            if node not in self.recomputable
-            and can_be_delivered(node)
-            and node not in self.known
+            if node not in self.recomputable and can_be_delivered(node) and node not in self.known
         )
 
     def inputs_to_recompute(self, value: torch.fx.Node) -> list[torch.fx.Node]:
@@ -230,7 +207,6 @@ class Placement:
                 self.insert_deliver(launch, device)
 
     def insert_deliver(self, values: list[torch.fx.Node], device: torch.device) -> None:
-        """Insert one delivery behind the last of its values."""
         after = values[-1]
         while after.next.op in ("placeholder", "get_attr"):
             after = after.next
@@ -243,16 +219,8 @@ class Placement:
                 self.note_cpu_value(delivered, value, "delivered", self.first_user[value])
         counters["pygraph"]["delivered_values"] += len(values)
 
-    # Counterparts.
-
-    def counterpart(
-        self, value: torch.fx.Node, device: torch.device
-    ) -> torch.fx.Node | None:
-        """
-        Return a node that has the value on the device, None if no copy of its bytes has it.
-
-        Nodes are inserted at the graph's insertion point.
-        """
+    def counterpart(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
+        """Return a node that has the value on the device, None if no copy of its bytes has it."""
 
         def missing_inputs(node: torch.fx.Node) -> list[torch.fx.Node]:
             inputs = self.inputs_to_recompute(node)
@@ -260,17 +228,14 @@ class Placement:
 
         needed = walk_back(value, missing_inputs)
         for node in sorted(needed, key=self.order.__getitem__):
-            if (node, device) in self.counterparts:
-                continue
-            counterpart = self.new_counterpart(node, device)
-            if counterpart is None:
-                return None
-            self.counterparts[node, device] = counterpart
+            if (node, device) not in self.counterparts:
+                counterpart = self.new_counterpart(node, device)
+                if counterpart is None:
+                    return None
+                self.counterparts[node, device] = counterpart
         return self.counterparts[value, device]
 
-    def new_counterpart(
-        self, value: torch.fx.Node, device: torch.device
-    ) -> torch.fx.Node | None:
+    def new_counterpart(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
         if is_constant(value):
             return self.call_like(value, prims.device_put.default, (value, device))
         if value in self.recomputable:
@@ -285,11 +250,8 @@ class Placement:
         return self.with_strides_of(value, copied)
 
     def recompute(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node:
-        """Insert the operation of a CPU value on the device."""
         args, kwargs = pytree.tree_map_only(
-            torch.fx.Node,
-            lambda n: self.counterparts[n, device] if is_on_cpu(n) else n,
-            (value.args, value.kwargs),
+            torch.fx.Node, lambda n: self.counterparts[n, device] if is_on_cpu(n) else n, (value.args, value.kwargs)
         )
         if value.target not in CONSTRUCTORS:
             return self.call_like(value, value.target, args, kwargs)
@@ -298,30 +260,18 @@ class Placement:
         self.note_cpu_value(constructed, value, "made on the GPU", value)
         return constructed
 
-    def copy_in_each_call(
-        self, value: torch.fx.Node, device: torch.device
-    ) -> torch.fx.Node:
-        """Insert a staged copy of a value, or an upload if the value is large."""
+    def copy_in_each_call(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node:
         nbytes = static_nbytes(value.meta["val"])
-        if nbytes is not None and nbytes <= MAX_STAGED_BYTES:
-            counters["pygraph"]["staged_tensors"] += 1
-            how, op = "staged", STAGE
-        else:
-            counters["pygraph"]["uploaded_tensors"] += 1
-            how, op = "uploaded", UPLOAD
-        non_blocking = (value, device) in self.non_blocking
-        args = (self.contiguous_view(value), device, non_blocking)
+        is_staged = nbytes is not None and nbytes <= MAX_STAGED_BYTES
+        how, op = ("staged", STAGE) if is_staged else ("uploaded", UPLOAD)
+        counters["pygraph"][f"{how}_tensors"] += 1
+        args = (self.contiguous_view(value), device, (value, device) in self.non_blocking)
         copied = self.graph.call_function(op, args)
         self.note_cpu_value(copied, value, how, self.first_user.get(value, value))
         return copied
 
-    # Values that are known at compile time.
-
     def constant(self, value: torch.fx.Node) -> torch.fx.Node | None:
-        """
-        Compute a known value and return a constant that holds it, in the form that
-        constants of the program have. Return None if eager mode cannot compute it.
-        """
+        """Return a constant with a known value, like those of the program, None if eager mode cannot compute it."""
         name = f"_{value.name}_known"
         permutation = contiguous_permutation(value.meta["val"])
 
@@ -343,7 +293,6 @@ class Placement:
         return self.call_like(value, aten.lift_fresh_copy.default, (attribute,))
 
     def compute(self, value: torch.fx.Node) -> torch.Tensor:
-        """Return a known value as eager mode computes it."""
         interpreter = torch.fx.Interpreter(self.graph.owning_module, graph=self.graph)
         interpreter.env = self.computed
         needed = walk_back(value, lambda node: node.all_input_nodes)
@@ -352,14 +301,8 @@ class Placement:
                 self.computed[node] = interpreter.run_node(node)
         return self.computed[value]
 
-    # Nodes.
-
     def call_like(
-        self,
-        node: torch.fx.Node,
-        target: Any,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any] | None = None,
+        self, node: torch.fx.Node, target: Any, args: tuple, kwargs: dict[str, Any] | None = None
     ) -> torch.fx.Node:
         """Insert a call that belongs to the line of the program that ``node`` is from."""
         call = self.graph.call_function(target, args, kwargs)
@@ -368,24 +311,15 @@ class Placement:
         return call
 
     def contiguous_view(self, value: torch.fx.Node) -> torch.fx.Node:
-        """
-        Return the contiguous view of a dense value, else the value.
-
-        The host makes a contiguous copy of a value that is not dense, as eager mode does.
-        """
+        """Return the contiguous view of a dense value, else the value, which the host copies."""
         permutation = contiguous_permutation(value.meta["val"])
         if permutation == sorted(permutation):
             return value
         return self.graph.call_function(aten.permute.default, (value, permutation))
 
-    def with_strides_of(
-        self, value: torch.fx.Node, copied: torch.fx.Node
-    ) -> torch.fx.Node:
-        """
-        Return a copy of ``contiguous_view(value)`` with the strides of a copy of the value.
-
-        as_strided and views as another dtype depend on the strides.
-        """
+    def with_strides_of(self, value: torch.fx.Node, copied: torch.fx.Node) -> torch.fx.Node:
+        """Return a copy of ``contiguous_view(value)`` with the strides of a copy of the value."""
+        # as_strided and views as another dtype depend on them.
         val = value.meta["val"]
         if is_contiguous_or_false(val):
             return copied
@@ -393,16 +327,11 @@ class Placement:
         inverse = [order.index(dim) for dim in range(val.dim())]
         if not is_dense(val):
             permuted = self.graph.call_function(aten.permute.default, (copied, order))
-            copied = self.graph.call_function(
-                aten.clone.default,
-                (permuted,),
-                {"memory_format": torch.contiguous_format},
-            )
+            format = {"memory_format": torch.contiguous_format}
+            copied = self.graph.call_function(aten.clone.default, (permuted,), format)
         return self.graph.call_function(aten.permute.default, (copied, inverse))
 
-    def note_cpu_value(
-        self, node: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node
-    ) -> None:
+    def note_cpu_value(self, node: torch.fx.Node, value: torch.fx.Node, how: str, at: torch.fx.Node) -> None:
         """Note on ``node``, for the report, that it brings a value, and the line of ``at``."""
         val = value.meta["val"]
         type = f"{str(val.dtype).removeprefix('torch.')}{list(val.shape)}"
