@@ -31,7 +31,7 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.calls import direct, training
+from torch._inductor.pygraph.calls import shortener
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
@@ -872,7 +872,7 @@ class AutogradTest(TestCase):
                 return (x.sin(),)
 
         first = runtime_wrappers._FirstInvocationContext()
-        layer = training.runtime_wrapper(
+        layer = shortener.runtime_wrapper(
             Function.apply, Function.apply, first, 1, [], [], False
         )
         seen: list[torch.Tensor] = []
@@ -885,7 +885,7 @@ class AutogradTest(TestCase):
         compiled = native.compiled.Training(
             slow=general,
             set_eval_frame=torch._C._dynamo.eval_frame.set_eval_frame,
-            **training.natives[layer],
+            **shortener.natives[layer],
         )
         x = torch.randn(4)
         with functorch_config.patch(check_custom_op_aliasing=is_analysed):
@@ -918,11 +918,11 @@ class AutogradTest(TestCase):
 
         first = runtime_wrappers._FirstInvocationContext()
         first._is_first = False
-        layer = training.runtime_wrapper(
+        layer = shortener.runtime_wrapper(
             Function.apply, Function.apply, first, 4, [], [], False
         )
         w = torch.randn(4, requires_grad=True)
-        for run in (lambda *args: layer([*args]), direct._disabled(layer)):
+        for run in (lambda *args: layer([*args]), shortener._disabled(layer)):
             for x in (torch.randn(4), wrapper):
                 self.assertEqual(is_wrapper(x), x is wrapper)
                 run(x, w)
@@ -1238,10 +1238,10 @@ class AutogradTest(TestCase):
 
     def test_what_is_plain(self):
         "What a graph may need beside tensors of its own keeps CompiledFunction's methods."
-        is_plain = training.is_plain
+        is_plain = shortener.is_plain
         with (
             config.patch(pygraph=True),
-            mock.patch.object(training, "is_plain", wraps=is_plain) as called,
+            mock.patch.object(shortener, "is_plain", wraps=is_plain) as called,
         ):
             compiled = torch.compile(lambda x: x.sin(), backend="aot_eager")
             compiled(torch.randn(4, requires_grad=True))
@@ -1273,12 +1273,12 @@ class AutogradTest(TestCase):
 
     def test_without_pygraph(self):
         "Nothing of this is made."
-        direct.forwards_to.clear()
+        shortener.forwards_to.clear()
         module, x = mlp(), torch.randn(3, 4)
         with (
-            mock.patch.object(training, "specialize") as specialize,
-            mock.patch.object(training, "runtime_wrapper") as wrapper,
-            mock.patch.object(direct, "direct") as called,
+            mock.patch.object(shortener.CallShortener, "specialize") as specialize,
+            mock.patch.object(shortener.CallShortener, "runtime_wrapper") as wrapper,
+            mock.patch.object(shortener, "direct") as called,
         ):
             compiled = torch.compile(module, backend="aot_eager")
             for _ in range(2):
@@ -1289,7 +1289,7 @@ class AutogradTest(TestCase):
             for made in (specialize, wrapper, called):
                 made.assert_not_called()
         self.assertEqual(counts, [2, 1])
-        self.assertEqual(len(direct.forwards_to), 0)
+        self.assertEqual(len(shortener.forwards_to), 0)
         self.assertNotIn("symints", vars(type(node)))
         self.assertNotIn("apply", vars(type(node)))
 

@@ -1,37 +1,368 @@
-"""What AOTAutograd asks with ``config.pygraph``, see ``torch._inductor.call_shortener``."""
+"""
+From compiled bytecode to a graph's generated code in fewer steps, for AOTAutograd, which asks
+``torch._inductor.call_shortener``.
+
+**Inference.** Between bytecode and the replay lie several layers. Where one partition is the
+whole graph, all they do in a steady call is to put arguments in another order. Then
+``native.compiled.Direct`` replaces them:
+
+- Dynamo disables itself, and AOTAutograd gradients: so does Direct. AOTAutograd's wrappers that
+  do nothing else are in forwards_to. The number of outputs is compared once, here
+- CompiledFxGraph ends what the first call began. A graph that is replayed was called before
+- types.partition.DirectCall describes the generated code. It may also give CPU values to the
+  GPU, which Direct has the same objects do, in front of the replay
+
+Calls that the replay was not recorded for go through the layers. So do all calls while the
+program captures the stream, profiles, or records the order of graphs.
+
+**Training.** AOTAutograd's CompiledFunction asks in each call what its metadata said when it was
+compiled. A plain graph, see is_plain, gets a forward that runs it and saves, and a backward that
+lays out gradients as the graph was compiled for and runs it.
+
+What can change from call to call is still asked in each. Where the answer is not the usual one,
+CompiledFunction's own methods do all of the call, so that results and errors are theirs:
+functorch's transforms, a backward that is to be differentiated or to keep its graph, one that is
+not compiled yet, gradients that are not plain tensors, deterministic algorithms. What C++ does
+around both stays: hooks of saved tensors, version counters, freed buffers, anomaly mode, gradients
+that are made of zeros. Compiled autograd calls neither method.
+"""
 
 from __future__ import annotations
 
+import types
 from typing import Any, TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
+import torch
 from torch._dynamo.capabilities import direct_calls
-from torch._inductor.pygraph.calls import direct, training
+from torch._dynamo.eval_frame import innermost_fn
+from torch._functorch import config
+from torch._functorch._aot_autograd.runtime_wrappers import (
+    coerce_to_expected_memory_format,
+    SerializableCompiledFunction,
+)
+from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
+from torch._functorch._aot_autograd.utils import normalize_as_list
+from torch._inductor.output_code import CompiledFxGraph
+from torch._inductor.pygraph import native
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch._functorch._aot_autograd.runtime_wrappers import _FirstInvocationContext
+    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, ViewAndMutationMeta
+
+set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
+profiler = torch.autograd.profiler
+
+# Functions that only pass on their arguments to another one, and its results: that one, and the
+# number of outputs that they check, if any.
+forwards_to: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], int | None]] = WeakKeyDictionary()
+
+# Of AOTAutograd's runtime wrapper of a training graph: the arguments of native.compiled.Training,
+# which does the same.
+natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
+
+
+def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what bytecode is to call instead of ``disabled``, which is ``forward`` with Dynamo disabled."""
+    layer, graph, num_outputs = layers_below(forward)
+    if isinstance(graph, CompiledFxGraph) and num_outputs is not None:
+        return replay(graph, disabled, num_outputs) or disabled
+    return disabled if layer is forward else _disabled(layer)
+
+
+def layers_below(fn: Any) -> tuple[Any, Any, int | None]:
+    """
+    Return the first layer that does more than to hand its arguments on, the first one that is not
+    of forwards_to, and the number of outputs that one of these expects in inference.
+    """
+    layer, num_outputs = fn, None
+    while True:
+        if isinstance(fn, SerializableCompiledFunction):
+            fn = fn.compiled_fn
+        elif isinstance(fn, types.FunctionType) and fn in forwards_to:
+            fn, expected = forwards_to[fn]
+            num_outputs = expected if num_outputs is None else num_outputs
+        else:
+            return layer, fn, num_outputs
+        if num_outputs is None:
+            layer = fn
+
+
+def _disabled(layer: Callable[[list[Any]], Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        prior = set_eval_frame(None)
+        try:
+            return layer(list(args))
+        finally:
+            set_eval_frame(prior)
+
+    if native.compiled is None or layer not in natives:
+        return call
+    return native.compiled.Training(slow=call, set_eval_frame=set_eval_frame, **natives[layer])
+
+
+def replay(graph: Any, slow: Callable[..., Any] | None = None, num_outputs: int | None = None) -> Any:
+    """Return what runs ``graph`` by its replay or else by ``slow``, None if a layer in between has work to do."""
+    if native.compiled is None or not isinstance(graph, CompiledFxGraph):
+        return None
+    runner = graph.compiled_fn_runner
+    direct_call = None if graph.graph_info is None else graph.graph_info.direct
+    if (
+        runner is None
+        or direct_call is None
+        or getattr(graph.current_callable, "__self__", None) is not runner
+        or num_outputs not in (None, len(direct_call.outputs))
+    ):
+        return None
+    return native.compiled.Direct(
+        slow=slow or (lambda *args: graph(list(args))),
+        partitions=runner.partitions,
+        num_args=direct_call.num_args,
+        packs=[(runner.objects[name].pack, [*args]) for name, args in direct_call.packs],
+        stages=[(runner.objects[name].stage, arg) for name, arg in direct_call.stages],
+        inputs=[*direct_call.inputs],
+        num_outputs=direct_call.num_outputs,
+        outputs=[*direct_call.outputs],
+        set_eval_frame=set_eval_frame,
+        profiler=vars(profiler),
+        debug=vars(torch._inductor.debug),
+    )
+
+
+def boxed_replay(disabled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    """Return ``disabled``, a graph that was called before, without the layers in front of its generated code."""
+    graph = innermost_fn(disabled)
+    if not isinstance(graph, CompiledFxGraph):
+        return disabled
+    debug = torch._inductor.debug
+
+    def call(args: list[Any]) -> Any:
+        if profiler._is_profiler_enabled or debug.RECORD_GRAPH_EXECUTION:
+            return disabled(args)
+        prior = set_eval_frame(None)
+        try:
+            return graph.current_callable(args)
+        finally:
+            set_eval_frame(prior)
+
+    return call
+
+
+def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> None:
+    "``function`` is a CompiledFunction; it gets other methods if its graph is plain."
+    metadata = function.metadata
+    if not (getattr(function.compiled_fw, "_boxed_call", False) and is_plain(metadata)):
+        return
+    node = function._backward_cls
+    # Of each call, what is never anything else.
+    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []
+    function.forward = staticmethod(_forward(function.compiled_fw, metadata))
+    # What the engine calls, which else looks for CompiledFunction.backward.
+    node.apply = _backward(function, node.apply, disable_amp)
+
+
+def is_plain(metadata: ViewAndMutationMeta) -> bool:
+    "Whether all that the graph returns and saves are tensors of their own."
+    return not (
+        metadata.num_mutated_inp_runtime_indices
+        or metadata.num_outputs_aliased
+        or metadata.num_intermediate_bases
+        or metadata.tokens
+        or metadata.num_backward_tokens
+        or metadata.is_rng_op_functionalized
+        or metadata.num_graphsafe_rng_states
+        or metadata.num_symints_saved_for_bw
+        or metadata.num_opaque_objects_saved_for_bw
+        or metadata.num_tensors_saved_with_no_vc_check
+        or metadata.dynamic_saved_tensors_idxs
+        or len(metadata.subclass_tangent_meta) != len(_tangents(metadata))
+        or any(
+            type(meta) is not PlainTensorMeta or meta.memory_format is None for meta in metadata.subclass_tangent_meta
+        )
+        or config.debug_assert
+    )
+
+
+def _tangents(metadata: ViewAndMutationMeta) -> list[int]:
+    "The outputs whose gradients the backward takes."
+    of = OutputType
+    types = (of.non_alias, of.unsafe_view_alias, of.custom_function_view)
+    return [
+        i
+        for i, info in enumerate(metadata.output_info)
+        if info.output_type in types and issubclass(info.raw_type, torch.Tensor) and info.requires_grad
+    ]
+
+
+def runtime_wrapper(
+    apply: Callable[..., Any],
+    general: Callable[[list[Any]], Any],
+    first: _FirstInvocationContext,
+    num_outputs: int,
+    mutated: list[int],
+    to_detach: list[int],
+    disable_amp: bool,
+) -> Callable[[list[Any]], Any]:
+    """
+    As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue.
+
+    Args:
+        apply: of its CompiledFunction
+        first: whether the next call is
+        mutated: inputs that the graph mutates where autograd is to see it
+        to_detach: inputs that never need gradients
+    """
+    increment_version = torch.autograd.graph.increment_version
+    run = _without_autocast(apply) if disable_amp else apply
+
+    def wrapper(args: list[Any]) -> list[Any]:
+        if profiler._is_profiler_enabled or first.is_needed():
+            return general(args)
+        if mutated:
+            increment_version([args[i] for i in mutated])
+        if to_detach:
+            # See Note [Detaching inputs that never need gradients]
+            args = list(args)
+            for i in to_detach:
+                if isinstance(args[i], torch.Tensor):
+                    args[i] = args[i].detach()
+        # As general does: some output may need gradients in no_grad, too.
+        was_grad_enabled = torch.is_grad_enabled()
+        if not was_grad_enabled:
+            torch._C._set_grad_enabled(True)
+        was_view_replay_enabled = torch._C._is_view_replay_enabled()
+        torch._C._set_view_replay_enabled(True)
+        try:
+            outs = run(*args)
+        finally:
+            torch._C._set_view_replay_enabled(was_view_replay_enabled)
+            if not was_grad_enabled:
+                torch._C._set_grad_enabled(False)
+        if len(outs) != num_outputs:
+            raise AssertionError(f"expected {num_outputs} outputs, got {len(outs)}")
+        return list(outs)
+
+    if not to_detach:
+        natives[wrapper] = dict(
+            # What autograd.Function.apply calls without transforms and setup_context.
+            apply=super(torch.autograd.Function, apply.__self__).apply,
+            first=first,
+            has_transforms=torch._C._are_functorch_transforms_active,
+            increment_version=increment_version,
+            mutated=mutated,
+            disable_amp=disable_amp,
+            num_outputs=num_outputs,
+            profiler=vars(profiler),
+        )
+    return wrapper
+
+
+def _without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with torch._C._DisableAutocast():
+            return fn(*args)
+
+    return call
+
+
+def saved_tensors(outputs: list[Any], start: int) -> tuple[torch.Tensor, ...]:
+    "Outputs from ``start`` on. See Note [Detaching saved tensors in AOTAutograd]."
+    return tuple([x.detach() if x._is_view() else x for x in outputs[start:]])
+
+
+def _forward(compiled_fw: Callable[..., Any], metadata: ViewAndMutationMeta) -> Callable[..., Any]:
+    "As CompiledFunction.forward, in a runtime wrapper, which has autocast disabled."
+    num_outputs = metadata.num_forward_returns
+    unsafe_views = tuple(metadata.unsafe_view_out_indices)
+    not_differentiable = tuple(i for i, info in enumerate(metadata.output_info) if not info.requires_grad)
+    run = replay(compiled_fw)
+    saved = getattr(native.compiled, "saved", saved_tensors)
+
+    def forward(ctx: Any, *args: Any) -> tuple[Any, ...]:
+        outs = compiled_fw(list(args)) if run is None else run(*args)
+        if type(outs) is not list:
+            outs = normalize_as_list(outs)
+        ctx.to_save = saved(outs, num_outputs)
+        returned = outs[:num_outputs]
+        for i in unsafe_views:
+            returned[i] = torch.ops.aten._unsafe_view(returned[i], returned[i].shape)
+        if not_differentiable:
+            constants = [returned[i] for i in not_differentiable]
+            ctx.non_differentiable = tuple([t for t in constants if isinstance(t, torch.Tensor)])
+            ctx._materialize_non_diff_grads = False
+        return tuple(returned)
+
+    return forward
+
+
+def _backward(
+    function: type[torch.autograd.Function], general: Callable[..., Any], disable_amp: bool
+) -> Callable[..., Any]:
+    "As BackwardCFunction.apply, which is ``general``, of CompiledFunction.backward."
+    metadata = function.metadata
+    layouts = [_layout(meta.memory_format) for meta in metadata.subclass_tangent_meta]
+    tangents = list(zip(_tangents(metadata), layouts))
+    must_not_be_deterministic = metadata.deterministic is False
+    tensor = torch.Tensor
+    is_grad_enabled = torch.is_grad_enabled
+    keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+    transform = torch._C._functorch.peek_interpreter_stack
+    is_deterministic = torch._C._get_deterministic_algorithms
+    compiled_bw = run = None
+
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        nonlocal compiled_bw, run
+        if (
+            is_grad_enabled()
+            or keeps_graph()
+            or transform() is not None
+            or (must_not_be_deterministic and is_deterministic())
+        ):
+            return general(ctx, *grads)
+        for i, _ in tangents:
+            if type(grads[i]) is not tensor:
+                return general(ctx, *grads)
+        if compiled_bw is None:
+            # It is compiled in a first call, or called for the first time.
+            outs = general(ctx, *grads)
+            if getattr(function.compiled_bw, "_boxed_call", False):
+                # In this order: autograd may run this in several threads.
+                run = boxed_replay(function.compiled_bw)
+                if disable_amp:
+                    run = _without_autocast(run)
+                compiled_bw = function.compiled_bw
+            return outs
+        # While the graph runs nobody else has what was saved, nor copies of gradients.
+        args = [*ctx.saved_tensors, *[lay_out(grads[i]) for i, lay_out in tangents]]
+        ctx.maybe_clear_saved_tensors()
+        return tuple(normalize_as_list(run(args)))
+
+    return backward
+
+
+def _layout(expected: MemoryFormatMeta) -> Callable[[torch.Tensor], torch.Tensor]:
+    "coerce_to_expected_memory_format"
+    if expected.memory_format is not torch.contiguous_format:
+        return lambda x: coerce_to_expected_memory_format(x, expected)
+    # The same, in less time, if there is nothing to do.
+    return torch.Tensor.contiguous
+
 
 class CallShortener:
-    def note_forwarding(
-        self,
-        fn: Callable[..., Any],
-        to: Callable[..., Any],
-        num_outputs: int | None = None,
-    ) -> None:
+    runtime_wrapper = staticmethod(runtime_wrapper)
+    specialize = staticmethod(specialize)
+
+    @staticmethod
+    def note_forwarding(fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None) -> None:
         """
-        Note that ``fn`` only passes on its arguments and the results of ``to``.
-
-        It may disable gradients, do more in its first call, and check the number of outputs.
+        Note that ``fn`` only passes on its arguments and the results of ``to``. It may disable
+        gradients, do more in its first call, and check the number of outputs.
         """
-        direct.forwards_to[fn] = to, num_outputs
-        direct_calls[fn] = direct.direct
-
-    def runtime_wrapper(self, *args: Any) -> Callable[[list[Any]], Any]:
-        return training.runtime_wrapper(*args)
-
-    def specialize(self, function: type[Any], disable_amp: bool) -> None:
-        training.specialize(function, disable_amp)
+        forwards_to[fn] = to, num_outputs
+        direct_calls[fn] = direct
 
 
 SHORTENER = CallShortener()

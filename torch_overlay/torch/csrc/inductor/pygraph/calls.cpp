@@ -1,4 +1,4 @@
-// What compiled bytecode calls; see calls/direct.py and calls/training.py.
+// What compiled bytecode calls; see calls/shortener.py.
 
 #include "replay.h"
 #include "values.h"
@@ -7,6 +7,7 @@
 #include <c10/core/AutogradState.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 
 #include <algorithm>
 #include <cstring>
@@ -73,29 +74,23 @@ PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
       : nullptr;
 }
 
-// Keeps Dynamo from compiling Python that is called meanwhile, as disable() does.
-class NoDynamo {
- public:
-  explicit NoDynamo(PyObject* set)
-      : set_(set), prior_(checked(PyObject_CallOneArg(set, Py_None))) {}
-  NoDynamo(const NoDynamo&) = delete;
-  NoDynamo& operator=(const NoDynamo&) = delete;
-  ~NoDynamo() {
+// Keeps Dynamo from compiling Python that is called in the scope of the result,
+// as disable() does.
+auto without_dynamo(const Ref& set_eval_frame) {
+  PyObject* set = set_eval_frame.get();
+  Ref prior = checked(PyObject_CallOneArg(set, Py_None));
+  return c10::make_scope_exit([set, prior = std::move(prior)]() {
     PyObject *type = nullptr, *value = nullptr, *traceback = nullptr;
     PyErr_Fetch(&type, &value, &traceback);
-    if (!Ref(PyObject_CallOneArg(set_, prior_.get()))) {
-      PyErr_WriteUnraisable(set_);
+    if (!Ref(PyObject_CallOneArg(set, prior.get()))) {
+      PyErr_WriteUnraisable(set);
     }
     PyErr_Restore(type, value, traceback);
-  }
-
- private:
-  PyObject* set_;
-  Ref prior_;
-};
+  });
+}
 
 // What compiled bytecode calls to replay an inference graph of one partition.
-// calls/direct.py makes it, and says which layers it leaves out and why they have
+// calls/shortener.py makes it, and says which layers it leaves out and why they have
 // nothing to do.
 struct Direct {
   Direct(PyObject* /*args*/, PyObject* kwargs)
@@ -155,7 +150,7 @@ struct Direct {
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
     // For the stages too.
     check_not_captured(Boxed<Replay>::of(fn.get()).is_capturing);
-    NoDynamo no_dynamo(set_eval_frame.get());
+    auto no_dynamo = without_dynamo(set_eval_frame);
     c10::AutoGradMode no_grad(false);
     // The slow path may do both again. It packs the same bytes to the same
     // places. A stage holds the value already, or copies it again from pinned
@@ -249,7 +244,7 @@ struct Direct {
 };
 
 // What compiled bytecode calls to run a training graph. runtime_wrapper in
-// calls/training.py does the same, and explains the arguments.
+// calls/shortener.py does the same, and explains the arguments.
 struct Training {
   Training(PyObject* /*args*/, PyObject* kwargs)
       : slow(shared(kwargs, "slow")),
@@ -293,7 +288,7 @@ struct Training {
   }
 
   PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
-    NoDynamo no_dynamo(set_eval_frame.get());
+    auto no_dynamo = without_dynamo(set_eval_frame);
     if (!mutated.empty()) {
       Ref list = checked(PyList_New(0));
       for (Py_ssize_t i : mutated) {
@@ -305,7 +300,13 @@ struct Training {
       checked(PyObject_CallOneArg(increment_version.get(), list.get()));
     }
     c10::AutoGradMode with_grad(true);
-    ViewReplay view_replay;
+    // torch.autograd._force_original_view_tracking(True)
+    auto& state = c10::AutogradState::get_tls_state();
+    auto view_replay = c10::make_scope_exit(
+        [&state, prior = state.get_view_replay_enabled()]() {
+          state.set_view_replay_enabled(prior);
+        });
+    state.set_view_replay_enabled(true);
     // torch._C._DisableAutocast
     std::optional<c10::impl::ExcludeDispatchKeyGuard> no_autocast;
     if (disable_amp) {
@@ -323,23 +324,6 @@ struct Training {
     }
     return PySequence_List(outputs.get());
   }
-
-  // torch.autograd._force_original_view_tracking(True)
-  class ViewReplay {
-   public:
-    ViewReplay()
-        : prior_(c10::AutogradState::get_tls_state().get_view_replay_enabled()) {
-      c10::AutogradState::get_tls_state().set_view_replay_enabled(true);
-    }
-    ViewReplay(const ViewReplay&) = delete;
-    ViewReplay& operator=(const ViewReplay&) = delete;
-    ~ViewReplay() {
-      c10::AutogradState::get_tls_state().set_view_replay_enabled(prior_);
-    }
-
-   private:
-    bool prior_;
-  };
 
   template <typename F>
   void visit(F&& f) {
@@ -359,7 +343,7 @@ struct Training {
   Py_ssize_t num_outputs;
 };
 
-// saved(outputs, start): returns the same as saved_tensors in calls/training.py.
+// saved(outputs, start): returns the same as saved_tensors in calls/shortener.py.
 PyObject* saved(PyObject* /*module*/, PyObject* args) {
   return guarded([&]() {
     auto [outputs, start] = members<2>(args);
