@@ -25,11 +25,11 @@ from torch._inductor.cudagraph_trees import (
     StorageWeakRefWrapper,
 )
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.native import PythonTreeState
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.replay.plan import Output, PathOutput, ReplayPlan
 from torch._inductor.pygraph.trees import threads
 from torch._inductor.pygraph.trees.cached import CachedTensor
-from torch._inductor.pygraph.types.replay_state import PythonCell, PythonTreeState
 from torch._inductor.test_case import run_tests, TestCase
 
 
@@ -110,7 +110,7 @@ class World:
     same in each world of one Shape.
     """
 
-    def __init__(self, shape: Shape, replay: Any, tree_state: Any, cell: Any) -> None:
+    def __init__(self, shape: Shape, replay: Any, tree_state: Any) -> None:
         self.shape = shape
         self.events: list[Any] = []
         self.names: dict[int, str] = {0: "nowhere"}
@@ -126,7 +126,7 @@ class World:
         self.state = tree_state(
             0, lambda index: self.stream, lambda: self.events.append("wait")
         )
-        self.graph, self.is_outdated = cell("graph"), cell(False)
+        self.graph, self.is_outdated = types.CellType("graph"), types.CellType(False)
         self.statics = [self.place(f"static{i}", i) for i in range(shape.statics)]
         self.parent = self.node(len(shape.managed) + shape.others, "parent")
         self.other = self.node(shape.last_outputs, "other")
@@ -376,8 +376,8 @@ class World:
         self.refuses, self.fails = "refuses" in changes, "fails" in changes
         self.words_fail = "words_fail" in changes
         self.stream = changes.get("stream", self.stream)
-        self.is_outdated.value = "outdated" in changes
-        self.graph.value = None if "dropped" in changes else "graph"
+        self.is_outdated.cell_contents = "outdated" in changes
+        self.graph.cell_contents = None if "dropped" in changes else "graph"
         step = MarkStepBox.mark_step_counter
         MarkStepBox.mark_step_counter = -changes.get("marked", 0)
         inputs: Any = self.inputs(changes)
@@ -415,8 +415,8 @@ class PlanTest(TestCase):
 
     def worlds(self, shape: Shape) -> list[World]:
         return [
-            World(shape, interpreter.Replay, PythonTreeState, PythonCell),
-            World(shape, COMPILED.Replay, COMPILED.TreeState, COMPILED.Cell),
+            World(shape, interpreter.Replay, PythonTreeState),
+            World(shape, COMPILED.Replay, COMPILED.TreeState),
         ]
 
     def check(self, shape: Shape, changes: list[list[tuple[str, int]]]) -> list[bool]:

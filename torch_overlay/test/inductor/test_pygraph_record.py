@@ -47,7 +47,7 @@ from torch._inductor.pygraph.graph.placeholder import (
     tensor_at,
 )
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
-from torch._inductor.pygraph.replay import chain
+from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import deploy, selection, store, timing
 from torch._inductor.pygraph.trees import queries
 from torch._inductor.pygraph.trees.state import state_of
@@ -2407,12 +2407,12 @@ class RecordTest(TestCase):
 
     def test_recording_that_is_found_later(self):
         "What was not recorded in the call that should have is replayed the short way too."
-        add = chain.ReplayChain.add
-        with mock.patch.object(chain.ReplayChain, "add", lambda replays, general: None):
+        add = interpreter.ReplayChain.add
+        with mock.patch.object(interpreter.ReplayChain, "add", lambda replays, general: None):
             fn = self.check(self.ADD, calls=1)
             x, y = self.randn(), self.randn()
             fn(x, y)
-        self.assertIs(chain.ReplayChain.add, add)
+        self.assertIs(interpreter.ReplayChain.add, add)
         fn(x, y)
         manager = trees.get_manager(0)
         with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
@@ -2424,7 +2424,7 @@ class RecordTest(TestCase):
     def test_as_many_recordings_as_a_chain_tries(self, is_dropped):
         manager = types.SimpleNamespace(_current_node=None)
         function = mock.Mock(binds_inputs=True, node_type=lambda: types.SimpleNamespace)
-        replays = chain.ReplayChain(function, manager, None, trees.CompilationMode.INFERENCE, object())
+        replays = interpreter.ReplayChain(function, manager, None, object())
 
         def record() -> types.SimpleNamespace:
             node = types.SimpleNamespace(graph=object())
@@ -2434,11 +2434,11 @@ class RecordTest(TestCase):
             return node
 
         with (
-            mock.patch.object(chain, "replay_plan", lambda *_: None),
-            mock.patch.object(chain, "make_replay", lambda *_: mock.Mock()),
+            mock.patch.object(interpreter, "replay_plan", lambda *_: None),
+            mock.patch.object(interpreter, "make_replay", lambda *_: mock.Mock()),
         ):
             nodes = []
-            for _ in range(chain.MAX_REPLAYS):
+            for _ in range(interpreter.MAX_REPLAYS):
                 nodes.append(record())
                 replays.add(mock.Mock())
             if is_dropped:
@@ -3152,7 +3152,7 @@ class RecordTest(TestCase):
         if force == "node_update":
             # The first recording is in no call's way.
             replay = self.backward.current
-            replay_type = getattr(native.compiled, "Replay", chain.Replay)
+            replay_type = getattr(native.compiled, "Replay", interpreter.Replay)
             self.assertIsInstance(replay, replay_type)
             self.assertNotIsInstance(replay.general, replay_type)
 

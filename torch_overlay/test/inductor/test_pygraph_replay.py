@@ -49,16 +49,15 @@ from torch._inductor.pygraph.graph.binding import (
 from torch._inductor.pygraph.graph.parameters import (
     Word,
 )
+from torch._inductor.pygraph.native import (
+    PythonTreeState,
+    TreeState,
+)
 from torch._inductor.pygraph.replay import interpreter, plan as replay_plan_module
 from torch._inductor.pygraph.replay.plan import replay_plan
 from torch._inductor.pygraph.trees import threads
 from torch._inductor.pygraph.trees.cached import is_steady
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo
-from torch._inductor.pygraph.types.replay_state import (
-    Cell,
-    PythonTreeState,
-    TreeState,
-)
 from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.values.deliver import CapturedValues, Deliver
 from torch._inductor.test_case import run_tests, TestCase
@@ -112,7 +111,7 @@ class Node(bound.BoundGraphNode):
         # How often each bound tensor or word was set.
         self.sets: list[int] = []
         self.refuses = False
-        self.replay_graph = Cell(None)
+        self.replay_graph = types.CellType(None)
         self.weight = weight
         self._parent = None
         self.non_static_input_idx = []
@@ -120,7 +119,7 @@ class Node(bound.BoundGraphNode):
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
         self.live_indices_after_graph = []
-        self.request = types.SimpleNamespace(outdated=Cell(False))
+        self.request = types.SimpleNamespace(outdated=types.CellType(False))
         self.cudagraph_managed_idxs = []
         self.expected_dead_indices_before_graph = []
         self.expected_dead_indices_after_graph = []
@@ -167,7 +166,7 @@ class Node(bound.BoundGraphNode):
             ]
             nodes = Nodes([-1] * count, updates, [[k] for k in range(count)])
             self.binding = types.SimpleNamespace(nodes=nodes)
-        return replay_plan(self, manager, mode, owner)
+        return replay_plan(self, manager, mode.name.lower(), owner)
 
     @property
     def pointers(self) -> list[int]:
@@ -324,9 +323,9 @@ class ReplayTest(TestCase):
 
     def test_outdated_function(self):
         outdated = self.node.request.outdated
-        outdated.value = True
+        outdated.cell_contents = True
         self.assertFalse(self.call())
-        outdated.value = False
+        outdated.cell_contents = False
         self.assertTrue(self.call())
 
     def test_dropped_tensors(self):
@@ -1273,9 +1272,9 @@ class DirectTest(TestCase):
         self.check(compiled, layers=1, launches=0)
         node = self.record()
         self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
-        node.request.outdated.value = True
+        node.request.outdated.cell_contents = True
         self.check(compiled, layers=1, launches=0)
-        node.request.outdated.value = False
+        node.request.outdated.cell_contents = False
         self.check(compiled, layers=0, launches=1)
 
     def test_further_recording(self):

@@ -29,9 +29,8 @@ from torch._inductor.cudagraph_utils import PyGraphOptions
 from torch._inductor.pygraph import FunctionReport, report, reset_report
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
-from torch._inductor.pygraph.select import deploy, gradients, selection as selections, timing
+from torch._inductor.pygraph.select import deploy, selection as selections, timing
 from torch._inductor.pygraph.select.controller import Controller, log
-from torch._inductor.pygraph.select.judge import costs_nothing, judge
 from torch._inductor.pygraph.select.selection import (
     DEVICE_BOUND,
     MAX_WAITING_CALLS,
@@ -39,7 +38,7 @@ from torch._inductor.pygraph.select.selection import (
     Selection,
 )
 from torch._inductor.pygraph.select.store import Decision
-from torch._inductor.pygraph.select.timing import Cost, Estimate
+from torch._inductor.pygraph.select.timing import Cost, costs_nothing, Estimate, judge
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
     BINDINGS,
@@ -1146,9 +1145,9 @@ class SelectionTest(SelectTestCase):
         "Those of two devices: one runs the backward, and the other a forward once more."
         backward, forward = (new_controller(mode, mode) for mode in ("backward", "forward"))
         held = [torch.zeros(1)]
-        gradients.end_call(backward, held)
-        self.addCleanup(gradients._gradients.clear)
-        calls = [lambda: gradients.begin_call(backward if is_backward else forward)]
+        selections.end_call(backward, held)
+        self.addCleanup(selections._gradients.clear)
+        calls = [lambda: selections.begin_call(backward if is_backward else forward)]
 
         class Asked(dict):
             def __contains__(self, key: Any) -> bool:
@@ -1164,10 +1163,10 @@ class SelectionTest(SelectTestCase):
                 self.__contains__(args[0])
                 return super().pop(*args)
 
-        with mock.patch.object(gradients, "_gradients", Asked(gradients._gradients)):
+        with mock.patch.object(selections, "_gradients", Asked(selections._gradients)):
             GenerationTracker.generation += 1
-            gradients.begin_call(backward)
-            self.assertEqual(gradients._gradients, {})
+            selections.begin_call(backward)
+            self.assertEqual(selections._gradients, {})
         state = backward.state
         self.assertEqual((state.has_stepped, state.outputs_outlive), (True, True))
 

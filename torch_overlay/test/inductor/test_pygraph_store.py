@@ -35,6 +35,7 @@ from torch._inductor.pygraph.types.candidate import (
     NODE_UPDATE,
     UNDECIDED,
 )
+from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
@@ -224,12 +225,15 @@ class KeyTest(TestCase):
             "inputs": [torch.zeros(4, 8), 3],
             "static_input_idxs": [0],
             "device_index": 0,
+            **changes,
         }
+        info = PartitionInfo(arguments["name"], code_hash=arguments["code_hash"])
+        spec = FunctionSpec(info, {}, arguments["mode"], "", arguments["device_index"], False)
         with (
             mock.patch("torch.cuda.get_device_properties", lambda index: device),
             mock.patch.object(store, "_driver", lambda: "580"),
         ):
-            return store.entry_for(**{**arguments, **changes})
+            return store.entry_for(spec, arguments["inputs"], arguments["static_input_idxs"])
 
     def test_same(self):
         "Values and addresses do not matter."
@@ -565,7 +569,8 @@ class RememberTest(DeployTestCase):
         "Right or wrong, results are those of the function (call checks them)."
         counters.clear()
         self.replay_us = replay_us
-        entry = store.entry_for("c", "run", "inference", [torch.zeros(4)], [], 0)
+        spec = FunctionSpec(PartitionInfo("run", code_hash="c"), {}, "inference", "", 0, False)
+        entry = store.entry_for(spec, [torch.zeros(4)], [])
         entry.save(Decision(choice, [], {}))
 
         def fail(controller):

@@ -1,18 +1,20 @@
 """
-Load the compiled part of a call, torch/csrc/inductor/pygraph/: replays and the CPU values
-that they take.
-
-The build compiles it if it finds a C++ compiler. Without it Python does the same, slower.
+The compiled part of a call, torch/csrc/inductor/pygraph/. The build compiles it if it finds a
+C++ compiler. Without it Python does the same, slower.
 """
 
 from __future__ import annotations
 
 import importlib
 import logging
-from typing import Any
+import threading
+from typing import Any, TYPE_CHECKING
 
 import torch
 
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 log = logging.getLogger(__name__)
 
@@ -24,14 +26,61 @@ try:
 except ImportError as e:
     log.info("graphs are replayed by Python: %s", e)
 
-# Called from bytecode that Dynamo makes.
-as_tensor_fullprec = torch._as_tensor_fullprec
-if compiled is not None:
-    as_tensor_fullprec = compiled.as_tensor_fullprec
-
 
 def callback(wrapper: Any, backend: Any) -> Any:
     """Dynamo's callback, whose backend each frame finds in less time. See Link."""
     if compiled is None:
         return wrapper
     return compiled.Link(wrapper, compiled.Link(backend, None))
+
+
+class PythonTreeState:
+    """
+    Hold the lock of the trees of one thread, and the stream of their last launch.
+
+    A thread holds the lock while it records or replays. Another thread runs uncaptured
+    meanwhile. It never waits, since the first thread may wait for it: autograd runs the
+    backward of CPU outputs in the thread that called it, and the backward of other outputs in
+    threads of its own, at the same time. A finalizer that the collector runs inside of a
+    replay runs uncaptured too: the replay has read the path already.
+
+    Args:
+        current_stream: returns the address of a device's current stream
+        wait: makes the current stream wait for the last launch
+
+    Attributes:
+        raw_stream: the address of the last launch's stream, or None
+    """
+
+    __slots__ = ("device_index", "current_stream", "wait", "raw_stream", "_lock")
+
+    def __init__(self, device_index: int, current_stream: Callable[[int], int], wait: Callable[[], None]) -> None:
+        self.device_index = device_index
+        self.current_stream = current_stream
+        self.wait = wait
+        self.raw_stream: int | None = None
+        self._lock = threading.Lock()
+
+    def acquire(self) -> bool:
+        """Take the lock if nobody has it; say whether."""
+        return self._lock.acquire(blocking=False)
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def follow(self) -> None:
+        """
+        Wait for the last launch if it was on another stream.
+
+        Called with the lock, outside of captures, before a launch and all that it writes.
+        """
+        raw_stream = self.current_stream(self.device_index)
+        if raw_stream != self.raw_stream:
+            self.wait()
+            self.raw_stream = raw_stream
+
+
+TreeState: Any = getattr(compiled, "TreeState", PythonTreeState)
+
+# Called from bytecode that Dynamo makes.
+as_tensor_fullprec = getattr(compiled, "as_tensor_fullprec", torch._as_tensor_fullprec)

@@ -18,6 +18,7 @@ as trees do.
 
 from __future__ import annotations
 
+from types import CellType
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -65,7 +66,6 @@ from torch._inductor.pygraph.types.reason import (
     Reason,
     RefusedError,
 )
-from torch._inductor.pygraph.types.replay_state import Cell
 from torch._inductor.pygraph.verify.diagnose import GraphRun, verify
 from torch._inductor.pygraph.verify.fingerprint import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal
@@ -114,7 +114,7 @@ class BoundGraphNode(CopyGraphNode):
     pool_ranges: PoolRanges
     written_bound: OrderedSet[int]
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
-    replay_graph: Any
+    replay_graph: CellType
 
     # While it is recorded.
     collectives = NoCollectives()
@@ -123,7 +123,7 @@ class BoundGraphNode(CopyGraphNode):
     rehearsal: Rehearsal | None = None
 
     def __init__(self, *args: Any) -> None:
-        self.replay_graph = Cell(None)
+        self.replay_graph = CellType(None)
         super().__init__(*args)
 
     # Recording, in the order in which CUDAGraphNode's constructor calls it
@@ -541,13 +541,13 @@ class BoundGraphNode(CopyGraphNode):
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()
         if is_steady(self):
-            self.replay_graph.value = self.graph
+            self.replay_graph.cell_contents = self.graph
         else:
             # Trees replay it, which is slower.
             counters["pygraph"]["unsteady_recordings"] += 1
 
     def remove_node_cached_tensors(self) -> None:
-        self.replay_graph.value = None
+        self.replay_graph.cell_contents = None
         super().remove_node_cached_tensors()
 
     def run(self, new_inputs: list[InputType]) -> OutputType:

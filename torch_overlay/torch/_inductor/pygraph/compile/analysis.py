@@ -120,9 +120,6 @@ MEMORY_EFFICIENT_ATTENTION = OrderedSet(
 )
 
 
-# Tensors of a node.
-
-
 def tensors_of(node: torch.fx.Node) -> list[torch.Tensor]:
     """Return the fake tensors among the results of a node."""
     leaves = pytree.tree_leaves(node.meta.get("val"))
@@ -183,9 +180,6 @@ def can_be_delivered(node: torch.fx.Node) -> bool:
     return is_small and can_be_copied(node)
 
 
-# Operators of a node.
-
-
 def is_core_op(node: torch.fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and (node.target.namespace in ("aten", "prims"))
 
@@ -222,9 +216,6 @@ def is_same_on_every_device(node: torch.fx.Node) -> bool:
     return node.target in SAME_ON_EVERY_DEVICE_FOR_INTEGERS and not any(
         dtype.is_floating_point or dtype.is_complex for dtype in dtypes
     )
-
-
-# CPU values that GPU code reads.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,9 +284,6 @@ def fills_by_mask(user: torch.fx.Node) -> bool:
         and given in ([torch.bool], [torch.uint8])
         and not get_arg_value(user, 3, "accumulate")
     )
-
-
-# Properties of all nodes of a graph.
 
 
 def known_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:

@@ -1,20 +1,29 @@
-"""The Python interpreter of a replay plan. The compiled module has the same as ``Replay``."""
+"""
+The replays of a function's recordings, and the Python interpreter of their plans. The compiled
+module has the same as ``Replay``.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.memory import lies_within
+from torch._inductor.pygraph.replay.plan import replay_plan
 from torch._inductor.pygraph.trees.cached import are_aligned, is_lazy, renew
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch._inductor.cudagraph_trees import CUDAGraphNode
+    from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.capture.bound import BoundGraphNode
     from torch._inductor.pygraph.replay.plan import PathOutput, ReplayPlan
+    from torch._inductor.pygraph.trees.policy import GraphPolicy
     from torch._inductor.utils import InputType
 
 
@@ -22,45 +31,25 @@ def are_dead(outputs: Iterable[PathOutput]) -> bool:
     """Return whether nobody but their nodes has these outputs."""
     for weakrefs, cached, i in outputs:
         ref = weakrefs[i]
-        if ref.extra_ref_check is not None and i >= len(cached):
-            return False
-        if ref() is not None:
+        if (ref.extra_ref_check is not None and i >= len(cached)) or ref() is not None:
             return False
     return True
 
 
 class Replay:
-    """
-    Replay a recording if its plan allows it, and else call ``general``.
-
-    Attributes:
-        general: called with the inputs of the call, all of them
-    """
+    """Replay a recording if its plan allows it, and else call ``general`` with all inputs."""
 
     def __init__(self, plan: ReplayPlan, state: Any, general: ModelType) -> None:
-        """
-        Args:
-            state: the TreeState of the plan's manager
-        """
         self.plan = plan
         self.state = state
         self.general = general
-        self._cached = [
-            (i, output.value)
-            for i, output in enumerate(plan.outputs)
-            if output.kind == "cached"
-        ]
+        self._cached = [(i, o.value) for i, o in enumerate(plan.outputs) if o.kind == "cached"]
         self._last_seen: CUDAGraphNode | None = None
         self._live_of_last: tuple[PathOutput, ...] = ()
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         plan, state = self.plan, self.state
-        if (
-            self._fits(inputs)
-            and not plan.is_capturing()
-            and plan.containers() is plan.owner
-            and state.acquire()
-        ):
+        if self._fits(inputs) and not plan.is_capturing() and plan.containers() is plan.owner and state.acquire():
             try:
                 state.follow()
                 outputs = self._run(inputs)
@@ -77,11 +66,7 @@ class Replay:
         plan = self.plan
         if type(inputs) is not list or len(inputs) < plan.num_inputs:
             return False
-        for i, address in plan.static:
-            t = inputs[i]
-            if not isinstance(t, torch.Tensor) or t.data_ptr() != address:
-                return False
-        return True
+        return all(isinstance(t := inputs[i], torch.Tensor) and t.data_ptr() == address for i, address in plan.static)
 
     def _run(self, inputs: list[InputType]) -> OutputType | None:
         """Return the outputs, or None if the general path has to be taken."""
@@ -106,18 +91,21 @@ class Replay:
             inputs[i] = None
         if not are_dead(plan.dead_after) or not plan.nodes.update(pointers):
             return None
-        self._enter(last)
-        plan.launch(plan.graph.value)
+        manager = plan.manager
+        if last is not plan.node:
+            manager.current_node = plan.node
+            if last is None:
+                manager.path_state = plan.executing
+        manager.update_generation()
+        plan.launch(plan.graph.cell_contents)
         if plan.pending_backward is not None:
-            plan.manager.running_forwards_with_pending_backwards = plan.pending_backward
+            manager.running_forwards_with_pending_backwards = plan.pending_backward
         outputs = self._outputs(inputs, tensors)
         inputs.clear()
         return outputs
 
     def _may_follow(self, last: CUDAGraphNode | None) -> bool:
-        """
-        Return whether the recording may follow the current path, and may be replayed at all.
-        """
+        """Return whether the recording may follow the current path, and may be replayed at all."""
         plan = self.plan
         if last is not None and plan.manager.path_state is not plan.executing:
             return False
@@ -130,14 +118,11 @@ class Replay:
                 self._last_seen = last
             if not are_dead(self._live_of_last):
                 return False
-        return plan.graph.value is not None and not plan.is_outdated.value
+        return plan.graph.cell_contents is not None and not plan.is_outdated.cell_contents
 
     def _caches_are_whole(self) -> bool:
         cached = self.plan.cached
-        for i, recorded in self._cached:
-            if not recorded.describes(cached[i]):
-                return False
-        return True
+        return all(recorded.describes(cached[i]) for i, recorded in self._cached)
 
     def _addresses(self, tensors: list[Any]) -> list[int] | None:
         """Return where inputs lie, or None if one cannot be bound as it is."""
@@ -151,18 +136,7 @@ class Replay:
             pointers.append(pointer)
         return pointers if are_aligned(pointers, self.plan.alignment) else None
 
-    def _enter(self, last: CUDAGraphNode | None) -> None:
-        plan = self.plan
-        manager = plan.manager
-        if last is not plan.node:
-            manager.current_node = plan.node
-            if last is None:
-                manager.path_state = plan.executing
-        manager.update_generation()
-
-    def _outputs(
-        self, inputs: list[InputType], tensors: list[torch.Tensor]
-    ) -> OutputType:
+    def _outputs(self, inputs: list[InputType], tensors: list[torch.Tensor]) -> OutputType:
         outputs: OutputType = self.plan.cached.copy()
         for i, (kind, value) in enumerate(self.plan.outputs):
             if kind == "bound":
@@ -177,3 +151,53 @@ class Replay:
         for i, _ in self._cached:
             renew(outputs[i])  # type: ignore[arg-type]
         return outputs
+
+
+# At most so many recordings of a function are tried before trees are.
+MAX_REPLAYS = 32
+
+
+def make_replay(plan: ReplayPlan, state: Any, general: ModelType) -> Any:
+    """Return a Replay of the compiled module, or of Python where there is none."""
+    return getattr(native.compiled, "Replay", Replay)(plan, state, general)
+
+
+@dataclasses.dataclass(eq=False)
+class ReplayChain:
+    """
+    The recordings of one function that are replayed without trees. Each replay leaves to the
+    next one what it was not recorded for, and the last one leaves it to ``general``.
+
+    Args:
+        state: the TreeState of ``manager``
+        owner: the containers of the thread that records
+    """
+
+    policy: GraphPolicy
+    manager: CUDAGraphTreeManager
+    state: Any
+    owner: object
+    # (recording, its replay)
+    replays: list[tuple[BoundGraphNode, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, general: ModelType) -> ModelType | None:
+        """Add the recording that trees ran last, unless it is known. Return the first replay if it changed."""
+        node: Any = self.manager._current_node
+        before, policy = self.replays, self.policy
+        if any(node is known for known, _ in before):
+            return None
+        recorded = [(n, r) for n, r in before if n.graph is not None]
+        if (
+            len(recorded) == MAX_REPLAYS
+            or not policy.binds_inputs
+            or not isinstance(node, policy.node_type())
+            or node.wrapped_function.pygraph is not policy
+            or sum(n.wrapped_function.pygraph is policy for n in node._path_to_root) != 1
+        ):
+            return None
+        plan = replay_plan(node, self.manager, policy.spec.mode, self.owner)
+        self.replays = [*recorded, (node, make_replay(plan, self.state, general))]
+        for (_, replay), (_, following) in itertools.pairwise(self.replays):
+            replay.general = following
+        _, first = self.replays[0]
+        return None if before and first is before[0][1] else first

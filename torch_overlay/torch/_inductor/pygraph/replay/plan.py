@@ -1,10 +1,9 @@
 """
 The plan of a replay: all that a replay of one recording checks, sets and hands out.
 
-Trees look for the recording that fits each call: they compare generations, try the children
-of the last graph and then the roots, and rebuild every output from its metadata. A plan has
-the answers that do not change between calls. What remains is what can change, and any change
-sends the call to the general path, which is trees':
+Trees look for the recording that fits each call, and rebuild every output from its metadata. A
+plan has the answers that do not change between calls. A call takes the general path, which is
+trees', if something else changed:
 
 - a static input moved, or an input of an earlier graph of the path (``static``)
 - the program captures the stream (``is_capturing``), another thread calls (``owner``), or
@@ -18,13 +17,12 @@ sends the call to the general path, which is trees':
   is a conjugate or a negative that is not computed
 - a node of the graph refused its new parameters (``nodes``)
 
-Not checked again: whether a mutated input is bound and whether the function was warmed up,
-which a recording implies. A new generation does not end the path: trees try the children
-first too. Where several recordings would do, any of them is right.
+A recording implies that mutated inputs are bound and that the function was warmed up. A new
+generation does not end the path: trees try the children first too. Where several recordings
+would do, any of them is right.
 
 Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They
-touch these attributes of trees and no others. The compiled one knows their names in one
-place, trees.cpp:
+touch these attributes of trees and no others, which trees.cpp names in one place:
 
 - ``_current_node`` of the manager: read, set to ``node``
 - ``path_state`` of the manager: read, set to EXECUTION where a path begins
@@ -36,36 +34,28 @@ place, trees.cpp:
 
 Of the nodes of the path a plan has the lists ``outputs_weakrefs`` and
 ``cached_tensor_outputs``, which change in place. What else changes between calls is in cells
-and in a TreeState; see types/replay_state.py.
+and in native.TreeState.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
-from torch._inductor.cudagraph_trees import (
-    AliasesBoundMemory,
-    CompilationMode,
-    ExecutionState,
-    MarkStepBox,
-    thread_containers,
-)
+from torch._inductor.cudagraph_trees import AliasesBoundMemory, ExecutionState, MarkStepBox, thread_containers
 from torch._inductor.pygraph.trees.cached import CachedTensor
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import CellType
 
-    from torch._inductor.cudagraph_trees import (
-        CUDAGraphNode,
-        CUDAGraphTreeManager,
-        PathOutputIndex,
-    )
+    from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager, PathOutputIndex
     from torch._inductor.pygraph.capture.bound import BoundGraphNode
     from torch._inductor.utils import InputType
 
@@ -96,26 +86,22 @@ class PathOutput(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class ReplayPlan:
     """
-    See the module.
+    See the module's docstring.
 
     Attributes:
-        node: the recording
         graph: a cell with the node's graph, or None while its cached tensors were dropped
         is_outdated: a cell: whether the function is to be recorded again
-        manager: of the trees
         executing: the path state of replays
-        mark_step: where the program's steps are counted
-        tracker: where Dynamo counts generations
+        mark_step, tracker: where the program's steps and Dynamo's generations are counted
         local: where threads find their containers
         containers: returns those of the calling thread
         owner: the containers of the thread that recorded
-        parent: the node before on the path, or None
+        parent: the node before on the path
         live_outputs: returns what has to be dead of the path before a new one begins, given
             its last node
         dead_before: what has to be dead of the path
         dead_after: likewise, once the inputs that are ``dropped`` are gone
-        pending_backward: what the replay sets running_forwards_with_pending_backwards to,
-            or None
+        pending_backward: what running_forwards_with_pending_backwards is set to, if at all
         is_capturing: returns whether the current stream is captured
         num_inputs: a call has at least so many
         static: (position, address) of inputs that may not move
@@ -126,17 +112,16 @@ class ReplayPlan:
             go of them
         restore: rebuilds these, given the inputs, where the call takes the general path
         allocators: each makes memory for an output
-        words: returns the words of CPU values, or None
-        nodes: the graph's. Its ``update`` takes addresses of bound inputs and allocations,
-            and words. It returns False if a node refused
-        launch: launches the graph, given that
+        words: returns the words of CPU values
+        nodes: their ``update`` takes addresses of bound inputs and allocations, and words. It
+            returns False if a node refused
+        launch: launches the graph that it is given
         cached: tensors that the node caches, by output
-        outputs: what is returned
     """
 
     node: BoundGraphNode
-    graph: Any
-    is_outdated: Any
+    graph: CellType
+    is_outdated: CellType
     manager: CUDAGraphTreeManager
     executing: ExecutionState
     mark_step: Any
@@ -165,23 +150,10 @@ class ReplayPlan:
     outputs: tuple[Output, ...]
 
 
-# What running a function of a mode sets running_forwards_with_pending_backwards to.
-PENDING_BACKWARDS = {
-    CompilationMode.FORWARD: True,
-    CompilationMode.BACKWARD: False,
-    CompilationMode.INFERENCE: None,
-}
-
-
-def path_outputs(
-    node: CUDAGraphNode, indices: list[PathOutputIndex]
-) -> tuple[PathOutput, ...]:
+def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[PathOutput, ...]:
     """Return the outputs at these (depth, index) of a node's path."""
     path = list(node._path_from_root)
-    return tuple(
-        PathOutput(path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i)
-        for depth, i in indices
-    )
+    return tuple(PathOutput(path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i) for depth, i in indices)
 
 
 def live_outputs(node: CUDAGraphNode) -> tuple[PathOutput, ...]:
@@ -189,24 +161,13 @@ def live_outputs(node: CUDAGraphNode) -> tuple[PathOutput, ...]:
     return path_outputs(node, node.live_indices_after_graph)
 
 
-def replay_plan(
-    node: BoundGraphNode,
-    manager: CUDAGraphTreeManager,
-    mode: CompilationMode,
-    owner: object,
-) -> ReplayPlan:
-    """
-    Return the plan of a recording. Of the nodes of a function on one path it has to be the
-    first; see Controller.may_run.
-    """
-    static_idxs = [*node.non_managed_static_input_idxs, *node.cudagraph_managed_idxs]
-    dropped = (
-        i for i in node.cudagraph_managed_idxs if not node.preserved_aliased_inputs[i]
-    )
+def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, owner: object) -> ReplayPlan:
+    """Return the plan of a recording, the first of its function on the path; see Controller.may_run."""
+    managed = node.cudagraph_managed_idxs
+    static_idxs = [*node.non_managed_static_input_idxs, *managed]
     # What torch.cuda.CUDAGraph's methods forward to.
-    graph_type: type[Any] = torch._C._CUDAGraph
-    if not isinstance(node.graph, graph_type):
-        graph_type = type(node.graph)
+    base: type[Any] = torch._C._CUDAGraph
+    graph_type = base if isinstance(node.graph, base) else type(node.graph)
     return ReplayPlan(
         node=node,
         graph=node.replay_graph,
@@ -222,39 +183,37 @@ def replay_plan(
         live_outputs=live_outputs,
         dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
         dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
-        pending_backward=PENDING_BACKWARDS[mode],
+        pending_backward={"forward": True, "backward": False}.get(mode),
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         num_inputs=1 + max((*static_idxs, *node.bound_input_idxs), default=-1),
         static=tuple((i, node.static_input_data_ptrs[i]) for i in static_idxs),  # type: ignore[misc]
         bound=tuple(node.bound_input_idxs),
         alignment=max(node.alignment, GPU_ALIGN_BYTES),
         pool=tuple(node.pool_ranges.bounds),
-        dropped=tuple(dropped),
+        dropped=tuple(i for i in managed if not node.preserved_aliased_inputs[i]),
         restore=node.restore_managed,
         allocators=tuple(node.allocators),
         words=node.values.words_for_replay(),
         nodes=node.binding.nodes,
         launch=graph_type.replay,
         cached=node.cached_tensor_outputs,
-        outputs=tuple(outputs_of(node)),
+        outputs=outputs_of(node),
     )
 
 
-def outputs_of(node: BoundGraphNode) -> list[Output]:
+def outputs_of(node: BoundGraphNode) -> tuple[Output, ...]:
     """Return what a replay returns, of a node for which is_steady holds."""
-    outputs = []
-    for i, (alias, metadata, static) in enumerate(
-        zip(node.output_storage_alias, node.outputs_metadata, node.static_output_tensors)
-    ):
+
+    def output(i: int, alias: Any, metadata: Any, static: Any) -> Output:
         if i in node.returned_inputs:
-            output = Output("input", node.returned_inputs[i])
-        elif i in node.empty_outputs:
-            output = Output("empty", node.empty_outputs[i])
-        elif static is not None or not isinstance(metadata, dict):
-            output = Output("constant", metadata if static is None else static)
-        elif isinstance(alias, AliasesBoundMemory):
-            output = Output("bound", alias.index)
-        else:
-            output = Output("cached", CachedTensor.of(metadata))
-        outputs.append(output)
-    return outputs
+            return Output("input", node.returned_inputs[i])
+        if i in node.empty_outputs:
+            return Output("empty", node.empty_outputs[i])
+        if static is not None or not isinstance(metadata, dict):
+            return Output("constant", metadata if static is None else static)
+        if isinstance(alias, AliasesBoundMemory):
+            return Output("bound", alias.index)
+        return Output("cached", CachedTensor.of(metadata))
+
+    facts = node.output_storage_alias, node.outputs_metadata, node.static_output_tensors
+    return tuple(map(output, itertools.count(), *facts))

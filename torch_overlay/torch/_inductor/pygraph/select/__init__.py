@@ -1,4 +1,1 @@
-"""
-Selection: each function is timed uncaptured and as a graph in the program's own calls, and
-deployed the way that measured fastest.
-"""
+"""Selection: each function is timed uncaptured and as a graph, and deployed the way that measured fastest."""

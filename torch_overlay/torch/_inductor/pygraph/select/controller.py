@@ -17,21 +17,9 @@ from torch._inductor.cudagraph_trees import ExecutionState, is_live
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.trees.queries import (
-    current_path,
-    drop,
-    renew_pool,
-    times_on_path,
-)
+from torch._inductor.pygraph.trees.queries import current_path, drop, renew_pool, times_on_path
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import (
-    BINDINGS,
-    COPY,
-    NO_GRAPH,
-    NODE_UPDATE,
-    PRELUDE,
-    UNDECIDED,
-)
+from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, NODE_UPDATE, PRELUDE, UNDECIDED
 from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -43,11 +31,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID
-    from torch._inductor.pygraph.types.function import (
-        FunctionSpec,
-        RecordingFacts,
-        Refused,
-    )
+    from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
     from torch._inductor.pygraph.types.report import FunctionReport
     from torch._inductor.utils import InputType
 
@@ -105,42 +89,30 @@ class Controller:
 
     Attributes:
         reselect: called when the graph that was selected cannot be bound any more, or copies
-            more than when it was timed
+            more than when it was timed. None for a forced candidate
     """
 
     def __init__(self, spec: FunctionSpec, report: FunctionReport) -> None:
         # Another stream may read a gradient that nobody holds any more, to reduce it.
         outlive = not spec.is_backward or spec.is_distributed
         self.spec = spec
-        self.state = FunctionState(
-            report,
-            alignment=MAX_ALIGNMENT,
-            outputs_outlive=outlive,
-            has_stepped=outlive,
-            # Another recording of a forward, should the prelude be refused, would need
-            # another one of its backward.
-            binding=PRELUDE if spec.mode == "inference" else NODE_UPDATE,
-        )
+        self.report = report
+        # Another recording of a forward, should the prelude be refused, would need another one of
+        # its backward.
+        binding = PRELUDE if spec.mode == "inference" else NODE_UPDATE
+        self.state = FunctionState(report, MAX_ALIGNMENT, outputs_outlive=outlive, has_stepped=outlive, binding=binding)
         self.reselect: Callable[[], None] | None = None
         self._static_inputs = StaticInputs()
         # The most bytes that reselect was called for.
         self._reselected_bytes = 0
 
     @property
-    def report(self) -> FunctionReport:
-        return self.state.report
-
-    @property
     def binds_inputs(self) -> bool:
-        return self.state.binds_inputs
+        return self.state.binding != COPY
 
     @property
     def owned_output_idxs(self) -> OrderedSet[int]:
-        """
-        Outputs that get memory of their own in each call.
-
-        Gradients that do not outlive their step stay in the pool.
-        """
+        """Outputs that get memory of their own in each call. Gradients that die within the step stay in the pool."""
         if self.state.outputs_outlive:
             return self.spec.returned_output_idxs
         return OrderedSet()
@@ -153,7 +125,7 @@ class Controller:
     def may_run(self, manager: CUDAGraphTreeManager) -> bool:
         if not self.state.is_capturable:
             return False
-        if self.state.is_outdated:
+        if self.state.outdated.cell_contents:
             if times_on_path(manager, self):
                 if not manager.current_node.all_outputs_are_dead():
                     counters["pygraph"]["held_gradients"] += 1
@@ -161,7 +133,7 @@ class Controller:
                 # Trees end a path when another function runs. There may be none.
                 manager.current_node = None
             drop(manager, self.state.id)
-            self.state.outdated.value = False
+            self.state.outdated.cell_contents = False
         last = manager.current_node
         if last is None or last.all_outputs_are_dead():
             return True
@@ -185,26 +157,18 @@ class Controller:
     def node_type(self) -> type[CUDAGraphNode]:
         return BoundGraphNode if self.binds_inputs else CopyGraphNode
 
-    def request(
-        self, inputs: list[InputType], declared_static: Mapping[int, torch.Tensor]
-    ) -> RecordingRequest:
+    def request(self, inputs: list[InputType], declared_static: Mapping[int, torch.Tensor]) -> RecordingRequest:
         state = self.state
-        moving = self._static_inputs.note(
-            {i: t for i, t in declared_static.items() if i not in state.moving_idxs}
-        )
+        moving = self._static_inputs.note({i: t for i, t in declared_static.items() if i not in state.moving_idxs})
         if moving:
             # Earlier recordings are dropped, and this one with them.
             state.moving_idxs |= moving
-            state.outdated.value = True
+            state.outdated.cell_contents = True
             reason = Reason.of(Code.STATIC_INPUTS_REPLACED, count=len(moving))
             log.info("%s", self.report.line("bound from now on", reason))
-        refusal = None
-        if not self.binds_inputs and any(
-            i in state.moving_idxs and i in declared_static
-            for i in self.spec.mutated_input_idxs
-        ):
-            # The graph would write a copy.
-            refusal = Reason.of(Code.MOVING_MUTATED_INPUT)
+        mutated = state.moving_idxs & OrderedSet(self.spec.mutated_input_idxs)
+        # The graph would write a copy.
+        is_refused = not self.binds_inputs and any(i in declared_static for i in mutated)
         return RecordingRequest(
             self.spec,
             state.binding,
@@ -215,7 +179,7 @@ class Controller:
             state.needed_bytes,
             self.report.stock_copied_bytes,
             state.outdated,
-            refusal,
+            Reason.of(Code.MOVING_MUTATED_INPUT) if is_refused else None,
         )
 
     def recorded(self, facts: RecordingFacts) -> None:
@@ -231,16 +195,10 @@ class Controller:
 
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         self._apply(refused.facts)
-        if not refused.is_capturable:
-            self.state.is_capturable = False
+        self.state.is_capturable &= refused.is_capturable
         if refused.facts.has_prelude:
-            self._bind_by_host(
-                Reason.of(
-                    Code.NO_PRELUDE,
-                    binding=self.state.binding,
-                    error=refused.reason.text,
-                )
-            )
+            error = refused.reason.text
+            self._bind_by_host(Reason.of(Code.NO_PRELUDE, binding=self.state.binding, error=error))
         else:
             self._unbind(refused.reason)
         _leave_recording(manager)
@@ -250,28 +208,20 @@ class Controller:
         _leave_recording(manager)
 
     def copied(self, nbytes: int) -> None:
-        """
-        Take note that a graph of the function copies so many bytes of inputs.
-
-        A backward copies next to nothing behind a forward that is a graph. If the forward's
-        graph loses after that, the backward copies everything that was saved.
-        """
+        """Take note that a graph of the function copies so many bytes of inputs."""
+        # A backward copies next to nothing behind a forward that is a graph. If the forward's
+        # graph loses after that, the backward copies everything that was saved.
         report = self.report
         if report.choice == UNDECIDED:
             report.stock_copied_bytes = nbytes
-        elif report.choice == COPY and self.reselect is None:
-            # The candidate was forced.
-            report.stock_copied_bytes = report.copied_bytes = nbytes
-        elif (
-            self.reselect is not None
-            and nbytes > report.copied_bytes
-            and nbytes > self._reselected_bytes
-        ):
+        elif self.reselect is None:
+            if report.choice == COPY:
+                report.stock_copied_bytes = report.copied_bytes = nbytes
+        elif nbytes > max(report.copied_bytes, self._reselected_bytes):
             # Once for each amount: a program may go back and forth.
             self._reselected_bytes = nbytes
-            reason = Reason.of(
-                Code.COPIES_MORE, nbytes=nbytes, timed_nbytes=report.copied_bytes
-            )
+            timed = report.copied_bytes
+            reason = Reason.of(Code.COPIES_MORE, nbytes=nbytes, timed_nbytes=timed)
             report.reasons = [reason]
             log.info("%s", report.line("decided anew", reason))
             self.reselect()
@@ -292,15 +242,13 @@ class Controller:
 
     def _unbind(self, reason: Reason) -> None:
         state, report = self.state, self.report
-        was_bound, state.binding = state.binds_inputs, COPY
+        was_bound, state.binding = self.binds_inputs, COPY
         report.reasons = [reason]
         if (was_bound or not state.is_capturable) and self.reselect is not None:
             self.reselect()
         elif report.choice in (COPY, *BINDINGS):
-            # The candidate was forced.
             report.choice = COPY if state.is_capturable else NO_GRAPH
-            copied = report.stock_copied_bytes if state.is_capturable else 0
-            report.copied_bytes = copied
+            report.copied_bytes = report.stock_copied_bytes if state.is_capturable else 0
         counters["pygraph"]["unbound"] += 1
         outcome = "inputs are copied" if state.is_capturable else "not captured"
         log.info("%s", report.line(outcome, reason))
@@ -314,7 +262,6 @@ class Controller:
         if self.reselect is not None:
             self.reselect()
         elif report.choice == state.binding:
-            # The candidate was forced.
             report.choice = NODE_UPDATE
         state.binding = NODE_UPDATE
 
@@ -327,7 +274,7 @@ class Controller:
 
     def gradients_are_held(self) -> None:
         """Record the function anew, with memory of their own for its gradients."""
-        self.state.outputs_outlive = self.state.outdated.value = True
+        self.state.outputs_outlive = self.state.outdated.cell_contents = True
 
     def bind_as(self, choice: str) -> None:
         """Let the next recording be made for a candidate."""
@@ -342,8 +289,7 @@ class Controller:
 
     def remember(self, timings_us: dict[str, float], choice: str) -> None:
         """An earlier process decided on a candidate."""
-        self.report.remembered = True
-        self.report.timings_us = timings_us
+        self.report.remembered, self.report.timings_us = True, timings_us
         if choice != NO_GRAPH:
             self.bind_as(choice)
 
@@ -369,8 +315,7 @@ def _note_held_gradients(manager: CUDAGraphTreeManager) -> None:
     for node in current_path(manager):
         policy: Controller | None = node.wrapped_function.pygraph
         if policy is not None and any(
-            is_live(node.outputs_weakrefs[i])
-            for i in policy.spec.returned_output_idxs - policy.owned_output_idxs
+            is_live(node.outputs_weakrefs[i]) for i in policy.spec.returned_output_idxs - policy.owned_output_idxs
         ):
             policy.gradients_are_held()
 

@@ -9,21 +9,16 @@ selection decides on.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import get_input_idxs_to_check
-from torch._inductor.cudagraph_trees import (
-    CompilationMode,
-    cudagraphify,
-    CUDAGraphTreeManager,
-    get_manager,
-    thread_containers,
-)
+from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
 from torch._inductor.pygraph.capture.copying import apart
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.replay.chain import ReplayChain
+from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import Selection
@@ -32,18 +27,11 @@ from torch._inductor.pygraph.trees.queries import forget, policies_around
 from torch._inductor.pygraph.trees.state import state_of
 from torch._inductor.pygraph.trees.threads import has_trees, manager_of
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import (
-    CANDIDATES,
-    NO_GRAPH,
-    NODE_UPDATE,
-)
+from torch._inductor.pygraph.types.candidate import CANDIDATES, NO_GRAPH, NODE_UPDATE
 from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.report import FunctionReport
-from torch._inductor.utils import (
-    align_inputs_from_check_idxs,
-    remove_unaligned_input_idxs,
-)
+from torch._inductor.utils import align_inputs_from_check_idxs, remove_unaligned_input_idxs
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -78,28 +66,18 @@ def deploy(
 
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
-        info, objects: see cudagraph_utils.PyGraphOptions
-        force: one of CANDIDATES, to skip the selection; config.pygraph_force
+        info, objects, force: see cudagraph_utils.PyGraphOptions
         kwargs: further arguments of cudagraph_trees.cudagraphify
 
     Raises:
         ValueError: there is no candidate ``force``.
     """
     if force is not None and force not in CANDIDATES:
-        raise ValueError(
-            f"config.pygraph_force is {force!r}: use one of {', '.join(CANDIDATES)}"
-        )
-    mode = (
-        CompilationMode.BACKWARD
-        if is_backward
-        else CompilationMode.INFERENCE
-        if is_inference
-        else CompilationMode.FORWARD
-    )
+        raise ValueError(f"config.pygraph_force is {force!r}: use one of {', '.join(CANDIDATES)}")
     spec = FunctionSpec(
         info,
         objects,
-        mode.name.lower(),
+        "backward" if is_backward else "inference" if is_inference else "forward",
         str(kwargs.get("compile_id") or ""),
         device_index,
         torch.distributed.is_available() and torch.distributed.is_initialized(),
@@ -108,46 +86,35 @@ def deploy(
     deployment = Deployment(
         spec,
         model,
-        mode,
-        inputs,
-        static_input_idxs,
         replace,
-        force=force,
-        kwargs=kwargs,
+        force,
+        kwargs,
+        sizes=[v for v in inputs if isinstance(v, int)],
+        to_check=get_input_idxs_to_check(inputs, static_input_idxs),
+        static_input_idxs=remove_unaligned_input_idxs(inputs, static_input_idxs),
     )
     return deployment.start(inputs) if has_trees() else deployment.wait()
 
 
+@dataclasses.dataclass(eq=False)
 class Deployment:
     """
     The ways to run one function: uncaptured, recording it, replaying it.
 
     Args:
-        inputs: of the first call
         kwargs: further arguments of cudagraph_trees.cudagraphify
+        sizes: integers among the inputs
+        to_check: inputs that may be misaligned
     """
 
-    def __init__(
-        self,
-        spec: FunctionSpec,
-        model: ModelType,
-        mode: CompilationMode,
-        inputs: list[InputType],
-        static_input_idxs: Sequence[int],
-        replace: Callable[[ModelType], None],
-        *,
-        force: str | None,
-        kwargs: dict[str, Any],
-    ) -> None:
-        self.spec = spec
-        self.model = model
-        self.mode = mode
-        self.replace = replace
-        self.force = force
-        self.kwargs = kwargs
-        self.sizes = [v for v in inputs if isinstance(v, int)]
-        self.to_check = get_input_idxs_to_check(inputs, static_input_idxs)
-        self.static_input_idxs = remove_unaligned_input_idxs(inputs, static_input_idxs)
+    spec: FunctionSpec
+    model: ModelType
+    replace: Callable[[ModelType], None]
+    force: str | None
+    kwargs: dict[str, Any]
+    sizes: list[int]
+    to_check: Sequence[int]
+    static_input_idxs: Sequence[int]
 
     def _realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
         # A bound or uncaptured input is written in place, so that a clone is copied back.
@@ -155,14 +122,8 @@ class Deployment:
         return align_inputs_from_check_idxs(fn, self.to_check, mutated)
 
     def _new_controller(self) -> Controller:
-        spec = self.spec
-        report = FunctionReport(
-            spec.name,
-            spec.mode,
-            source=spec.info.report.source,
-            compile_id=spec.compile_id,
-            sizes=self.sizes,
-        )
+        spec, source = self.spec, self.spec.info.report.source
+        report = FunctionReport(spec.name, spec.mode, source=source, compile_id=spec.compile_id, sizes=self.sizes)
         journal.add(report)
         return Controller(spec, report)
 
@@ -200,16 +161,8 @@ class Deployment:
         if force == NO_GRAPH:
             return self.uncaptured
         entry = remembered = None
-        code_hash = self.spec.info.code_hash
-        if code_hash is not None and force is None:
-            entry = store.entry_for(
-                code_hash,
-                self.spec.name,
-                self.spec.mode,
-                inputs,
-                self.static_input_idxs,
-                self.spec.device_index,
-            )
+        if force is None:
+            entry = store.entry_for(self.spec, inputs, self.static_input_idxs)
         if entry is not None and (remembered := entry.load(CANDIDATES)) is not None:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
@@ -245,10 +198,7 @@ class Deployment:
         return self.model(inputs)
 
     def record(self, inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
-        """
-        Record the function in a call. Return what replays it, and the outputs. While another
-        thread records, the call runs uncaptured and nothing replays it.
-        """
+        """Record the function in a call. Return what replays it, None while another thread records, and outputs."""
         manager = manager_of(self.spec.device_index)
         state = state_of(manager)
         if not state.acquire():
@@ -261,15 +211,15 @@ class Deployment:
                 self.static_input_idxs,
                 device_index=self.spec.device_index,
                 is_backward=self.spec.is_backward,
-                is_inference=self.mode == CompilationMode.INFERENCE,
+                is_inference=self.spec.mode == "inference",
                 mutated_input_idxs=self.spec.mutated_input_idxs,
                 pygraph=self.controller,
                 **self.kwargs,
             )
         finally:
             state.release()
-        chain = ReplayChain(self.controller, manager, state, self.mode, self.owner)
-        replayer = Replayer(self, manager, fn, chain)
+        chain = ReplayChain(self.controller, manager, state, self.owner)
+        replayer = Replayer(self, fn, chain)
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
         replayer.general = self._realigned(replayer)
         return chain.add(replayer.general) or replayer.general, outputs
@@ -277,10 +227,7 @@ class Deployment:
     def _locked(
         self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T]
     ) -> Callable[[FunctionID | None], T | None]:
-        """
-        Return ``fn`` of the calling thread's trees. It returns None while another thread
-        records.
-        """
+        """Return ``fn`` of the calling thread's trees. It returns None while another thread records."""
         device_index = self.spec.device_index
 
         def of_id(id: FunctionID | None) -> T | None:
@@ -296,6 +243,7 @@ class Deployment:
         return of_id
 
 
+@dataclasses.dataclass(eq=False)
 class Replayer:
     """
     Replays the recordings of a function, or runs it uncaptured where that is not possible.
@@ -308,20 +256,10 @@ class Replayer:
         general: this object behind the alignment of inputs
     """
 
-    general: ModelType
-
-    def __init__(
-        self,
-        deployment: Deployment,
-        manager: CUDAGraphTreeManager,
-        trees: ModelType,
-        chain: ReplayChain,
-    ) -> None:
-        self.deployment = deployment
-        self.manager = manager
-        self.state = state_of(manager)
-        self.trees = trees
-        self.chain = chain
+    deployment: Deployment
+    trees: ModelType
+    chain: ReplayChain
+    general: ModelType = dataclasses.field(init=False)
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         deployment = self.deployment
@@ -331,14 +269,14 @@ class Replayer:
         # come after it.
         if (
             thread_containers() is not deployment.owner
-            or self.manager.roots is None
+            or self.chain.manager.roots is None
             or torch.cuda.is_current_stream_capturing()
-            or not self.state.acquire()
+            or not self.chain.state.acquire()
         ):
             return deployment.uncaptured(inputs)
         restored: frozenset[int] = frozenset()
         try:
-            self.state.follow()
+            self.chain.state.follow()
             outputs = self.trees(inputs)
             if (first := self.chain.add(self.general)) is not None:
                 deployment.selection.shorten(first)
@@ -352,7 +290,7 @@ class Replayer:
         except DriverError as e:
             self._failed(e)
         finally:
-            self.state.release()
+            self.chain.state.release()
         return apart(deployment.uncaptured(inputs), restored)
 
     def _failed(self, error: DriverError) -> None:

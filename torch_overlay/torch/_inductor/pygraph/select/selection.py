@@ -23,30 +23,21 @@ was timed.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import threading
 import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.cudagraph_trees import thread_containers
+from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, thread_containers
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.select import store
-from torch._inductor.pygraph.select.gradients import begin_call, end_call
-from torch._inductor.pygraph.select.judge import (
-    costs_nothing,
-    depends_on_host,
-    judge,
-)
-from torch._inductor.pygraph.select.timing import clock_us, Samples
+from torch._inductor.pygraph.select.timing import clock_us, costs_nothing, depends_on_host, judge, Samples
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import (
-    BINDINGS,
-    COPY,
-    NO_GRAPH,
-    UNDECIDED,
-)
+from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, UNDECIDED
 from torch._inductor.pygraph.types.reason import Code, Reason
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
@@ -74,7 +65,41 @@ DEVICE_BOUND = 10
 MAX_SEEN_ONCE = 256
 MAX_UNRECORDED = 2048
 
+get_curr_generation = CUDAGraphTreeManager.get_curr_generation
 
+# What backwards that are not recorded yet returned in one step, and the step's generation.
+# Gradients that are gone when the next step begins need no memory of their own: they may lie
+# in the graphs' pool. Once a backward is recorded, trees see whether they are.
+_gradients: dict[Controller, tuple[int, list[StorageWeakRef]]] = {}
+
+
+def begin_call(controller: Controller) -> None:
+    """Look for gradients that outlived their step. A function that is no backward begins the next step."""
+    is_backward = controller.spec.is_backward
+    for backward in (controller,) if is_backward else tuple(_gradients):
+        # Autograd's threads, one for each device, may look at the same entry.
+        noted = _gradients.get(backward)
+        # Several layers may have the code of this backward.
+        if noted is None or (is_backward and noted[0] == get_curr_generation()):
+            continue
+        _gradients.pop(backward, None)
+        backward.stepped(outputs_outlive=any(not ref.expired() for ref in noted[1]))
+
+
+def end_call(controller: Controller, outputs: OutputType) -> None:
+    """Take note of the gradients that a backward returned."""
+    generation = get_curr_generation()
+    noted, refs = _gradients.get(controller, (generation, []))
+    kept = [ref for ref in refs if noted == generation and not ref.expired()]
+    kept += [
+        StorageWeakRef(t.untyped_storage())
+        for i in controller.spec.returned_output_idxs
+        if isinstance(t := outputs[i], torch.Tensor)
+    ]
+    _gradients[controller] = generation, kept
+
+
+@dataclasses.dataclass(eq=False)
 class Selection:
     """
     Runs a function through the steps of the module's docstring.
@@ -86,35 +111,25 @@ class Selection:
         forget: drops what was recorded under an id; returns False while it cannot, None
             while another thread records
         around: returns the controllers of the functions around an id on its paths
-        entry: where the decision is kept, or None
-        remembered: the decision of an earlier process, or None
+        entry: where the decision is kept
+        remembered: the decision of an earlier process
     """
 
-    def __init__(
-        self,
-        controller: Controller,
-        uncaptured: ModelType,
-        record: Callable[[list[InputType]], tuple[ModelType | None, OutputType]],
-        deploy: Callable[[ModelType], None],
-        forget: Callable[[FunctionID | None], bool | None],
-        around: Callable[[FunctionID | None], OrderedSet[Any] | None],
-        *,
-        is_forced: bool,
-        entry: store.Entry | None = None,
-        remembered: store.Decision | None = None,
-    ) -> None:
-        self.controller = controller
-        self.state = controller.state
-        self.device_index = controller.spec.device_index
-        self.entry = entry
-        self.remembered = remembered
-        self.forget = forget
-        self.around = around
-        self.uncaptured = uncaptured
-        self.record = record
-        self.deploy = deploy
+    controller: Controller
+    uncaptured: ModelType
+    record: Callable[[list[InputType]], tuple[ModelType | None, OutputType]]
+    deploy: Callable[[ModelType], None]
+    forget: Callable[[FunctionID | None], bool | None]
+    around: Callable[[FunctionID | None], OrderedSet[Any] | None]
+    _: dataclasses.KW_ONLY
+    is_forced: bool
+    entry: store.Entry | None = None
+    remembered: store.Decision | None = None
+
+    def __post_init__(self) -> None:
+        self.state = self.controller.state
+        self.device_index = self.controller.spec.device_index
         self.owner = thread_containers()
-        self.is_forced = is_forced
         self.replay: ModelType | None = None
         self.is_deployed = False
         # Calls that were to record before it was known whether gradients outlive a step.
@@ -136,10 +151,7 @@ class Selection:
     def __call__(self, inputs: list[InputType]) -> OutputType:
         self.entered = clock_us()
         self.calls += 1
-        if (
-            thread_containers() is not self.owner
-            or torch.cuda.is_current_stream_capturing()
-        ):
+        if thread_containers() is not self.owner or torch.cuda.is_current_stream_capturing():
             return self.uncaptured(inputs)
         begin_call(self.controller)
         outputs = (self._next_step() or self._chosen())(inputs)
@@ -162,9 +174,7 @@ class Selection:
             self.lock.release()
 
     def _chosen(self) -> ModelType:
-        if self.replay is None or self.choice == NO_GRAPH:
-            return self.uncaptured
-        return self.replay
+        return self.uncaptured if self.choice == NO_GRAPH else self.replay or self.uncaptured
 
     def _steps(self) -> Iterator[ModelType]:
         # Compiles and tunes.
@@ -175,13 +185,14 @@ class Selection:
             while not self.is_deployed:
                 yield functools.partial(self._record, then=self._deploy_forced)
             return
-        if self.remembered is None:
+        if (remembered := self.remembered) is None:
             yield from self._select()
             return
-        if self.remembered.choice == NO_GRAPH:
-            self._decide(NO_GRAPH, *self.remembered.reasons)
+        if remembered.choice == NO_GRAPH:
+            self._decide(NO_GRAPH, *remembered.reasons)
+        then = functools.partial(self._decide_as, remembered)
         while self.choice == UNDECIDED:
-            yield functools.partial(self._record, then=self._decide_as_remembered)
+            yield functools.partial(self._record, then=then)
         yield from self._stay()
 
     def _resumed(self) -> Iterator[ModelType]:
@@ -189,7 +200,7 @@ class Selection:
         self.controller.waits(False)
         if self.is_forced:
             return self._steps()
-        return self._finish() if self.choice != UNDECIDED else self._select()
+        return self._select() if self.choice == UNDECIDED else self._finish()
 
     def _deploy_forced(self) -> None:
         if not self.is_deployed:
@@ -197,15 +208,13 @@ class Selection:
             self.deploy(self._chosen())
             journal.publish(self.state.report)
 
-    def _decide_as_remembered(self) -> None:
-        if self.remembered is None:
-            raise AssertionError("nothing is remembered")
+    def _decide_as(self, remembered: store.Decision) -> None:
         if self.choice != UNDECIDED:
             return
         if not self.state.is_capturable:
             self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
-        elif self.state.binding == self.remembered.choice:
-            self._decide(self.remembered.choice, *self.remembered.reasons)
+        elif self.state.binding == remembered.choice:
+            self._decide(remembered.choice, *remembered.reasons)
         else:
             self._reselect()
 
@@ -234,9 +243,7 @@ class Selection:
         uncaptured = yield from self._time(NO_GRAPH)
         host, device = uncaptured.host.us, uncaptured.device.us
         if device > DEVICE_BOUND * host:
-            self._decide(
-                NO_GRAPH, Reason.of(Code.DEVICE_BOUND, host_us=host, device_us=device)
-            )
+            self._decide(NO_GRAPH, Reason.of(Code.DEVICE_BOUND, host_us=host, device_us=device))
             self._keep()
             if self.replay is not None:
                 # It was recorded before it was decided anew.
@@ -287,24 +294,17 @@ class Selection:
             # uncaptured.
             yield self._chosen()
             others = self.around(self.state.id)
-            if others is not None and all(
-                other.state.is_even or other.report.choice != UNDECIDED
-                for other in others
-            ):
+            if others is not None and all(other.state.is_even or other.report.choice != UNDECIDED for other in others):
                 break
         self.controller.waits(False)
-        return self.state.binding != COPY and any(
-            other.report.choice in (COPY, *BINDINGS) for other in others or ()
-        )
+        return self.state.binding != COPY and any(other.report.choice in (COPY, *BINDINGS) for other in others or ())
 
     def _can_run_uncaptured(self) -> bool:
         """Return whether there is memory for it beside the graph's."""
         needed = self.state.needed_bytes
         return not needed or room(self.device_index) >= needed
 
-    def _record(
-        self, inputs: list[InputType], then: Callable[[], None] | None = None
-    ) -> OutputType:
+    def _record(self, inputs: list[InputType], then: Callable[[], None] | None = None) -> OutputType:
         """Record in a call, and call ``then`` once it is recorded."""
         if self.replay is not None:
             # It could not be bound, and this call records it with copies.
@@ -342,9 +342,7 @@ class Selection:
     def _keep(self) -> None:
         if self.entry is not None:
             report = self.state.report
-            self.entry.save(
-                store.Decision(report.choice, [*report.reasons], report.timings_us)
-            )
+            self.entry.save(store.Decision(report.choice, report.reasons, report.timings_us))
 
     def _stay(self) -> Iterator[ModelType]:
         if self.choice != NO_GRAPH:
@@ -363,21 +361,19 @@ class Selection:
         torch.cuda.empty_cache()
 
     def _reselect(self) -> None:
-        """
-        Measure again: the graph copies its inputs now, or more of them, and whether it is
-        still faster than no graph was not measured.
-        """
+        """Measure again: the graph copies its inputs now, or more of them."""
         self.controller.undecide()
-        self.is_deployed = False
-        self.steps = self._select()
-        self.deploy(self)
+        self._go_on(self._select())
 
     def retire(self) -> None:
         """Stop replaying the graph, once NO_GRAPH is decided."""
         self.controller.reselect = None
-        self.is_deployed = False
         self.losers.append(self.state.id)
-        self.steps = self._finish()
+        self._go_on(self._finish())
+
+    def _go_on(self, steps: Iterator[ModelType]) -> None:
+        self.is_deployed = False
+        self.steps = steps
         self.deploy(self)
 
     def shorten(self, replay: ModelType) -> None:
@@ -389,14 +385,8 @@ class Selection:
 
 def drop_seen_once(fns: dict[Any, ModelType]) -> None:
     """
-    Drop sizes of a function that came once, if there are too many. Called before another
-    size is added: their number may have no end.
-
-    If the same sizes come in several layers of one step, none came once. Then the sizes that
-    came the longest ago go.
-
-    Args:
-        fns: what is deployed, by sizes
+    Drop sizes of a function that came once, if there are too many. Called before another size
+    is added: their number may have no end. ``fns`` is what is deployed, by sizes.
     """
     if len(fns) < MAX_SEEN_ONCE:
         return
@@ -410,7 +400,8 @@ def drop_seen_once(fns: dict[Any, ModelType]) -> None:
     if len(dropped) < MAX_SEEN_ONCE:
         if len(unrecorded) < MAX_UNRECORDED:
             return
-        # Half of them: looking for them takes longer than keeping them.
+        # The same sizes come in several layers of one step. Half of them go: looking for them takes
+        # longer than keeping them.
         by_age = sorted(unrecorded, key=lambda sizes: unrecorded[sizes].entered)
         dropped = by_age[: len(by_age) // 2]
     for sizes in dropped:

@@ -2,8 +2,8 @@
 Decisions of earlier processes.
 
 The decision on a function is kept in a file beside Inductor's caches, so that the next
-process deploys the function without measuring. The file's name is a hash of everything that
-identifies the function:
+process deploys the function without measuring. The file's name is a hash of what identifies
+the function:
 
 - the code that Inductor generated for the graph. FxGraphCache and AOTAutogradCache return
   the same code again. Their keys would not do: two graphs that differ in their guards share
@@ -12,12 +12,8 @@ identifies the function:
   called with
 - the device's name and capability, so that machines may share a directory
 
-The file also says in which environment the function was measured (versions, driver, CPU).
-A file of another environment, or one that cannot be read, is ignored and overwritten by the
-next decision.
-
-A file is written by a rename, so that it is whole, and never locked. If processes decide at
-the same time, the last decision stays, and each is right.
+A file of another environment (versions, driver, CPU), or one that cannot be read, is ignored
+and overwritten. A file is written by a rename, so that it is whole, and never locked.
 
 A decision says what to try first. Captures are still proven, and inputs are still bound or
 copied as they have to be. A wrong decision costs time and nothing else.
@@ -45,6 +41,7 @@ from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Sequence
 
+    from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
 
 
@@ -52,12 +49,7 @@ log = logging.getLogger(__name__)
 
 
 def is_enabled() -> bool:
-    """
-    Return whether decisions are kept, which they are where Inductor keeps its graphs.
-
-    Without Inductor's local cache, the next process compiles, and possibly tunes, other
-    code.
-    """
+    """Return whether decisions are kept: the next process has the same code only from Inductor's local cache."""
     return bool(config.fx_graph_cache) and not config.force_disable_caches
 
 
@@ -71,34 +63,24 @@ class Decision:
 
 
 class Entry:
-    """
-    The file of the decision on one function.
+    """The file of the decision on a function that ``function`` identifies. It also depends on the environment."""
 
-    Args:
-        function: what identifies the function
-        environment: what a decision also depends on. There is one file for all environments
-    """
-
-    def __init__(
-        self, directory: Path, function: dict[str, Any], environment: dict[str, Any]
-    ) -> None:
+    def __init__(self, directory: Path, function: dict[str, Any], environment: dict[str, Any]) -> None:
         key = hashlib.sha256(json.dumps(function, sort_keys=True).encode()).hexdigest()
         self.path = directory / key[:2] / f"{key}.json"
         self.function = function
         self.environment = environment
 
     def load(self, candidates: Container[str]) -> Decision | None:
-        """Return the decision, or None if there is none for one of the candidates."""
         try:
-            decision = self._parse(self.path.read_bytes(), candidates)
+            return self._parse(self.path.read_bytes(), candidates)
         except FileNotFoundError:
-            return None
+            pass
         except Exception as e:
             # The file must not fail the program, whatever it holds.
             reason = f"{type(e).__name__}: {e}".partition("\n")[0]
             log.info("ignoring the decision in %s: %s", self.path, reason)
-            return None
-        return decision
+        return None
 
     def _parse(self, content: bytes, candidates: Container[str]) -> Decision:
         kept = json.loads(content)
@@ -131,36 +113,22 @@ class Entry:
             log.info("the decision cannot be kept in %s: %s", self.path, e)
 
 
-def entry_for(
-    code_hash: str,
-    name: str,
-    mode: str,
-    inputs: Sequence[InputType],
-    static_input_idxs: Iterable[int],
-    device_index: int,
-) -> Entry | None:
-    """
-    Return the entry of one function, or None if there is no directory for it.
-
-    Args:
-        code_hash: of the code that Inductor generated for the graph
-        name: of the function in that code
-        mode: forward, backward or inference
-        inputs: of a call
-        static_input_idxs: the inputs that keep their address
-    """
+def entry_for(spec: FunctionSpec, inputs: Sequence[InputType], static_input_idxs: Iterable[int]) -> Entry | None:
+    """Return the entry of a function, given inputs of a call, None if decisions on it are not kept."""
+    if spec.info.code_hash is None:
+        return None
     try:
         directory = Path(cache_dir())
     except OSError as e:
         log.info("decisions are not kept: %s", e)
         return None
-    device = torch.cuda.get_device_properties(device_index)
+    device = torch.cuda.get_device_properties(spec.device_index)
     described = [_describe(t) for t in inputs]
     static = sorted(static_input_idxs)
     function = {
-        "code": code_hash,
-        "name": name,
-        "mode": mode,
+        "code": spec.info.code_hash,
+        "name": spec.name,
+        "mode": spec.mode,
         "inputs": hashlib.sha256(json.dumps([described, static]).encode()).hexdigest(),
         "device": device.name,
         "capability": f"{device.major}.{device.minor}",
@@ -183,12 +151,8 @@ def entry_for(
 
 def _describe(value: InputType) -> Any:
     if isinstance(value, torch.Tensor):
-        return (
-            str(value.dtype),
-            value.device.type,
-            list(value.shape),
-            list(value.stride()),
-        )
+        size, stride = list(value.shape), list(value.stride())
+        return str(value.dtype), value.device.type, size, stride
     return value if isinstance(value, int) else type(value).__name__
 
 
@@ -201,10 +165,9 @@ def _first_line(path: str, start: str) -> str | None:
 
 
 def _driver() -> str:
+    line = _first_line("/proc/driver/nvidia/version", "NVRM")
     # The runtime knows only which CUDA version the driver supports.
-    return _first_line("/proc/driver/nvidia/version", "NVRM") or str(
-        torch._C._cuda_getDriverVersion()
-    )
+    return line or str(torch._C._cuda_getDriverVersion())
 
 
 def _cpu() -> str:

@@ -1,5 +1,5 @@
 """
-Times of one candidate, taken in the program's own calls.
+Times of candidates, taken in the program's own calls, and which of two is better.
 
 Each call is run by one candidate, so that nothing runs twice, results are the program's, and
 everything around the function (a busy device, a cold cache) is part of the measurement.
@@ -15,6 +15,7 @@ import time
 from typing import NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.types.reason import Code, Reason
 
 
 if TYPE_CHECKING:
@@ -60,6 +61,9 @@ MAX_DELAY_US = 10_000.0
 # standard errors.
 MARGIN = 0.98
 CONFIDENCE = 2.0
+
+# The program can gain or lose by a function at most so many times the function's own time.
+MAX_DIFFERENCE = 10
 
 # At most so many calls that record do not count. A function that is called with several sets
 # of weights, or after several others, is recorded for each of them.
@@ -117,16 +121,10 @@ class Cost:
 
 
 class Start(NamedTuple):
-    """
-    The start of a timed call.
-
-    Attributes:
-        us: the host's clock in microseconds
-        own_us: what timing had taken of it until then
-        event: marks the place on the device, in some calls
-    """
+    """The start of a timed call on the host's clock, and on the device in some calls."""
 
     us: float
+    # What timing had taken until then.
     own_us: float
     event: torch.cuda.Event | None
 
@@ -162,12 +160,9 @@ class Samples:
         self.host_is_timed = False
         self.device: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
-    def call(
-        self, fn: ModelType, entered: float, inputs: list[InputType]
-    ) -> OutputType:
+    def call(self, fn: ModelType, entered: float, inputs: list[InputType]) -> OutputType:
         """Run and time a call that began at ``entered`` on ``clock_us``."""
-        recordings, timed = self.state.recordings, len(self.host)
-        own_us = Samples.own_us
+        recordings, timed, own_us = self.state.recordings, len(self.host), Samples.own_us
         outputs, end = self._call(fn, inputs, entered)
         if (
             self.state.recordings != recordings
@@ -187,9 +182,7 @@ class Samples:
         Samples.own_us += clock_us() - end
         return outputs
 
-    def _call(
-        self, fn: ModelType, inputs: list[InputType], entered: float
-    ) -> tuple[OutputType, float]:
+    def _call(self, fn: ModelType, inputs: list[InputType], entered: float) -> tuple[OutputType, float]:
         """Return the outputs, and when the host had them."""
         self.calls += 1
         if self.calls <= WARMUP_SAMPLES:
@@ -197,9 +190,7 @@ class Samples:
         if self.host_is_timed:
             return self._time_device(fn, inputs, entered)
         last = self.starts[-1] if self.starts else None
-        is_marked = len(self.host) % CALLS_PER_EVENT == 0 or (
-            last is not None and entered - last.us > EVENT_AFTER_US
-        )
+        is_marked = len(self.host) % CALLS_PER_EVENT == 0 or (last is not None and entered - last.us > EVENT_AFTER_US)
         start = self._start(entered, is_marked)
         outputs = fn(inputs)
         end = clock_us()
@@ -215,9 +206,7 @@ class Samples:
         Samples.own_us += now - entered
         return Start(now, Samples.own_us, event)
 
-    def _time_device(
-        self, fn: ModelType, inputs: list[InputType], entered: float
-    ) -> tuple[OutputType, float]:
+    def _time_device(self, fn: ModelType, inputs: list[InputType], entered: float) -> tuple[OutputType, float]:
         if not self.device:
             self.starts.append(self._start(entered, True))
         stream = torch.cuda.current_stream(self.device_index)
@@ -294,3 +283,65 @@ def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record(stream)
     return event
+
+
+def takes_less(a: Cost, b: Cost) -> bool:
+    """Return whether the function takes less time by itself."""
+    # A call takes at least the host's and at least the device's time. Whichever of the two is
+    # known better may show the difference.
+    return is_less(a.call, b.host) or is_less(a.call, b.device)
+
+
+def is_own_difference(a: Cost, b: Cost) -> bool:
+    """Return whether the function can be the cause of the program's difference."""
+    most = max(cost.host.us + cost.device.us for cost in (a, b))
+    return abs(a.program.us - b.program.us) <= MAX_DIFFERENCE * most
+
+
+def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, Reason]:
+    """
+    Return whether the graph is to stay, and why.
+
+    The program's time decides where it shows a difference, the function's own time where it
+    does not. The program's time includes what neighbouring functions, which are timed in
+    the same calls, gain or lose. So a graph that gains nothing by itself, on the host or on
+    the device, does not stay. A difference of many times the function's own time says
+    nothing about the function.
+    """
+    gains = is_less(graph.host, uncaptured.host) or is_less(graph.device, uncaptured.device)
+    is_own = is_own_difference(graph, uncaptured)
+    from_call_to_call = {"graph_us": graph.program.us, "uncaptured_us": uncaptured.program.us}
+    if is_own and gains and is_less(graph.program, uncaptured.program):
+        return True, Reason.of(Code.FASTER, **from_call_to_call)
+    if is_own and is_less(uncaptured.program, graph.program):
+        return False, Reason.of(Code.SLOWER, **from_call_to_call)
+    if is_less(uncaptured.host, graph.host):
+        # The program needs the host, too.
+        is_mixed = is_less(graph.device, uncaptured.device)
+        return False, Reason.of(Code.SLOWER_ON_HOST if is_mixed else Code.SLOWER_BY_ITSELF)
+    if takes_less(graph, uncaptured):
+        return True, Reason.of(Code.FASTER_BY_ITSELF)
+    if takes_less(uncaptured, graph):
+        return False, Reason.of(Code.SLOWER_BY_ITSELF)
+    gain = uncaptured.call.us - graph.call.us
+    if gain > (1 - MARGIN) * uncaptured.call.us:
+        within = noise(graph.call, uncaptured.call)
+        return False, Reason.of(Code.WITHIN_NOISE, gain_us=gain, noise_us=within)
+    return False, Reason.of(Code.NOT_FASTER)
+
+
+def depends_on_host(graph: Cost, uncaptured: Cost) -> bool:
+    """Return whether the graph loses as much device time as the program gains: the host was still warming up."""
+    gain = uncaptured.program.us - graph.program.us
+    return gain < graph.device.us - uncaptured.device.us
+
+
+def costs_nothing(graph: Cost, uncaptured: Cost) -> bool:
+    """Return whether a graph that did not win costs no time of the function, the host or the program."""
+    # A difference within the noise is chance, but much noise must not hide a loss.
+    most = min(noise(graph.call, uncaptured.call), (1 - MARGIN) * uncaptured.call.us)
+    return (
+        graph.call.us - uncaptured.call.us <= most
+        and not is_less(uncaptured.host, graph.host)
+        and not (is_own_difference(graph, uncaptured) and is_less(uncaptured.program, graph.program))
+    )

@@ -6,7 +6,7 @@ import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.types.replay_state import TreeState
+from torch._inductor.pygraph.native import TreeState
 
 
 if TYPE_CHECKING:

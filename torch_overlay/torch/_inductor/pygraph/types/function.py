@@ -9,10 +9,10 @@ here is frozen but FunctionState, which only the function's controller writes
 from __future__ import annotations
 
 import dataclasses
+from types import CellType
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.types.candidate import COPY, NODE_UPDATE
-from torch._inductor.pygraph.types.replay_state import Cell
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -31,11 +31,9 @@ class FunctionSpec:
     What is known of a function when it is first called.
 
     Args:
-        info: what code generation knows of it
         objects: the objects of its module that ``info`` names
         mode: "forward", "backward" or "inference"
         compile_id: the name of its graph
-        device_index: the GPU
         is_distributed: another stream may read a gradient that nobody holds any more
         mutated_input_idxs: inputs that the program sees written
     """
@@ -50,7 +48,6 @@ class FunctionSpec:
 
     @property
     def name(self) -> str:
-        """The function's name in the generated code."""
         return self.info.name
 
     @property
@@ -79,13 +76,12 @@ class FunctionState:
 
     Attributes:
         alignment: the least alignment of external inputs seen, in bytes
+        outputs_outlive: gradients were held beyond their step, or the outputs are none
+        has_stepped: whether gradients outlive their step is known
         id: the name that trees gave the function's present recordings
         binding: the candidate that the next recording is made for; COPY or one of BINDINGS
         is_capturable: cleared for good when a capture failed
-        outdated: a cell, which replays read: recordings are to be dropped before the next
-            call
-        outputs_outlive: gradients were held beyond their step, or the outputs are none
-        has_stepped: whether gradients outlive their step is known
+        outdated: a cell, which replays read: recordings are to be dropped before the next call
         is_even: the graph measured no better than no graph, and waits for the decisions
             on neighbouring functions
         recordings: how many captures began
@@ -100,28 +96,19 @@ class FunctionState:
     id: FunctionID | None = None
     binding: str = NODE_UPDATE
     is_capturable: bool = True
-    outdated: Any = dataclasses.field(default_factory=lambda: Cell(False))
+    outdated: CellType = dataclasses.field(default_factory=lambda: CellType(False))
     is_even: bool = False
     recordings: int = 0
     needed_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
 
-    @property
-    def binds_inputs(self) -> bool:
-        return self.binding != COPY
-
-    @property
-    def is_outdated(self) -> bool:
-        return self.outdated.value
-
 
 @dataclasses.dataclass(frozen=True)
 class RecordingRequest:
     """
-    What one recording is to be like.
+    What one recording is to be like. What is not listed is FunctionState's.
 
     Args:
-        binding: COPY or one of BINDINGS
         is_decided: the binding was forced or selected: add a prelude to any graph
         static_input_idxs: inputs that keep their address and that no graph of the path owns
         alignment: at most this alignment of external inputs may be relied upon, in bytes
@@ -129,7 +116,6 @@ class RecordingRequest:
             in the graphs' pool
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         external_bytes: bytes of the external inputs of an earlier recording, or 0
-        outdated: the function's cell; see FunctionState
         refusal: why the function cannot be recorded at all
     """
 
@@ -141,7 +127,7 @@ class RecordingRequest:
     owned_output_idxs: OrderedSet[int]
     needed_bytes: int
     external_bytes: int
-    outdated: Any
+    outdated: CellType
     refusal: Reason | None = None
 
 
@@ -154,8 +140,7 @@ class RecordingFacts:
         has_captured: the capture began
         alignment: of the external inputs, in bytes
         needed_bytes: device memory that a call takes
-        external_inputs: how many inputs are bound
-        external_bytes: bytes of these
+        external_inputs, external_bytes: how many inputs are bound, and how large they are
         copied_bytes: bytes of inputs that each replay copies
         num_nodes: nodes of the graph
         updated_nodes: nodes that the host sets when all that is bound moved

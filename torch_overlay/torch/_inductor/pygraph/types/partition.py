@@ -1,10 +1,9 @@
 """
 What code generation knows about a compiled graph and the functions in it that may be captured.
 
-compile/describe.py makes these objects while Inductor generates the code. CompiledFxGraph holds a
-GraphInfo, so a graph from FxGraphCache or AOTAutogradCache has one as well. All of it is plain
-data. An object of the generated module, such as a kernel, appears by name; ``objects`` of the
-module's Runner maps that name to the object.
+compile/describe.py makes these objects while Inductor generates the code. CompiledFxGraph holds
+a GraphInfo, so a graph from a cache has one as well. All of it is plain data. An object of the
+generated module, such as a kernel, appears by name, by which ``Runner.objects`` has it.
 """
 
 from __future__ import annotations
@@ -23,11 +22,7 @@ Origin = Literal["forward", "tangent", "saved", "partition", "other"]
 
 @dataclasses.dataclass(frozen=True)
 class Input:
-    """
-    Args:
-        buffers: those of the function that lie in the input's memory, because nothing reads the
-            input any more
-    """
+    """``buffers`` of the function lie in the input's memory, because nothing reads it any more."""
 
     name: str
     origin: Origin
@@ -78,11 +73,9 @@ class PartitionInfo:
     One generated function that may be captured: a partition, or the graph if it has none.
 
     Args:
-        name: of the function in the module
         outputs: names of buffers
-        calls: in the order of the code
+        calls, allocations: in the order of the code
         allocator: the function's parameter that it allocates with; None if it has none
-        allocations: in the order of the code
         delivers: names of the Deliver objects that the function launches
         groups: names of the process groups of its collectives
         has_collectives: it calls operators that wait for other ranks
@@ -109,7 +102,6 @@ class PartitionInfo:
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """Names of the Triton kernels that the function launches."""
         return tuple(dict.fromkeys(k for call in self.calls for k in call.kernels))
 
     @property
@@ -119,7 +111,6 @@ class PartitionInfo:
         return tuple(places.get(name) for name in self.outputs)
 
     def is_saved(self, idx: int) -> bool:
-        """Whether an input of a backward is a tensor that the forward computed."""
         return self.inputs[idx].origin == "saved"
 
 
@@ -147,8 +138,6 @@ class DirectCall:
 @dataclasses.dataclass(frozen=True)
 class GraphInfo:
     """
-    One compiled graph.
-
     Args:
         functions: those that may be captured, as Runner.partitions has them
         reports: all partitions, also those that cannot be captured

@@ -32,7 +32,7 @@ PyObject* given(PyObject* kwargs, const char* name) {
   PyObject* value =
       kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
   if (value == nullptr) {
-    raise(PyExc_TypeError, name);
+    raise(PyExc_KeyError, name);
   }
   return value;
 }

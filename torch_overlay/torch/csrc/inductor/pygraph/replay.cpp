@@ -3,12 +3,109 @@
 #include "values.h"
 
 #include <ATen/cuda/EmptyTensor.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/Dtype.h>
 
 #include <algorithm>
 
 namespace torch::inductor::pygraph {
+
+Node::Node(PyObject* description) {
+  auto [set_, executable_, node_, params_, context_, words_] =
+      members<6>(description);
+  set = as_address(set_);
+  executable = as_address(executable_);
+  node = as_address(node_);
+  params = as_address(params_);
+  if (context_ != Py_None) {
+    context = as_address(context_);
+  }
+  for_each(words_, [&](PyObject* word) {
+    auto [place, input, offset_] = members<3>(word);
+    long long offset = PyLong_AsLongLong(offset_);
+    if (PyErr_Occurred()) {
+      throw Error();
+    }
+    words.push_back(
+        {static_cast<uint64_t*>(as_address(place)),
+         as_word(input),
+         static_cast<uint64_t>(offset)});
+  });
+}
+
+bool Node::call() const {
+  if (context.has_value()) {
+    using Set = int (*)(void*, void*, const void*, void*);
+    return reinterpret_cast<Set>(set)(executable, node, params, *context) == 0;
+  }
+  using Set = int (*)(void*, void*, const void*);
+  return reinterpret_cast<Set>(set)(executable, node, params) == 0;
+}
+
+Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
+  auto [held, descriptions, owner] = members<3>(args);
+  pointers = as_words(held);
+  for_each(descriptions, [&](PyObject* item) {
+    nodes.emplace_back(item);
+    for (const auto& word : nodes.back().words) {
+      if (word.input >= pointers.size()) {
+        raise(PyExc_IndexError, "a word of an unknown input");
+      }
+    }
+  });
+  keep = Ref::share(owner);
+}
+
+bool Nodes::update(const uint64_t* to) {
+  if (is_known && std::equal(pointers.begin(), pointers.end(), to)) {
+    return true;
+  }
+  for (auto& node : nodes) {
+    bool is_dirty = !is_known;
+    for (auto& word : node.words) {
+      uint64_t value = to[word.input] + word.offset;
+      is_dirty |= *word.place != value;
+      *word.place = value;
+    }
+    if (is_dirty && !node.call()) {
+      // The next update sets every node.
+      is_known = false;
+      return false;
+    }
+  }
+  std::copy_n(to, pointers.size(), pointers.begin());
+  is_known = true;
+  return true;
+}
+
 namespace {
+
+PyObject* update(PyObject* self, PyObject* values) {
+  return guarded([&]() -> PyObject* {
+    Nodes& nodes = Boxed<Nodes>::of(self);
+    auto to = as_words(values);
+    if (to.size() != nodes.pointers.size()) {
+      raise(PyExc_ValueError, "expected a pointer for each input");
+    }
+    return PyBool_FromLong(nodes.update(to.data()));
+  });
+}
+
+PyObject* pointers(PyObject* self, void* /*closure*/) {
+  return guarded([&]() -> PyObject* {
+    const Nodes& nodes = Boxed<Nodes>::of(self);
+    if (nodes.is_known) {
+      return as_list(nodes.pointers).release();
+    }
+    Ref unknown = checked(Py_BuildValue("[i]", -1));
+    return PySequence_Repeat(unknown.get(), nodes.pointers.size());
+  });
+}
+
+PyMethodDef nodes_methods[] = {{"update", update, METH_O, nullptr}, {}};
+PyGetSetDef nodes_getset[] = {
+    {"pointers", pointers, nullptr, nullptr, nullptr},
+    {}};
 
 at::ScalarType dtype_of(PyObject* dtype) {
   if (!THPDtype_Check(dtype)) {
@@ -75,8 +172,11 @@ Replay::Replay(PyObject* args, PyObject* /*kwargs*/) {
   state = Boxed<TreeState>::share(of_state);
   general = Ref::share(function);
   trees = Trees(of_plan);
-  graph = Boxed<Cell>::share(of("graph").get());
-  is_outdated = Boxed<Cell>::share(of("is_outdated").get());
+  graph = of("graph");
+  is_outdated = of("is_outdated");
+  if (!PyCell_Check(graph.get()) || !PyCell_Check(is_outdated.get())) {
+    raise(PyExc_TypeError, "expected a cell");
+  }
   node = of("node");
   parent = of("parent");
   live_outputs = of("live_outputs");
@@ -137,28 +237,6 @@ void Replay::add_output(PyObject* output) {
   }
 }
 
-namespace {
-
-// The lock of the trees.
-class Held {
- public:
-  explicit Held(PyObject* state) : state_(Ref::share(state)) {
-    if (!Boxed<TreeState>::of(state).acquire()) {
-      throw Unusual();
-    }
-  }
-  Held(const Held&) = delete;
-  Held& operator=(const Held&) = delete;
-  ~Held() {
-    Boxed<TreeState>::of(state_.get()).is_held = false;
-  }
-
- private:
-  Ref state_;
-};
-
-} // namespace
-
 PyObject* Replay::call(const Call& call) {
   PyObject* inputs = call.list();
   if (inputs != nullptr) {
@@ -196,8 +274,13 @@ PyObject* Replay::run(
     bool& has_dropped,
     const Given& given) {
   trees.check_thread();
-  Held held(state.get());
-  Boxed<TreeState>::of(state.get()).follow();
+  TreeState& of_trees = Boxed<TreeState>::of(state.get());
+  if (!of_trees.acquire()) {
+    throw Unusual();
+  }
+  auto held = c10::make_scope_exit(
+      [&of_trees, owner = Ref::share(state.get())]() { of_trees.is_held = false; });
+  of_trees.follow();
   Ref last = trees.last();
   check_path(last.get());
   check_caches();
@@ -248,7 +331,7 @@ PyObject* Replay::run(
     trees.enter(node.get(), last.get() == Py_None);
   }
   trees.update_generation();
-  Ref launched = Ref::share(Boxed<Cell>::of(graph.get()).value.get());
+  Ref launched = checked(PyCell_Get(graph.get()));
   checked(PyObject_CallOneArg(launch.get(), launched.get()));
   trees.note_backward();
   Ref result = collect(inputs, tensors);
@@ -277,8 +360,10 @@ void Replay::check_path(PyObject* last) {
     auto live = live_of_last;
     check_dead(*live);
   }
-  if (Boxed<Cell>::of(graph.get()).value.get() == Py_None ||
-      Boxed<Cell>::of(is_outdated.get()).value.get() != Py_False) {
+  // The collector may have emptied the cells.
+  PyObject* recorded = PyCell_GET(graph.get());
+  if (recorded == nullptr || recorded == Py_None ||
+      PyCell_GET(is_outdated.get()) != Py_False) {
     throw Unusual();
   }
 }
@@ -373,7 +458,9 @@ PyGetSetDef getset[] = {
 bool add_replay(PyObject* module) {
   const char* replay = "torch._inductor.pygraph._replay.Replay";
   const char* allocator = "torch._inductor.pygraph._replay.Allocator";
+  const char* nodes = "torch._inductor.pygraph._replay.Nodes";
   return Boxed<Allocator>::ready(module, allocator) &&
+      Boxed<Nodes>::ready(module, nodes, nodes_methods, nodes_getset) &&
       Boxed<Replay>::ready(module, replay, nullptr, getset);
 }
 

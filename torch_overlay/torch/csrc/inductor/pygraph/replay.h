@@ -1,18 +1,152 @@
 #pragma once
 
-// The replay of a recording. torch/_inductor/pygraph/replay/ has the plan that
-// it follows, and does the same where this is not compiled.
+// The replay of a recording: the nodes that it sets, what it reads and sets of
+// CUDA graph trees, and the state that replays share. replay/ in Python has the
+// plan that a replay follows, and does the same where this is not compiled.
 
-#include "nodes.h"
-#include "trees.h"
+#include "object.h"
 
 #include <c10/core/Device.h>
 #include <c10/core/ScalarType.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace torch::inductor::pygraph {
+
+// One node of an executable graph that holds inputs.
+struct Node {
+  // A word of the node's parameters: the address of an input plus an offset,
+  // or a CPU value.
+  struct Word {
+    uint64_t* place;
+    size_t input;
+    uint64_t offset;
+  };
+
+  explicit Node(PyObject* description);
+
+  // Sets the node to `params`. False if the driver refused.
+  bool call() const;
+
+  // The driver function that sets the node.
+  void* set;
+  void* executable;
+  void* node;
+  // The words lie in the parameters, or the parameters point to them.
+  void* params;
+  std::optional<void*> context;
+  std::vector<Word> words;
+};
+
+// Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
+// inputs, as graph/binding.py describes them. The graph holds `pointers` now.
+// `keep` owns the memory that the nodes point to.
+struct Nodes : NotCallable {
+  Nodes(PyObject* args, PyObject* kwargs);
+
+  // Moves the inputs to new addresses. False if a node refused: the graph must
+  // not be launched then.
+  bool update(const uint64_t* to);
+
+  template <typename F>
+  void visit(F&& f) {
+    f(keep);
+  }
+
+  std::vector<Node> nodes;
+  Pointers pointers;
+  // False after a node refused: the graph holds unknown addresses.
+  bool is_known = true;
+  Ref keep;
+};
+
+// TreeState(device_index, current_stream, wait): the lock of the trees of one
+// thread, and the stream of their last launch; see PythonTreeState.
+struct TreeState : NotCallable {
+  TreeState(PyObject* args, PyObject* kwargs);
+
+  // Whether nobody had the lock. The caller has it then. Nobody waits for it.
+  bool acquire() {
+    return !std::exchange(is_held, true);
+  }
+
+  // Calls `wait` if the current stream is another than the last launch's.
+  void follow();
+
+  template <typename F>
+  void visit(F&& f) {
+    f(device_index, current_stream, wait);
+  }
+
+  Ref device_index;
+  Ref current_stream;
+  Ref wait;
+  std::optional<uint64_t> raw_stream;
+  // The GIL makes this a lock.
+  bool is_held = false;
+};
+
+// A field of a plan. Called only while a replay is made.
+inline Ref field_of(PyObject* plan, const char* name) {
+  return checked(PyObject_GetAttrString(plan, name));
+}
+
+// The trees of the thread that recorded, given a plan.
+class Trees {
+ public:
+  Trees() = default;
+  explicit Trees(PyObject* plan);
+
+  // Throws Unusual unless the thread is the one that recorded, or one that
+  // autograd uses on its behalf.
+  void check_thread() const;
+
+  // The last node of the current path.
+  Ref last() const;
+
+  // Throws Unusual unless graphs are replayed along the current path.
+  void check_executing() const;
+
+  // `node` is the last one of the path from now on.
+  void enter(PyObject* node, bool begins_path) const;
+
+  // CUDAGraphTreeManager.update_generation
+  void update_generation() const;
+
+  void note_backward() const;
+
+  template <typename F>
+  void visit(F&& f) {
+    f(manager_, executing_, mark_step_, tracker_);
+    f(local_, containers_, owner_, pending_backward_);
+  }
+
+ private:
+  Ref manager_;
+  Ref executing_;
+  Ref mark_step_;
+  Ref tracker_;
+  Ref local_;
+  Ref containers_;
+  Ref owner_;
+  Ref pending_backward_;
+};
+
+// An output of a graph of the path: its place in the lists of its node.
+struct PathOutput {
+  Ref weakrefs;
+  Ref cached;
+  Py_ssize_t index;
+};
+
+std::vector<PathOutput> path_outputs(const Ref& descriptions);
+
+// Throws Unusual if one of them is alive. An output that its node caches is dead
+// if nobody else has the tensor or its storage, as StorageWeakRefWrapper.expired
+// and CopyGraphNode._is_only_cached have it.
+void check_dead(const std::vector<PathOutput>& outputs);
 
 // Allocator(size, stride, dtype, device_index): a call makes a tensor.
 struct Allocator {
@@ -80,9 +214,9 @@ struct Replay {
 
   template <typename F>
   void visit(F&& f) {
-    trees.visit(f);
     f(state, plan, general, graph, is_outdated, node, parent, live_outputs);
     f(is_capturing, restore, launch, nodes, words, cached, last_seen);
+    trees.visit(f);
     for (auto* of_path : {&dead_before, &dead_after, live_of_last.get()}) {
       for (PathOutput& output : *of_path) {
         f(output.weakrefs, output.cached);

@@ -1,4 +1,4 @@
-#include "trees.h"
+#include "replay.h"
 
 #include <ATen/ThreadLocalPythonObjects.h>
 
@@ -35,9 +35,6 @@ void set(const Ref& object, PyObject* name, PyObject* value) {
 thread_local bool is_without_trees = false;
 
 } // namespace
-
-Cell::Cell(PyObject* args, PyObject* /*kwargs*/)
-    : value(Ref::share(members<1>(args)[0])) {}
 
 TreeState::TreeState(PyObject* args, PyObject* /*kwargs*/) {
   auto [index, stream, function] = members<3>(args);
@@ -199,7 +196,6 @@ PyMethodDef state_methods[] = {
 PyGetSetDef state_getset[] = {
     {"raw_stream", raw_stream, nullptr, nullptr, nullptr},
     {}};
-PyGetSetDef cell_getset[] = {attribute_of<Cell, &Cell::value>("value"), {}};
 PyMethodDef functions[] = {
     {"set_without_trees", set_without_trees, METH_O, nullptr},
     {}};
@@ -207,10 +203,8 @@ PyMethodDef functions[] = {
 } // namespace
 
 bool add_trees(PyObject* module) {
-  const char* cell = "torch._inductor.pygraph._replay.Cell";
   const char* state = "torch._inductor.pygraph._replay.TreeState";
-  return Boxed<Cell>::ready(module, cell, nullptr, cell_getset) &&
-      Boxed<TreeState>::ready(module, state, state_methods, state_getset) &&
+  return Boxed<TreeState>::ready(module, state, state_methods, state_getset) &&
       PyModule_AddFunctions(module, functions) == 0;
 }
 
