@@ -33,9 +33,10 @@ from torch._inductor.pygraph.types.candidate import (
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
+    PRELUDE,
     UNDECIDED,
 )
-from torch._inductor.pygraph.types.function import FunctionSpec
+from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts
 from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
@@ -359,6 +360,8 @@ class RememberTest(DeployTestCase):
             self.on_replay(pygraph)
             return replay(inputs)
 
+        # A graph of a few kernels has a prelude only if that was decided on.
+        pygraph.recorded(RecordingFacts(has_prelude=pygraph.report.choice == PRELUDE))
         self.on_record(pygraph)
         return fn, self.candidate("record")(inputs)
 
