@@ -251,8 +251,6 @@ class Replayer:
     Args:
         trees: runs the function by trees
         chain: its recordings that are replayed without trees
-
-    Attributes:
         general: this object behind the alignment of inputs
     """
 

@@ -99,15 +99,13 @@ def is_less(a: Estimate, b: Estimate) -> bool:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
     """
-    What a call of one candidate takes.
+    What a call of one candidate takes: the program, and the function on the host and on the device.
 
     Attributes:
-        program: from the start of a call to the start of the next, on the host's or the
-            device's clock, whichever shows more. The host clock misses a growing device
-            queue; the device clock misses host time while that queue drains. Timing and
-            recording do not count
-        host: of the function on the host
-        device: of the function on the device, with the launch queued ahead
+        program: from the start of a call to the start of the next, on the host's or the device's
+            clock, whichever shows more. The host clock misses a growing device queue; the device
+            clock misses host time while that queue drains. Timing and recording do not count
+        device: with the launch queued ahead
     """
 
     program: Estimate

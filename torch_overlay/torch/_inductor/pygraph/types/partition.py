@@ -37,8 +37,7 @@ class Call:
     Args:
         kind: "triton" for a kernel that generated code launches, "subgraph" for a nested region
         name: of the kernel in the module, or of the operator
-        reads: buffers, by the name of the one that owns the memory
-        writes: likewise
+        reads, writes: buffers, by the name of the one that owns the memory
         is_declared: reads and writes are all that the call does
         kernels: Triton kernels that the call launches, by name
     """

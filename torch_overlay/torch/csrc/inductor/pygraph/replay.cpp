@@ -165,13 +165,13 @@ PyObject* Allocator::call(const Call& /*call*/) const {
   return guarded([&]() { return THPVariable_Wrap(allocate()); });
 }
 
-Replay::Replay(PyObject* args, PyObject* /*kwargs*/) {
+Replay::Replay(PyObject* args, PyObject* /*kwargs*/)
+    : trees(members<3>(args)[0]) {
   auto [of_plan, of_state, function] = members<3>(args);
   auto of = [plan = of_plan](const char* name) { return field_of(plan, name); };
   plan = Ref::share(of_plan);
   state = Boxed<TreeState>::share(of_state);
   general = Ref::share(function);
-  trees = Trees(of_plan);
   graph = of("graph");
   is_outdated = of("is_outdated");
   if (!PyCell_Check(graph.get()) || !PyCell_Check(is_outdated.get())) {

@@ -96,7 +96,6 @@ inline Ref field_of(PyObject* plan, const char* name) {
 // The trees of the thread that recorded, given a plan.
 class Trees {
  public:
-  Trees() = default;
   explicit Trees(PyObject* plan);
 
   // Throws Unusual unless the thread is the one that recorded, or one that
