@@ -1871,7 +1871,7 @@ class ControllerTest(SelectTestCase):
         self.assertIsNot(first.timings_us, second.timings_us)
         self.assertIsNot(first.reasons, second.reasons)
         # A list of its own, of the entries themselves.
-        entries.functions.clear()
+        entries.clear()
         first.choice = COPY
         self.assertEqual([e.choice for e in report()], [COPY, UNDECIDED])
         reset_report()

@@ -201,7 +201,7 @@ class EntryTest(EntryTestCase):
             for _ in range(50):
                 self.entry.save(Decision(NODE_UPDATE, [reason], {}))
                 decision = self.make().load(CANDIDATES)
-                if decision is None or len(set(decision.reasons[0].text)) != 1:
+                if decision is None or len(set(dict(decision.reasons[0].details)["error"])) != 1:
                     os._exit(1)
             os._exit(0)
 
