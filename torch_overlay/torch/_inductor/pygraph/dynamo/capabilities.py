@@ -6,7 +6,8 @@ PyGraph extends the analysis of each frame:
 - items      the value of a 0-d CPU tensor becomes an input of the graph (items.py)
 - slices     a slice with tensor bounds breaks the graph where it is used (slices.py)
 - loops      the code before a loop that breaks the graph is compiled (obstacles.py)
-- obstacles  none of this happens where compiled code may differ from eager code (obstacles.py)
+- effects    print and loggers are called behind the graph (effects.py), with ``config.pygraph_mend``
+- obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any, TYPE_CHECKING
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.dynamo.effects import Effects
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.slices import make_slice
@@ -43,6 +45,16 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
+class MendingFrame(Effects, PyGraphFrame):
+    def __init__(self) -> None:
+        PyGraphFrame.__init__(self)
+        Effects.__init__(self)
+
+    def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
+        super().check_subgraph(tx)
+        self.check_effects(tx)
+
+
 class PyGraphCapabilities(BackendCapabilities):
     delivers_floats = True
     as_tensor = ("torch._inductor.pygraph.native", "as_tensor_fullprec")
@@ -52,8 +64,11 @@ class PyGraphCapabilities(BackendCapabilities):
     def wrap_callback(self, callback: Any, backend: Callable[..., Any]) -> Any:
         return native.callback(callback, backend)
 
+    def __init__(self, frame: type[PyGraphFrame]) -> None:
+        self.frame = frame
+
     def extend_frame(self) -> PyGraphFrame:
-        return PyGraphFrame()
+        return self.frame()
 
     def on_guard_failure(self, code: types.CodeType, error: Exception) -> None:
         if is_eager(code):
@@ -61,4 +76,5 @@ class PyGraphCapabilities(BackendCapabilities):
             raise Unsupported("a frame that may run eagerly has no guards") from error
 
 
-PYGRAPH = PyGraphCapabilities()
+PYGRAPH = PyGraphCapabilities(PyGraphFrame)
+MENDING = PyGraphCapabilities(MendingFrame)

@@ -1,0 +1,360 @@
+# Owner(s): ["module: inductor"]
+"""Calls of print and loggers behind the graph: what is printed, returned and raised is that of eager mode."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import sys
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
+from torch.testing._internal.inductor_utils import HAS_CPU
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+log = logging.getLogger("pygraph_effects")
+log.setLevel(logging.INFO)
+log.propagate = False
+graph_break = torch._dynamo.graph_break
+
+
+def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+class Box:
+    def __init__(self) -> None:
+        self.step = 0
+        self.seen: list[int] = []
+
+
+BOX = Box()
+
+
+# Programs whose calls are made behind one graph
+
+
+def plain(x):
+    y = x * 2
+    print("values", 1, 2.5, None, True, [1, "a"], (x.shape, 3), y.shape[0])
+    return y + 1
+
+
+def tensors(x):
+    print(x, x.sum(), [x.mean(), (x + 1,)])
+    return x.cos()
+
+
+def options(x):
+    print("a", x.sum(), sep="-", end="~\n", flush=True)
+    return x + 1
+
+
+def formatted(x):
+    y = x.sum()
+    print(f"{y:.2f} and {y}", f"{x.shape[0]}")
+    return y
+
+
+def written_later(x):
+    y = x * 2
+    print("before", y, y[0])
+    y += 1
+    print("after", y, y[0])
+    return y
+
+
+def input_written_later(x):
+    print("before", x)
+    x.add_(1)
+    print("between", x)
+    x[0] = 7
+    return x.sum()
+
+
+def alias_written_later(x):
+    view = x[1:]
+    print("before", view)
+    x.mul_(2)
+    return view + 1
+
+
+def list_changed_later(x):
+    parts = ["a"]
+    print(parts, x.sum())
+    parts.append("b")
+    print(parts)
+    return x + len(parts)
+
+
+def inner(x, name):
+    print("inner", name, x.sum())
+    return x + 1
+
+
+def inlined(x):
+    y = inner(x, "first")
+    print("outer")
+    return inner(y, "second")
+
+
+def in_loop(x):
+    for i in range(3):
+        print(i, x.mean())
+        x = x * 2
+    return x
+
+
+def number_that_varies(x):
+    print("step", BOX.step, [BOX.step])
+    return x + 1
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        print(x.sum())
+    return x * 2
+
+
+def logged(x):
+    log.info(
+        "%s and %d",
+        x.sum(),
+        3,
+    )
+    log.warning("shape %s", x.shape)
+    log.debug("never")
+    return x + 1
+
+
+def logged_from(x):
+    log.error(f"mean {x.mean():.3f}")
+    return x
+
+
+def logged_inline(x):
+    return logged_from(x) + logged_from(x + 1)
+
+
+def result_of_print(x):
+    r = print("r")
+    return x + 1, r
+
+
+ONE_GRAPH = [plain, tensors, options, formatted, written_later, input_written_later, alias_written_later]
+ONE_GRAPH += [list_changed_later, inlined, in_loop, number_that_varies, under_no_grad, logged, logged_inline, result_of_print]
+
+
+# Programs that break the graph as without PyGraph
+
+
+def to_stderr(x):
+    print("err", x.sum(), file=sys.stderr)
+    return x + 1
+
+
+class Named:
+    def __str__(self) -> str:
+        BOX.step += 1
+        return f"named {BOX.step}"
+
+
+NAMED = Named()
+
+
+def prints_object(x):
+    print(NAMED)
+    return x + BOX.step
+
+
+def in_try(x):
+    try:
+        print("try", x.sum())
+    except ValueError:
+        x = x + 1
+    return x * 2
+
+
+def index_later(x):
+    print("before", x.sum())
+    return x[(x > 0).long() * 9]
+
+
+def embedding_later(x):
+    print("before")
+    return torch.nn.functional.embedding((x > 0).long() * 9, x.view(-1, 1))
+
+
+def history(x):
+    w = x.detach().requires_grad_()
+    y = w * 2
+    print(y)
+    return y
+
+
+def log_with_keywords(x):
+    log.info("kept", extra={"more": 1})
+    return x + 1
+
+
+BREAKS = [to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
+
+
+def around_a_break(x):
+    print("one", x.sum())
+    graph_break()
+    print("two", x.mean())
+    return x + 1
+
+
+def counted(x):
+    BOX.step += 1
+    print("step", BOX.step)
+    BOX.seen.append(BOX.step)
+    return x + 1
+
+
+def raises(x):
+    print("before", x.sum())
+    if x.shape[0] == 4:
+        raise ValueError("raised")
+    return x
+
+
+def raises_in_a_call(x):
+    print("before", x.sum())
+    y = x + 1
+    print("then", y)
+    raise_error(y)
+    return y
+
+
+@torch._dynamo.disable
+def raise_error(y):
+    raise RuntimeError(f"{y.sum()}")
+
+
+class EffectTest(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
+        self.backend.start()
+        self.addCleanup(self.backend.stop)
+
+    def observe(self, fn: Callable[..., Any], level: int = logging.INFO) -> list[Any]:
+        """What three calls print, log, return and raise."""
+        seen: list[Any] = []
+        BOX.__init__()
+        text = io.StringIO()
+        handler = logging.StreamHandler(text)
+        handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s:%(lineno)d %(funcName)s %(message)s"))
+        log.addHandler(handler)
+        try:
+            for call in range(3):
+                x = torch.arange(4.0) + call
+                BOX.step += 1
+                with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+                    try:
+                        result = fn(x)
+                    except Exception as e:
+                        result = type(e), str(e)
+                seen.append((result, x, BOX.step, [*BOX.seen]))
+        finally:
+            log.removeHandler(handler)
+        return [text.getvalue(), seen]
+
+    def observe_compiled(self, fn: Callable[..., Any], **options: Any) -> tuple[list[Any], dict[str, int]]:
+        torch._dynamo.reset()
+        counters.clear()
+        seen = self.observe(torch.compile(fn, options={"pygraph": True, **options}))
+        return seen, {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
+
+    def check(self, fn: Callable[..., Any]) -> dict[str, int]:
+        seen, found = self.observe_compiled(fn)
+        self.assertEqual(seen, self.observe(fn))
+        return found
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ONE_GRAPH])
+    def test_one_graph(self, fn):
+        found = self.check(fn)
+        self.assertEqual(found, {"graphs": 1, "breaks": 0})
+        # Without PyGraph, resumed functions have other names in the log.
+        _, without = self.observe_compiled(fn, pygraph_mend=False)
+        self.assertNotEqual(without, found)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in BREAKS])
+    def test_breaks(self, fn):
+        self.assertEqual(self.observe_compiled(fn), self.observe_compiled(fn, pygraph_mend=False))
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, counted, raises, raises_in_a_call)])
+    def test_order(self, fn):
+        self.check(fn)
+
+    def test_gradients(self):
+        """A tensor that is only printed has no part in the backward."""
+        one, other = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+
+        def fn(x):
+            print(f"{(x * other).sum():.1f}")
+            return (x * one).sum()
+
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            torch.compile(fn, options={"pygraph": True})(torch.arange(4.0)).backward()
+        self.assertEqual(text.getvalue(), "6.0\n")
+        self.assertEqual(one.grad, torch.arange(4.0))
+        self.assertIsNone(other.grad)
+        self.assertEqual(counters["graph_break"], {})
+
+    def test_print_that_is_replaced(self):
+        compiled = torch.compile(plain, options={"pygraph": True})
+        with contextlib.redirect_stdout(io.StringIO()):
+            compiled(torch.ones(4))
+        with mock.patch("builtins.print") as replaced:
+            compiled(torch.ones(4))
+        replaced.assert_called_once()
+
+    def test_level_that_changes(self):
+        def fn(x):
+            log.info("sum %s", x.sum())
+            return x + 1
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        with self.assertLogs(log, logging.INFO) as found:
+            compiled(torch.ones(2))
+            with mock.patch.object(log, "level", logging.ERROR):
+                log.manager._clear_cache()
+                compiled(torch.ones(2))
+            log.manager._clear_cache()
+            compiled(torch.ones(2))
+        self.assertEqual(len(found.records), 2)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (tensors, written_later, input_written_later, inlined)])
+    def test_inductor(self, fn):
+        self.backend.stop()
+        try:
+            self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
+        finally:
+            self.backend.start()
+
+    def test_off(self):
+        found = torch._TorchCompileInductorWrapper("default", {"pygraph": True, "pygraph_mend": False}, None)
+        self.assertNotEqual(type(found.dynamo_capabilities().extend_frame()).__name__, "MendingFrame")
+
+
+instantiate_parametrized_tests(EffectTest)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()

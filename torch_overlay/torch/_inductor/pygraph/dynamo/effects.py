@@ -1,0 +1,307 @@
+"""
+Calls of print and loggers behind the graph.
+
+Dynamo breaks the graph at these calls. PyGraph queues them, and bytecode makes them when the graph has run: in program
+order, with the values that the arguments had at the call, and with the file, line and function of the call site. A
+graph break is such a point, too. Eager mode cannot be told from this if
+
+- the text of the arguments is that of plain values and of tensors, which nothing but the graph computes. The text of a
+  tensor that requires a gradient names its history, which compiled code changes
+- the rest of the graph does not raise for the values of its tensors: the text would be lost
+- no with statement or handler of exceptions is around the call
+
+At other calls the graph breaks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import types
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo import variables
+from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.ctx_manager import GradModeVariable
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.lists import SizeVariable
+from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
+from torch._inductor.pygraph.dynamo.totals import is_total
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+LOGGERS = (logging.Logger, logging.RootLogger)
+METHODS = frozenset(("debug", "info", "warning", "error", "critical"))
+
+# Arguments of print that are no text. With a file, another object gets the text.
+OPTIONS = frozenset(("sep", "end", "flush"))
+
+# Values whose text no program can change.
+PLAIN = (int, float, bool, str, type(None))
+SEQUENCES = (variables.TupleVariable, variables.ListVariable, SizeVariable)
+
+# The key in a code object's context of the instructions at which the graph has to break.
+BREAKS = "pygraph_breaks_at_effects"
+
+
+class FromSource(VariableTracker):
+    """A plain value that is read in each call, without a guard of the value."""
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen(self.source)
+
+
+class CallSite(VariableTracker):
+    """The function of this name, which calls another one from the call site."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.append_output(codegen.create_load_global(self.name, add=True))
+
+
+@dataclasses.dataclass
+class Text:
+    """
+    A tensor whose text is wanted.
+
+    Attributes:
+        copy: its values at the call
+        version: of the tensor at the call; None if only the copy may be read
+    """
+
+    tensor: variables.TensorVariable
+    copy: variables.TensorVariable
+    version: int | None
+
+    def value(self, has_written_inputs: bool) -> variables.TensorVariable:
+        """Return what has the values of the call behind the graph."""
+        tensor = self.tensor
+        is_same = self.version == version_of(tensor) and (tensor.source is None or not has_written_inputs)
+        return tensor if is_same else self.copy
+
+
+@dataclasses.dataclass
+class Effect:
+    """
+    Attributes:
+        code, instruction: where the call is
+        last: the graph's last node before the call
+        versions: of the graph's inputs at the call
+        makers: each returns an argument, given whether inputs were written since the call
+        values: what bytecode passes, known when the graph is complete
+    """
+
+    code: types.CodeType
+    instruction: int
+    last: torch.fx.Node
+    versions: int
+    texts: list[Text]
+    makers: list[Callable[[bool], VariableTracker]]
+    values: list[VariableTracker]
+
+
+class Effects:
+    def __init__(self) -> None:
+        self.queue: list[Effect] = []
+
+    def defer(
+        self,
+        tx: InstructionTranslatorBase,
+        fn: VariableTracker,
+        args: Sequence[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker | None:
+        """Return what the call returns, or None if it cannot be made behind the graph."""
+        values = [*args, *kwargs.values()]
+        if (
+            not is_effect(fn, kwargs)
+            or not is_free(tx)
+            or tx.instruction_pointer in broken(tx.f_code)
+            or not all(has_text(tx, value) for value in values)
+        ):
+            return None
+        output = tx.output
+        graph = output.graph
+        effect = Effect(tx.f_code, tx.instruction_pointer, last_node(graph), versions_of(graph), [], [], [fn])
+        effect.makers = [self._snapshot(tx, value, effect.texts) for value in values]
+        name = output.install_global("__effect", call_from(tx, len(args), tuple(kwargs)))
+        output.root_tx.debug_locals.append((CallSite(name), effect.values))
+        self.queue.append(effect)
+        return variables.ConstantVariable.create(None)
+
+    def _snapshot(
+        self, tx: InstructionTranslatorBase, value: VariableTracker, texts: list[Text]
+    ) -> Callable[[bool], VariableTracker]:
+        """Keep the text that a value has now."""
+        if is_unread(value):
+            source = value.source
+            install_guard(source.make_guard(GuardBuilder.TYPE_MATCH))
+            return lambda written: FromSource(source=source)
+        value = value.realize()
+        if isinstance(value, variables.TensorVariable):
+            is_detached = value.requires_grad and value.source is None
+            of_values = value.call_method(tx, "detach", [], {}) if is_detached else value
+            copy = of_values.call_method(tx, "clone", [], {})
+            text = Text(value, copy, None if is_detached else version_of(value))
+            texts.append(text)
+            return text.value
+        if isinstance(value, StringFormatVariable):
+            args = [self._snapshot(tx, v, texts) for v in value.sym_args]
+            kwargs = {k: self._snapshot(tx, v, texts) for k, v in value.sym_kwargs.items()}
+            return lambda written: StringFormatVariable(
+                value.format_string, [make(written) for make in args], {k: make(written) for k, make in kwargs.items()}
+            )
+        if type(value) in SEQUENCES:
+            items = [self._snapshot(tx, v, texts) for v in value.items]
+            return lambda written: type(value)([make(written) for make in items])
+        return lambda written: value
+
+    def check_effects(self, tx: InstructionTranslatorBase) -> None:
+        """
+        Decide what bytecode passes, once the graph is complete.
+
+        Raises:
+            RestartAnalysis: a call cannot be made behind the graph.
+        """
+        graph = tx.output.graph
+        copies = OrderedSet(text.copy.as_proxy().node for effect in self.queue for text in effect.texts)
+        for effect in self.queue:
+            written = versions_of(graph) != effect.versions
+            leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
+            if any(t.value(written) is t.copy for t in leaves) or not all(
+                node in copies or is_total(node) for node in nodes_after(effect.last)
+            ):
+                broken(effect.code).add(effect.instruction)
+                raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
+            effect.values += [make(written) for make in effect.makers]
+        for effect in self.queue:
+            written = versions_of(graph) != effect.versions
+            for text in effect.texts:
+                node = text.copy.as_proxy().node
+                if text.value(written) is text.tensor and not node.users:
+                    graph.erase_node(node)
+        self.queue = []
+
+
+def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
+    if isinstance(fn, variables.BuiltinVariable):
+        return fn.fn is print and OPTIONS.issuperset(kwargs)
+    if isinstance(fn, GetAttrVariable) and isinstance(fn.obj, LoggingLoggerVariable):
+        logger = fn.obj.value
+        return (
+            type(logger) in LOGGERS
+            and fn.name in METHODS
+            and fn.name not in logger.__dict__
+            and fn.obj.source is not None
+            and not kwargs
+            and not torch._dynamo.config.ignore_logging_functions
+        )
+    return False
+
+
+def is_free(tx: InstructionTranslatorBase) -> bool:
+    """Return whether what is called behind the graph is called as it would be now."""
+    output = tx.output
+    if (
+        output.export
+        or output.current_tracer is not output.root_tracer
+        or torch._dynamo.config.nested_graph_breaks
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    ):
+        return False
+    frame: InstructionTranslatorBase | None = tx
+    while frame is not None:
+        blocks = frame.block_stack
+        if not all(isinstance(block.with_context, GradModeVariable) for block in blocks):
+            return False
+        # From Python 3.11 on, the blocks are those of with statements only.
+        handler = frame.current_instruction.exn_tab_entry
+        if handler is not None and not any(block.target is handler.target for block in blocks):
+            return False
+        frame = frame.parent
+    return True
+
+
+def has_text(tx: InstructionTranslatorBase, value: VariableTracker, *, is_formatted: bool = False) -> bool:
+    """Return whether the text of a value is that of eager mode, behind the graph as well."""
+    if is_unread(value):
+        return True
+    if isinstance(value, LazyVariableTracker):
+        value = value.realize()
+    if type(value) is variables.ConstantVariable:
+        return type(value.value) in PLAIN
+    if type(value) is variables.SymNodeVariable:
+        return isinstance(value.sym_num, torch.SymInt)
+    if type(value) is variables.TensorVariable:
+        example = value.as_proxy().node.meta.get("example_value")
+        if value.class_type is not torch.Tensor and value.source is None or example is None:
+            return False
+        # Formatted, the element of a tensor is a number.
+        return not value.requires_grad or value.source is not None or (is_formatted and example.dim() == 0)
+    if isinstance(value, StringFormatVariable):
+        parts = (*value.sym_args, *value.sym_kwargs.values())
+        return all(has_text(tx, part, is_formatted=True) for part in parts)
+    return type(value) in SEQUENCES and all(has_text(tx, item) for item in value.items)
+
+
+def is_unread(value: VariableTracker) -> bool:
+    """Return whether a value is a plain one that the frame did not look at."""
+    return (
+        isinstance(value, LazyVariableTracker)
+        and not value.is_realized()
+        and value.source is not None
+        and value.peek_type() in PLAIN
+    )
+
+
+def version_of(tensor: variables.TensorVariable) -> int:
+    return tensor.as_proxy().node.meta["example_value"]._version
+
+
+def versions_of(graph: torch.fx.Graph) -> int:
+    """Return a number that grows if the graph writes an input."""
+    inputs = (node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder")
+    return sum(t._version for t in inputs if isinstance(t, torch.Tensor))
+
+
+def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
+    return graph._root.prev
+
+
+def nodes_after(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    while (node := node.next).op != "root":
+        yield node
+
+
+def broken(code: types.CodeType) -> set[int]:
+    """Return the instructions of a code object at which the graph has to break. They survive a new analysis."""
+    return code_context.get_context(code).setdefault(BREAKS, set())
+
+
+def call_from(tx: InstructionTranslatorBase, num_args: int, names: tuple[str, ...]) -> Callable[..., None]:
+    """Return a function that calls its first argument from the call site."""
+
+    def call(fn: Callable[..., Any], *values: Any) -> None:
+        fn(*values[:num_args], **dict(zip(names, values[num_args:])))
+
+    code = tx.f_code
+    positions = tx.current_instruction.positions
+    line = positions and positions.lineno or tx.lineno
+    # The call is in the line below the first one.
+    at_site = call.__code__.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=line - 1)
+    site = types.FunctionType(at_site, tx.f_globals, code.co_name, None, call.__closure__)
+    return torch._dynamo.disable(site)
