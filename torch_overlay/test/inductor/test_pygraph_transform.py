@@ -1211,6 +1211,14 @@ class GeneratedCodeTest(TestCase):
         self.assertIn(f"delivered: float32[] x 2, inductor/{place}", loaded.html())
         self.assertNotIn("BRINGS_CPU_VALUES", loaded.text())
 
+    def test_log_names_a_value_that_is_no_constant(self):
+        fn = lambda x: x * torch.arange(128.0).sin().to("cuda")  # noqa: E731
+        fails = mock.patch.object(placement.Placement, "compute", side_effect=RuntimeError("no kernel"))
+        with fails, self.assertLogs(placement.log, logging.INFO) as logs:
+            compile_for_h200(Program(fn, lambda: (cuda(128),)))
+        self.assertIn(f"{__file__}:{fn.__code__.co_firstlineno} ", logs.output[0])
+        self.assertIn(": computed in each call (NOT_CONSTANT) eager mode", logs.output[0])
+
     def test_log_names_why_a_graph_is_skipped(self):
         program = Program(lambda x, s: x * s, lambda: (cuda(8), cpu()))
         with (

@@ -54,6 +54,7 @@ from torch._inductor.pygraph.compile.analysis import (
     walk_back,
 )
 from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
+from torch._inductor.pygraph.types.reason import Code, first_line, log_line, Reason
 from torch._inductor.pygraph.types.report import CPU_VALUES, CpuValue
 from torch._inductor.pygraph.types.source import innermost
 from torch._inductor.pygraph.values.deliver import MAX_DELIVERED_BYTES, offsets, PIECE_BYTES
@@ -285,7 +286,8 @@ class Placement:
                 computed = contiguous(self.compute(value))
             self.graph.owning_module.register_buffer(name, computed)
         except Exception as e:
-            log.info("%s is computed in each call: %s", value.name, e)
+            reason = Reason.of(Code.NOT_CONSTANT, error=first_line(e))
+            log.info("%s", log_line(innermost(value.stack_trace or ""), value.name, "computed in each call", reason))
             return None
         counters["pygraph"]["known_tensors"] += 1
         attribute = self.graph.get_attr(name)

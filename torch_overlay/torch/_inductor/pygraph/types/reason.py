@@ -117,6 +117,7 @@ class Code(str, enum.Enum):
 
     # Operators that split a graph
     BRINGS_CPU_VALUES = "brings CPU values to the GPU"
+    NOT_CONSTANT = "eager mode cannot compute it ahead: {error}"
     CPU_OP = (
         "runs on the CPU",
         "It runs in each call: ahead of the graph, or between two graphs if it needs a result of the GPU. Compute it "
