@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.graph import binding, parameters
+from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.select import deploy, timing
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
@@ -627,16 +627,13 @@ class ProofTest(PyGraphTestCase):
     @contextlib.contextmanager
     def missing_words_of(index):
         "As if a node hid the address of one input or output."
-        original = parameters.find_words
+        original = binding.find_words
 
         def find_words(buffer, placeholders):
             words = original(buffer, placeholders)
             return [word for word in words if word.input != index]
 
-        with (
-            mock.patch.object(parameters, "find_words", find_words),
-            mock.patch.object(binding, "find_words", find_words),
-        ):
+        with mock.patch.object(binding, "find_words", find_words):
             yield
 
     def check_copied(self, fn, make_inputs):
@@ -786,7 +783,7 @@ class ProofTest(PyGraphTestCase):
                 side_effect=ImportError("no cuda-bindings"),
             ),
             mock.patch(
-                "torch._inductor.pygraph.capture.layout.arena",
+                "torch._inductor.pygraph.capture.allocation.arena",
                 side_effect=ImportError("no cuda-bindings"),
             ),
         ):

@@ -19,7 +19,7 @@ from torch._inductor.pygraph.capture import allocation, copying
 from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
-    PlacedAllocations,
+    placed_allocator,
     with_allocator,
 )
 from torch._inductor.pygraph.graph.memory import segments_of
@@ -346,7 +346,7 @@ def call(args, {ALLOCATOR}={ALLOCATOR}):
             return t
 
         with mock.patch.object(allocation, "tensor_at", tensor_at):
-            allocate = PlacedAllocations(
+            allocate = placed_allocator(
                 {n: (storage_extent(memory[1000 + n]), 1000 + n) for n in placed}, 0
             )
             outputs = with_allocator(self.call, INFO, allocate)([self.x])

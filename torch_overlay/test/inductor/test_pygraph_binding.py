@@ -23,12 +23,11 @@ from hypothesis import given, settings, strategies as st
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.capture import layout
+from torch._inductor.pygraph.capture.allocation import ALIGNMENTS, common_alignment
 from torch._inductor.pygraph.graph import (
     binding,
     driver,
     memory,
-    parameters as node_parameters,
     placeholder,
     prelude,
     table,
@@ -47,7 +46,8 @@ from torch._inductor.pygraph.graph.placeholder import (
 )
 from torch._inductor.pygraph.graph.prelude import CAPACITIES, Prelude, PreludeUnavailable
 from torch._inductor.pygraph.types.reason import RefusedError
-from torch._inductor.pygraph.verify import fingerprint as fingerprints, proof, state
+from torch._inductor.pygraph.verify import proof
+from torch._inductor.pygraph.verify.rehearsal import SavedInput
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -133,9 +133,9 @@ class KernelNode(Node):
             extra = (ctypes.c_void_p * 5)(
                 LAUNCH_PARAM_BUFFER_SIZE,
                 ctypes.addressof(size),
-                node_parameters.LAUNCH_PARAM_BUFFER_POINTER,
+                binding.LAUNCH_PARAM_BUFFER_POINTER,
                 ctypes.addressof(memory),
-                node_parameters.LAUNCH_PARAM_END,
+                binding.LAUNCH_PARAM_END,
             )
             params.extra = ctypes.addressof(extra)
             self.memory = (memory, size, extra)
@@ -320,7 +320,7 @@ class ModelledDriver:
             return self.invalid, None
         new = len(self.nodes)
         values = [
-            bytes(value) for _, value in node_parameters.kernel_parameters(params)
+            bytes(value) for _, value in binding.kernel_parameters(params)
         ]
         self.nodes.append(PreludeNode(*values, threads=grid[0] * block[0]))
         self.held.append(self._captured(new))
@@ -513,7 +513,7 @@ class ModelledDriver:
 def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
     model = ModelledDriver(nodes)
     with contextlib.ExitStack() as stack:
-        for module in (driver, node_parameters, binding, placeholder, prelude, table):
+        for module in (driver, binding, placeholder, prelude, table):
             stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
         stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
         yield model
@@ -624,7 +624,7 @@ class BindingTest(TestCase):
                 self.assertEqual(model.held[0], [block(address)])
             self.assertEqual(model.sets, [0, 0, 0])
 
-    @parametrize("alignment", layout.ALIGNMENTS)
+    @parametrize("alignment", ALIGNMENTS)
     def test_offsets_up_to_the_guards(self, alignment):
         "Padded convolutions start before the tensor; ends lie past it."
         places = place(PAGE_BYTES, 100, 100, alignment=alignment)
@@ -636,7 +636,7 @@ class BindingTest(TestCase):
             bound.update([OTHER, NEAR, OTHER])
             self.assertEqual(model.held[0], [u64(NEAR + offset) for offset in offsets])
 
-    @parametrize("alignment", layout.ALIGNMENTS)
+    @parametrize("alignment", ALIGNMENTS)
     def test_offsets_that_align_better(self, alignment):
         """
         A kernel with wide loads may have been chosen for such an address, and where an input
@@ -897,7 +897,7 @@ class BindingTest(TestCase):
         places = place(64)
         address = places.placeholders[0].address
         buffer = ctypes.create_string_buffer(u64(1, address + 4, 2) + b"123", 27)
-        (word,) = node_parameters.find_words(buffer, places)
+        (word,) = binding.find_words(buffer, places)
         self.assertEqual((word.input, word.offset), (0, 4))
         word.value.value = NEAR
         self.assertEqual(bytes(buffer), u64(1, NEAR, 2) + b"123")
@@ -1102,7 +1102,7 @@ class PreludeTest(TestCase):
         ):
             model.stubborn = set(stubborn)
             made = Prelude(GRAPH, places, 0, table)
-            yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places, made)
+            yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places, made.nodes)
 
     def check(self, places, nodes, pointers, **kwargs):
         "Returns how many nodes the host set."
@@ -1266,7 +1266,7 @@ class PreludeTest(TestCase):
                 return True
 
             def writes(self):
-                return [node_parameters.Write(k, d, a, node_parameters.SLOT) for (k, d), a in self.addresses.items()]
+                return [binding.Write(k, d, a, binding.SLOT) for (k, d), a in self.addresses.items()]
 
         nodes = [
             KernelNode(b"jit_____", u64(x), u64(y)),
@@ -1287,7 +1287,7 @@ class PreludeTest(TestCase):
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
             made = Prelude(GRAPH, places, 0, Table())
-            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places, made)
+            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places, made.nodes)
             # The form that calls the device runtime is only for nodes.
             self.assertEqual(kinds[-1], others)
             for near, far in ((NEAR, FAR), (FAR, NEAR)):
@@ -1362,7 +1362,7 @@ class TableTest(TestCase):
             made = table.Table((), 0)
             for autotuner in autotuners:
                 made.autotuners.setdefault(autotuner.name, []).append(autotuner)
-            readers = list(node_parameters.kernels_that_read(cu.CUgraph(GRAPH), places))
+            readers = list(binding.kernels_that_read(cu.CUgraph(GRAPH), places))
             taken = [made.takes(reader) for reader in readers]
         return made, model, taken, asked
 
@@ -1412,7 +1412,7 @@ class TableTest(TestCase):
         )
         self.assertEqual(
             made.writes(),
-            [(0, 0, base, node_parameters.SLOT), (1, 16, base + 8, node_parameters.SLOT)],
+            [(0, 0, base, binding.SLOT), (1, 16, base + 8, binding.SLOT)],
         )
         self.assertEqual(made.num_kernels, 2)
 
@@ -1498,7 +1498,7 @@ class PlaceholderTest(TestCase):
                     st.sampled_from((PAGE_BYTES - 256, PAGE_BYTES - 1, PAGE_BYTES)),
                     st.integers(0, 1 << 26),
                 ),
-                st.sampled_from(layout.ALIGNMENTS),
+                st.sampled_from(ALIGNMENTS),
             ),
             min_size=1,
             max_size=8,
@@ -1778,13 +1778,13 @@ class PoolTest(TestCase):
         ),
     )
     def test_common_alignment(self, pointers, alignment):
-        self.assertEqual(layout.common_alignment(pointers), alignment)
+        self.assertEqual(common_alignment(pointers), alignment)
 
     @given(st.lists(st.integers(0, 1 << 48), min_size=1))
     def test_common_alignment_divides_all(self, pointers):
-        alignment = layout.common_alignment(pointers)
+        alignment = common_alignment(pointers)
         self.assertTrue(all(p % alignment == 0 for p in pointers))
-        for larger in layout.ALIGNMENTS[: layout.ALIGNMENTS.index(alignment)]:
+        for larger in ALIGNMENTS[: ALIGNMENTS.index(alignment)]:
             self.assertTrue(any(p % larger for p in pointers))
 
 
@@ -1829,7 +1829,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(expected: torch.Tensor, *others: torch.Tensor) -> bool:
-    return fingerprints.same(*map(fingerprints.fingerprint, (expected, *others)))
+    return proof.same(*map(proof.fingerprint, (expected, *others)))
 
 
 class ProofTest(TestCase):
@@ -1870,10 +1870,10 @@ class ProofTest(TestCase):
         t = torch.rand(64 * 1024, dtype=torch.float64).to(dtype)
         t[0] = 1
         next_value = t.clone()
-        next_value.view(fingerprints._BITS[t.element_size()]).add_(1)
+        next_value.view(proof._BITS[t.element_size()]).add_(1)
         self.assertFalse(torch.equal(t, next_value))
         self.assertTrue(same(t, next_value))
-        tolerance = fingerprints.TOLERANCE[dtype]
+        tolerance = proof.TOLERANCE[dtype]
         self.assertFalse(same(t, (t.double() * (1 + 3 * tolerance)).to(dtype)))
 
     # Sums of bits are equal where as many numbers become negative as become positive.
@@ -1915,7 +1915,7 @@ class ProofTest(TestCase):
         )
         noise = (t.double() * (1 + 1e-7 * torch.randn(t.shape))).to(dtype)
         unwritten = torch.empty_like(t)
-        fingerprints.mark_unwritten(unwritten)
+        proof.mark_unwritten(unwritten)
         for wrong in (unwritten, torch.zeros_like(t), -t, other, again):
             self.assertFalse(same(t, wrong))
             self.assertFalse(same(t, wrong, noise))
@@ -1942,14 +1942,14 @@ class ProofTest(TestCase):
 
     def test_large_tensor_takes_little_memory(self):
         "Sums of bfloat16 as float64 would take four times what it does."
-        with mock.patch.object(fingerprints, "MAX_ELEMENTS", 1 << 14):
+        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 14):
             t = torch.randn((1 << 20) + 7).to(torch.bfloat16)
-            expected = fingerprints.fingerprint(t)
-        actual = fingerprints.fingerprint(t)
+            expected = proof.fingerprint(t)
+        actual = proof.fingerprint(t)
         self.assertEqual(expected.bits, actual.bits)
-        self.assertEqual(expected.total, actual.total)
-        self.assertEqual(expected.signed, actual.signed)
-        self.assertEqual(expected.norm, actual.norm)
+        self.assertEqual(expected.sums["total"], actual.sums["total"])
+        self.assertEqual(expected.sums["signed"], actual.sums["signed"])
+        self.assertEqual(expected.sums["norm"], actual.sums["norm"])
 
     def test_sign(self):
         t = torch.tensor([1.0, -2.0]).repeat(4096)
@@ -2011,8 +2011,8 @@ class ProofTest(TestCase):
         once = torch.zeros(1024, 64).index_fill(1, torch.tensor(3), 1).to(dtype)
         for t in (rows, once):
             for other in (t.flip(1), t.roll(2, 1)):
-                marks = map(fingerprints.fingerprint, (t, other))
-                self.assertFalse(fingerprints.identical(*marks))
+                marks = map(proof.fingerprint, (t, other))
+                self.assertFalse(proof.identical(*marks))
             self.assertTrue(same(t, t.clone()))
         self.assertFalse(same(rows, rows.flip(1)))
 
@@ -2054,8 +2054,8 @@ class ProofTest(TestCase):
             torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
             torch.randn(40)[8:],
         ):
-            self.assertEqual(fingerprints._dense(t).data_ptr(), t.data_ptr())
-            self.assertEqual(fingerprints._dense(t).shape, (t.numel(),))
+            self.assertEqual(proof._dense(t).data_ptr(), t.data_ptr())
+            self.assertEqual(proof._dense(t).shape, (t.numel(),))
 
     @parametrize("dtype", (torch.int8, torch.float32, torch.float64, torch.int64))
     def test_elements_at_one_distance(self, dtype):
@@ -2065,7 +2065,7 @@ class ProofTest(TestCase):
             other = t.contiguous()
             other[-1] += 1
             self.assertFalse(same(t, other))
-            self.assertFalse(fingerprints.is_unwritten(t))
+            self.assertFalse(proof.is_unwritten(t))
 
     def test_expanded(self):
         t = torch.randn(64, 1).expand(64, 80)
@@ -2095,7 +2095,7 @@ class ProofTest(TestCase):
 
     def test_needs_grad(self):
         t = torch.randn(8, requires_grad=True)
-        self.assertFalse(fingerprints.fingerprint(t).total.requires_grad)
+        self.assertFalse(proof.fingerprint(t).sums["total"].requires_grad)
 
     # A lazy conjugate or negative has to be resolved first.
     def test_conjugate(self):
@@ -2118,11 +2118,11 @@ class ProofTest(TestCase):
         self.assertFalse(same(t, changed))
 
     def test_fingerprint_is_small(self):
-        mark = fingerprints.fingerprint(torch.randn(1 << 20))
-        self.assertLessEqual(mark.bits.numel(), fingerprints.CHUNKS + 1)
-        self.assertEqual(mark.bits.shape, mark.total.shape)
-        self.assertEqual(mark.bits.shape, mark.signed.shape)
-        self.assertEqual(mark.bits.shape, mark.norm.shape)
+        mark = proof.fingerprint(torch.randn(1 << 20))
+        self.assertLessEqual(mark.bits.numel(), proof.CHUNKS + 1)
+        self.assertEqual(mark.bits.shape, mark.sums["total"].shape)
+        self.assertEqual(mark.bits.shape, mark.sums["signed"].shape)
+        self.assertEqual(mark.bits.shape, mark.sums["norm"].shape)
 
     @parametrize("written", (False, True))
     def test_memory_of_a_comparison_with_the_mark(self, written):
@@ -2138,18 +2138,18 @@ class ProofTest(TestCase):
 
         t = torch.randn(1 << 20)
         if not written:
-            fingerprints.mark_unwritten(t)
-        with mock.patch.object(fingerprints, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
-            self.assertEqual(fingerprints.is_unwritten(t), not written)
+            proof.mark_unwritten(t)
+        with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 18), Largest() as largest:
+            self.assertEqual(proof.is_unwritten(t), not written)
         # The program gets the tensor of a recording. It is as new.
         self.assertEqual(t._version, 0)
         self.assertEqual(largest.nbytes, 1 << 18)
         self.assertEqual(largest.count, 1 if written else 16)
-        self.assertTrue(fingerprints.is_unwritten(torch.empty(0)))
+        self.assertTrue(proof.is_unwritten(torch.empty(0)))
 
     def test_failure(self):
-        def of_output(output: Any) -> fingerprints.Fingerprint | None:
-            return fingerprints.fingerprint(output) if isinstance(output, torch.Tensor) else None
+        def of_output(output: Any) -> proof.Fingerprint | None:
+            return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None
 
         def proved(*inputs_and_outputs: list[Any]) -> proof.Proof:
             return proof.Proof(*inputs_and_outputs, mutated=[2])
@@ -2184,11 +2184,11 @@ class ProofTest(TestCase):
             on_device = placeholder.tensor_at(values[i].data_ptr(), values[i].to("meta"), 0)
             return proof.Proof([], [on_device], [], unmarked)
 
-        def on_host(t: torch.Tensor) -> fingerprints.Fingerprint:
+        def on_host(t: torch.Tensor) -> proof.Fingerprint:
             (value,) = [v for v in values if v.data_ptr() == t.data_ptr()]
             return fingerprint(value)
 
-        fingerprint = fingerprints.fingerprint
+        fingerprint = proof.fingerprint
         with (
             mock.patch.object(proof, "fingerprint", on_host),
             mock.patch.object(proof, "is_unwritten", lambda t: False),
@@ -2222,14 +2222,14 @@ class SavedInputTest(TestCase):
     def test_restores_the_memory(self, make):
         t = make()
         before = t.clone()
-        saved = state.SavedInput(t)
+        saved = SavedInput(t)
         t.untyped_storage().fill_(0x55)
         saved.restore(t)
         self.assertEqual(t, before, atol=0, rtol=0)
 
     def test_leaves_what_lies_outside(self):
         base = torch.zeros(16)
-        saved = state.SavedInput(base[4:8])
+        saved = SavedInput(base[4:8])
         base.fill_(1)
         saved.restore(base[4:8])
         self.assertEqual(base, torch.tensor([1.0] * 4 + [0.0] * 4 + [1.0] * 8))

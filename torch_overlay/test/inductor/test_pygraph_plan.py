@@ -28,8 +28,8 @@ from torch._inductor.pygraph import native
 from torch._inductor.pygraph.native import PythonTreeState
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.replay.plan import Output, PathOutput, ReplayPlan
-from torch._inductor.pygraph.trees import threads
 from torch._inductor.pygraph.trees.cached import CachedTensor
+from torch._inductor.pygraph.trees.manager import without_trees
 from torch._inductor.test_case import run_tests, TestCase
 
 
@@ -387,7 +387,7 @@ class World:
         is_locked = "locked" in changes and self.state.acquire()
         around = contextlib.nullcontext()
         if "without_trees" in changes:
-            around = threads.without_trees()
+            around = without_trees()
         try:
             with self.changed_caches(changes), around:
                 try:

@@ -36,7 +36,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees, utils as inductor_utils
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.capture import allocation, bound, collectives, copying, layout
+from torch._inductor.pygraph.capture import allocation, bound, collectives, copying
 from torch._inductor.pygraph.graph import placeholder
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
@@ -49,18 +49,14 @@ from torch._inductor.pygraph.graph.placeholder import (
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import deploy, selection, store, timing
-from torch._inductor.pygraph.trees import queries
-from torch._inductor.pygraph.trees.state import state_of
+from torch._inductor.pygraph.trees.manager import drop, policies_around, state_of
 from torch._inductor.pygraph.types import candidate
 from torch._inductor.pygraph.types.partition import Input, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values import deliver
-from torch._inductor.pygraph.verify import diagnose, fingerprint, rehearsal
+from torch._inductor.pygraph.verify import diagnose, proof, rehearsal
 from torch._inductor.pygraph.verify.proof import Proof
-from torch._inductor.pygraph.verify.state import (
-    HostGenerators,
-    SavedInput,
-)
+from torch._inductor.pygraph.verify.rehearsal import HostGenerators, SavedInput
 from torch._inductor.test_case import run_tests, TestCase
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
@@ -156,9 +152,8 @@ class ModelledBinding:
         graph: ModelledGraph,
         executable: ModelledGraph,
         placeholders: PlaceholderMap,
-        prelude: None = None,
+        set_on_device: Sequence[int] = (),
     ) -> None:
-        self.prelude = prelude
         self.launches = graph.launches
         self.pointers = [p.address for p in placeholders.placeholders]
         self.words = [
@@ -523,13 +518,13 @@ def modelled_device() -> Iterator[ModelledDevice]:
         @staticmethod
         def _of_output(output: Any) -> Any:
             return (
-                fingerprint.fingerprint(output)
+                proof.fingerprint(output)
                 if isinstance(output, torch.Tensor)
                 else None
             )
 
     def mark_unwritten(t: torch.Tensor) -> None:
-        fingerprint.mark_unwritten(on_host(t))
+        proof.mark_unwritten(on_host(t))
 
     def hosted(value: Any) -> Any:
         return on_host(value) if isinstance(value, torch.Tensor) else value
@@ -550,7 +545,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
     def enable(
         captured: collectives.Collectives, graph: ModelledGraph, *, enabled: bool
     ) -> None:
-        for launch in captured.nodes.nodes.values():
+        for launch in captured.nodes.values():
             launch.enabled = enabled
 
     nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
@@ -599,7 +594,6 @@ def modelled_device() -> Iterator[ModelledDevice]:
                 "_use_cuda_memory_pool_manager": device.allocate_to_pool,
             },
         ),
-        (layout, {"arena": lambda index, poison: device.arenas[poison]}),
         (copying, {"room": device.room}),
         (
             bound,
@@ -627,7 +621,6 @@ def modelled_device() -> Iterator[ModelledDevice]:
             diagnose,
             {
                 "take_damage": take_damage,
-                "Proof": HostProof,
                 "fill_free": device.fill_free,
                 "room": device.room,
             },
@@ -636,6 +629,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
         (
             allocation,
             {
+                "arena": lambda index, poison: device.arenas[poison],
                 "copy_by_kernel": lambda to, t: device.launch(host_copy, to, t),
                 "empty_strided_cuda": device.empty_strided,
                 "mark_unwritten": mark_unwritten,
@@ -2087,7 +2081,7 @@ class RecordTest(TestCase):
             return
         reason = {
             "unavailable": "no compiler",
-            "broken": "no node",
+            "broken": "recording failed: no node",
             "instantiate": "the graph cannot be instantiated: no memory",
             "replay": "the graph cannot be launched: no memory",
             "on the device": "cudaGraphKernelNodeSetParam failed on the device with 9",
@@ -2130,7 +2124,7 @@ class RecordTest(TestCase):
         manager = trees.get_manager(0)
         (nodes,) = filter(None, manager.roots.values())
         self.assertEqual(len(nodes), 1)
-        self.assertEqual(nodes[0].binding.prelude is not None, end == "works")
+        self.assertEqual(nodes[0].prelude is not None, end == "works")
         with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
             x, y = self.randn(), self.randn()
             (out,) = fn(x, y)
@@ -2855,15 +2849,15 @@ class RecordTest(TestCase):
         ((backward,),) = forward.children.values()
         functions = [node.wrapped_function for node in (forward, backward)]
         for f, g in (functions, functions[::-1]):
-            self.assertEqual(list(queries.policies_around(manager, f.id)), [g.pygraph])
+            self.assertEqual(list(policies_around(manager, f.id)), [g.pygraph])
         (alone,) = [node for node in manager.get_roots() if not node.children]
         self.assertEqual(alone.wrapped_function.model, other.model)
-        around = queries.policies_around(manager, alone.wrapped_function.id)
+        around = policies_around(manager, alone.wrapped_function.id)
         self.assertEqual(len(around), 0)
         # A graph takes those that follow it with it. They are recorded anew.
         manager.current_node = None
-        queries.drop(manager, functions[0].id)
-        self.assertIsNone(queries.policies_around(manager, functions[1].id))
+        drop(manager, functions[0].id)
+        self.assertIsNone(policies_around(manager, functions[1].id))
 
     def test_even_graph_that_is_timed_in_fewer_calls(self):
         "The others become graphs when it is timed without one."

@@ -42,21 +42,12 @@ from torch._inductor.pygraph import native
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.capture.allocation import empty_strided_cuda
 from torch._inductor.pygraph.graph import memory
-from torch._inductor.pygraph.graph.binding import (
-    Nodes,
-    NodeUpdate,
-)
-from torch._inductor.pygraph.graph.parameters import (
-    Word,
-)
-from torch._inductor.pygraph.native import (
-    PythonTreeState,
-    TreeState,
-)
+from torch._inductor.pygraph.graph.binding import Nodes, NodeUpdate, Word
+from torch._inductor.pygraph.native import PythonTreeState, TreeState
 from torch._inductor.pygraph.replay import interpreter, plan as replay_plan_module
 from torch._inductor.pygraph.replay.plan import replay_plan
-from torch._inductor.pygraph.trees import threads
 from torch._inductor.pygraph.trees.cached import is_steady
+from torch._inductor.pygraph.trees.manager import without_trees
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo
 from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.values.deliver import CapturedValues, Deliver
@@ -691,7 +682,7 @@ class ReplayTest(TestCase):
     def test_thread_that_records(self):
         "What it calls meanwhile, on another device for one, is not replayed."
         for _ in range(2):
-            with threads.without_trees():
+            with without_trees():
                 self.assertFalse(self.call())
             self.assertTrue(self.call())
 

@@ -796,7 +796,7 @@ class SelectionTest(SelectTestCase):
         if choice is not None:
             controller.bind_as(choice)
             controller.decide(choice)
-        request = controller.request([], {})
+        request = controller.request({})
         self.assertEqual((request.binding, request.is_decided), asked)
 
     def test_not_captured_later(self):

@@ -1406,7 +1406,7 @@ class ModelledDriver:
                 deliver._Staged,
                 "_copy",
                 lambda staged, host, non_blocking=True: self.copy(
-                    staged.address, host.data_ptr(), host.nbytes, non_blocking
+                    staged.copy.data_ptr(), host.data_ptr(), host.nbytes, non_blocking
                 ),
             ),
             mock.patch.object(

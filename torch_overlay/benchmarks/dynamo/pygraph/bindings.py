@@ -38,14 +38,8 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch._inductor.pygraph.graph.binding import (
-    NodeUpdateBinding,
-)
+from torch._inductor.pygraph.graph.binding import kernel_function, kernels_that_read, NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.parameters import (
-    kernel_function,
-    kernels_that_read,
-)
 from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
 from torch._inductor.pygraph.graph.prelude import (
     Prelude,
@@ -175,7 +169,10 @@ class Way:
         if made is not None:
             made.upload(self.graph.raw_cuda_graph_exec())
         self.binding = NodeUpdateBinding(
-            self.graph.raw_cuda_graph(), self.graph.raw_cuda_graph_exec(), placeholders, made
+            self.graph.raw_cuda_graph(),
+            self.graph.raw_cuda_graph_exec(),
+            placeholders,
+            () if made is None else made.nodes,
         )
         update, pointers = self.binding.update, self.pointers
         return lambda i: update(pointers[i])

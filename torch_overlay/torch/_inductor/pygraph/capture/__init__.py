@@ -1,4 +1,1 @@
-"""
-Recording a function as a CUDA graph: nodes of CUDA graph trees that copy or bind their
-inputs, the memory of outputs, and collectives.
-"""
+"""Recording a function as a CUDA graph: nodes of trees, memory of outputs, collectives."""

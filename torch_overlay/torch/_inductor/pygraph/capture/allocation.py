@@ -7,22 +7,38 @@ captured at placeholders, and given memory of their own in each call.
 
 Code that is generated with config.pygraph takes its allocator as an argument. The rehearsal
 passes one that notes which allocation each output lies in, the capture one that puts these
-allocations at placeholders. An operator that allocates what it returns is not seen; the graph ends with
-a copy of such an output (Copied), or, where outputs share memory, each call copies it out
-of the pool. Gradients may do without; see Controller.owned_output_idxs.
+allocations at placeholders. An operator that allocates what it returns is not seen; the graph
+ends with a copy of such an output (Copied), or, where outputs share memory, each call copies it
+out of the pool. Gradients may do without; see Controller.owned_output_idxs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import itertools
+import operator
 from collections import Counter
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_at
-from torch._inductor.pygraph.verify.fingerprint import as_bytes, mark_unwritten
+from torch._inductor.pygraph.graph.placeholder import (
+    arena,
+    MAX_ALIGNMENT,
+    NAN,
+    Placeholder,
+    PlaceholderMap,
+    POISONS,
+    storage_extent,
+    tensor_at,
+    UNWRITTEN,
+    ZERO,
+)
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.verify.proof import as_bytes, mark_unwritten
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -36,14 +52,27 @@ if TYPE_CHECKING:
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
 
+# A recording accepts external inputs of one alignment in bytes: the largest of these that
+# divides all of their addresses. So at most this many recordings differ in alignment.
+ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
+
+
+def common_alignment(pointers: Sequence[int]) -> int:
+    combined = functools.reduce(operator.or_, pointers, 0)
+    return next(a for a in ALIGNMENTS if combined % a == 0)
+
+
 class Allocation(NamedTuple):
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
 
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Allocation:
+        return cls(tuple(t.shape), tuple(t.stride()), t.dtype)
+
     def like(self) -> torch.Tensor:
-        size, stride, dtype = self
-        return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return torch.empty_strided(*self[:2], dtype=self.dtype, device="meta")
 
     def allocator(self, device_index: int) -> Callable[[], torch.Tensor]:
         if native.compiled is not None:
@@ -51,18 +80,10 @@ class Allocation(NamedTuple):
         if torch.cuda.device_count() == 1:
             return functools.partial(empty_strided_cuda, *self)
         device = torch.device("cuda", device_index)
-        return functools.partial(
-            torch.empty_strided,
-            self.size,
-            self.stride,
-            dtype=self.dtype,
-            device=device,
-        )
+        return functools.partial(torch.empty_strided, *self[:2], dtype=self.dtype, device=device)
 
 
-def with_allocator(
-    model: ModelType, info: PartitionInfo, allocate: Callable[..., torch.Tensor]
-) -> ModelType:
+def with_allocator(model: ModelType, info: PartitionInfo, allocate: Callable[..., torch.Tensor]) -> ModelType:
     """Return ``model`` allocating with ``allocate``, or as it is if it takes no allocator."""
     if info.allocator is None:
         return model
@@ -71,7 +92,7 @@ def with_allocator(
 
 class AllocationTrace:
     """
-    Allocates as the wrapper does, marks what it gives, and remembers in what order.
+    Allocate as the wrapper does, mark what it gives, and remember in what order.
 
     Args:
         pooled: storages that the graph needs in its pool; complete once the function ran
@@ -79,13 +100,15 @@ class AllocationTrace:
 
     def __init__(self, pooled: Collection[StorageWeakRef] = ()) -> None:
         self.pooled = pooled
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget an earlier run."""
         self.allocations: list[Allocation] = []
         # By storage, not by address: an operator may allocate where a buffer was.
         self.ordinals: dict[StorageWeakRef, int] = {}
 
-    def __call__(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
+    def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         t = empty_strided_cuda(size, stride, dtype)
         # As the graph's is. What neither writes is then the same, and what only the graph
         # does not write is seen.
@@ -95,18 +118,18 @@ class AllocationTrace:
         return t
 
     def holds(self, t: torch.Tensor) -> bool:
-        """Whether an output lies in one of them."""
+        """Return whether an output lies in one of the allocations."""
         return StorageWeakRef(t.untyped_storage()) in self.ordinals
 
     def can_place(self, t: torch.Tensor) -> bool:
-        """Whether it lies in one that the graph can have elsewhere than in its pool."""
+        """Return whether it lies in one that need not be in the graph's pool."""
         return self.holds(t) and StorageWeakRef(t.untyped_storage()) not in self.pooled
 
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
         """
-        The allocations that outputs lie in, by their place in the order. One that an output
-        fills is described as that output: memory that is used again is often returned in
-        another shape than it was allocated in.
+        Return the allocations that outputs lie in, by their place in the order. One that an
+        output fills is described as that output: memory that is used again often has another
+        shape by then.
         """
         found = {}
         for t in outputs:
@@ -115,25 +138,21 @@ class AllocationTrace:
                 found.setdefault(n, self.allocations[n])
                 nbytes = storage_extent(found[n].like())
                 if t.storage_offset() == 0 and storage_extent(t) == nbytes:
-                    found[n] = Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+                    found[n] = Allocation.of(t)
         return dict(sorted(found.items()))
 
     def others(
-        self,
-        known: Sequence[Any],
-        outputs: Sequence[Any],
-        idxs: Iterable[int],
-        device: torch.device,
+        self, known: Sequence[Any], outputs: Sequence[Any], idxs: Iterable[int], device: torch.device
     ) -> dict[int, Allocation]:
         """
-        Of the outputs at ``idxs`` those that cannot be placed, most of them since operators
+        Return the outputs at ``idxs`` that cannot be placed, mostly because an operator
         allocated them, and of which a copy is as good: each is alone in its memory, shared
         with no ``known`` tensor, and fills it.
         """
         tensors = [t for t in (*known, *outputs) if isinstance(t, torch.Tensor)]
         sharing = Counter(StorageWeakRef(t.untyped_storage()) for t in tensors)
         return {
-            i: Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
+            i: Allocation.of(t)
             for i in idxs
             if isinstance(t := outputs[i], torch.Tensor)
             and t.device == device
@@ -147,36 +166,120 @@ class AllocationTrace:
         }
 
 
-class PlacedAllocations:
+@dataclasses.dataclass(frozen=True)
+class OutputLayout:
     """
-    Allocates as the wrapper does, except for some, which are put at given addresses.
+    Attributes:
+        allocations: the allocations that owned outputs lie in, by their place in the order
+        copies: what the graph copies an owned output to, by output
+        copied_bytes: bytes of the other owned outputs, which each call copies from the pool
+    """
+
+    allocations: dict[int, Allocation]
+    copies: dict[int, Allocation]
+    copied_bytes: int
+
+    @classmethod
+    def of(
+        cls,
+        trace: AllocationTrace,
+        outputs: OutputType,
+        owned: OrderedSet[int],
+        known: Sequence[Any],
+        external: Iterable[Any],
+        device: torch.device,
+    ) -> OutputLayout:
+        """
+        Args:
+            outputs: of the run that was traced
+            known: inputs and constants, in whose memory outputs may lie
+            external: inputs whose address changes from call to call
+
+        Raises:
+            RefusedError: an external input has to lie in the pool.
+        """
+        if any(StorageWeakRef(t.untyped_storage()) in trace.pooled for t in external):
+            raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
+        copies = trace.others(known, outputs, owned, device)
+        not_in_pool = OrderedSet(t.untyped_storage().data_ptr() for t in known if isinstance(t, torch.Tensor))
+        copied = {
+            storage.data_ptr(): storage.nbytes()
+            for i in owned
+            if i not in copies
+            and isinstance(t := outputs[i], torch.Tensor)
+            and t.is_cuda
+            and not trace.can_place(t)
+            and (storage := t.untyped_storage()).data_ptr() not in not_in_pool
+        }
+        return cls(trace.of(outputs[i] for i in owned), copies, sum(copied.values()))
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundMemory:
+    """
+    The placeholders of what is bound: external inputs, then allocations, then copies.
+
+    Attributes:
+        allocators: what makes the memory of the allocations and copies in each call
+        allocations: (bytes, address) by place in the order of allocations
+        copies: (copy, address) by output
+    """
+
+    placeholders: PlaceholderMap
+    allocators: list[Callable[[], torch.Tensor]]
+    allocations: dict[int, tuple[int, int]]
+    copies: dict[int, tuple[Allocation, int]]
+
+    @classmethod
+    def place(
+        cls, inputs: Sequence[torch.Tensor], alignment: int, layout: OutputLayout, device_index: int
+    ) -> tuple[BoundMemory, list[torch.Tensor]]:
+        """Return the placeholders, and the tensors of this call that they stand for."""
+        owned = [*layout.allocations.values(), *layout.copies.values()]
+        allocators = [a.allocator(device_index) for a in owned]
+        outputs = [allocate() for allocate in allocators]
+        # (poison, (bytes, alignment))
+        requests = [
+            (NAN if t.is_floating_point() or t.is_complex() else ZERO, (storage_extent(t), alignment)) for t in inputs
+        ]
+        requests += [(UNWRITTEN, (storage_extent(t), MAX_ALIGNMENT)) for t in outputs]
+        placed: dict[int, Placeholder] = {}
+        for poison in POISONS:
+            ks = [k for k, request in enumerate(requests) if request[0] == poison]
+            places = arena(device_index, poison).place([requests[k][1] for k in ks])
+            placed.update(zip(ks, places))
+        placeholders = [placed[k] for k in range(len(requests))]
+        addresses = (p.address for p in placeholders[len(inputs) :])
+        allocations = {
+            n: (storage_extent(allocation.like()), next(addresses)) for n, allocation in layout.allocations.items()
+        }
+        copies = {i: (copy, next(addresses)) for i, copy in layout.copies.items()}
+        memory = cls(PlaceholderMap(placeholders), allocators, allocations, copies)
+        return memory, [*inputs, *outputs]
+
+
+def placed_allocator(placed: Mapping[int, tuple[int, int]], device_index: int) -> Callable[..., torch.Tensor]:
+    """
+    Return what allocates as the wrapper does, but puts some allocations at given addresses.
 
     Args:
         placed: (size in bytes, address) by place in the order of allocations
     """
+    places = itertools.count()
 
-    def __init__(
-        self, placed: Mapping[int, tuple[int, int]], device_index: int
-    ) -> None:
-        self.placed = placed
-        self.device_index = device_index
-        self.count = 0
-
-    def __call__(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        expected, address = self.placed.get(self.count, (None, 0))
-        self.count += 1
+    def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        expected, address = placed.get(next(places), (None, 0))
         like = Allocation(tuple(size), tuple(stride), dtype).like()
         if expected != storage_extent(like):
             return empty_strided_cuda(size, stride, dtype)
-        return tensor_at(address, like, self.device_index)
+        return tensor_at(address, like, device_index)
+
+    return allocate
 
 
 class Copied:
     """
-    A function some of whose outputs are copied to given addresses in the end, by kernels:
-    the driver refuses to move the end of a copy node from a placeholder.
+    A function that copies some of its outputs to given addresses in the end.
 
     Args:
         placed: (what it is, address) by output
@@ -185,37 +288,29 @@ class Copied:
         sources: where the last call's copies are from; not owned
     """
 
-    def __init__(
-        self,
-        model: ModelType,
-        placed: Mapping[int, tuple[Allocation, int]],
-        device_index: int,
-    ) -> None:
+    def __init__(self, model: ModelType, placed: Mapping[int, tuple[Allocation, int]], device_index: int) -> None:
         self.model = model
         self.device_index = device_index
         self.copies = {
-            i: tensor_at(address, allocation.like(), device_index)
-            for i, (allocation, address) in placed.items()
+            i: tensor_at(address, allocation.like(), device_index) for i, (allocation, address) in placed.items()
         }
         self.sources: list[torch.Tensor] = []
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
-        outputs = self.model(inputs)
-        if not self.copies:
-            return outputs
-        outputs = list(outputs)
+        outputs = list(self.model(inputs))
         for i, copy in self.copies.items():
             source: torch.Tensor = outputs[i]  # type: ignore[assignment]
             copy_by_kernel(copy, source)
-            self.sources.append(
-                tensor_at(source.data_ptr(), source, self.device_index)
-            )
+            self.sources.append(tensor_at(source.data_ptr(), source, self.device_index))
             outputs[i] = copy
         return outputs
 
 
 def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Of two dense tensors of one size and stride; copy_ would be no kernel."""
+    """
+    Copy a dense tensor to another of its size and stride. copy_ would add a copy node, whose end
+    the driver refuses to move from a placeholder.
+    """
     dtype = torch.int32 if to.nbytes % 4 == 0 else torch.uint8
     words = as_bytes(source).view(dtype)
     torch.bitwise_or(words, 0, out=as_bytes(to).view(dtype))

@@ -23,59 +23,37 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.cudagraph_trees import (
-    AliasesBoundMemory,
-    RecordingRefused,
-    UnaliasedStorage,
-)
+from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused, UnaliasedStorage
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.capture.allocation import (
-    Copied,
-    PlacedAllocations,
-    with_allocator,
-)
-from torch._inductor.pygraph.capture.collectives import Collectives, NoCollectives
-from torch._inductor.pygraph.capture.copying import CopyGraphNode
-from torch._inductor.pygraph.capture.layout import (
+    AllocationTrace,
     BoundMemory,
     common_alignment,
+    Copied,
     OutputLayout,
-    TracedRun,
+    placed_allocator,
+    with_allocator,
 )
+from torch._inductor.pygraph.capture.collectives import Collectives
+from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
-from torch._inductor.pygraph.graph.placeholder import (
-    PlaceholderMap,
-    storage_extent,
-    take_damage,
-    tensor_at,
-)
-from torch._inductor.pygraph.graph.prelude import (
-    Prelude,
-    prelude_pays,
-    PreludeUnavailable,
-)
+from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
+from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
-from torch._inductor.pygraph.types.function import Refused
-from torch._inductor.pygraph.types.reason import (
-    Code,
-    first_line,
-    Reason,
-    RefusedError,
-)
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import GraphRun, verify
-from torch._inductor.pygraph.verify.fingerprint import mark_unwritten
-from torch._inductor.pygraph.verify.rehearsal import Rehearsal
-from torch._inductor.pygraph.verify.state import write
+from torch._inductor.pygraph.verify.proof import mark_unwritten
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal, write
 from torch._inductor.utils import clone_preserve_strides
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
     from typing import NoReturn
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
@@ -107,6 +85,7 @@ class BoundGraphNode(CopyGraphNode):
 
     binds_values = True
     binding: NodeUpdateBinding
+    prelude: Prelude | None = None
     call_tensors: list[torch.Tensor]
     input_pointers: list[int]
     alignment: int
@@ -117,7 +96,7 @@ class BoundGraphNode(CopyGraphNode):
     replay_graph: CellType
 
     # While it is recorded.
-    collectives = NoCollectives()
+    collectives: Collectives | None = None
     memory: BoundMemory
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
@@ -132,24 +111,16 @@ class BoundGraphNode(CopyGraphNode):
         function = self.wrapped_function
         spec = self.request.spec
         if spec.info.has_collectives:
-            self.collectives = Collectives(
-                function.model, spec.info.groups, spec.rank_name, self.device
-            )
+            self.collectives = Collectives(function.model, spec.info.groups, spec.rank_name, self.device)
         super()._bind_inputs(inputs)
         self.staged = []
         # Integers are sizes. Each combination of them has a function of its own, with
         # nothing to copy or bind.
-        external = {
-            i: t
-            for i in self.non_static_input_idx
-            if isinstance(t := inputs[i], torch.Tensor)
-        }
+        idxs = self.non_static_input_idx
+        external = {i: t for i in idxs if isinstance(t := inputs[i], torch.Tensor)}
         self.non_static_input_idx = [*external]
-        bound = [
-            i
-            for i, t in external.items()
-            if t.is_cuda and t.device.index == self.device
-        ]
+        device = torch.device("cuda", self.device)
+        bound = [i for i, t in external.items() if t.device == device]
         self._learned(external_inputs=len(bound))
         if any(not t.is_cuda and t.numel() > 0 for t in external.values()):
             # The graph would replay the values of this call.
@@ -159,21 +130,26 @@ class BoundGraphNode(CopyGraphNode):
                 # Capture has to let go of managed inputs, so that the mutation could not be
                 # undone.
                 self._refuse(Reason.of(Code.MUTATED_GRAPH_OUTPUT), inputs)
-            if self.collectives.is_any:
+            if self.collectives is not None:
                 # The proof overwrites managed inputs, and the call runs the graph again.
                 self._refuse(Reason.of(Code.COLLECTIVE_AFTER_GRAPH), inputs)
         try:
             external_inputs = self._leave_pool(bound, inputs)
-            self._align(external_inputs)
+            self.input_pointers = [t.data_ptr() for t in external_inputs]
+            common = common_alignment(self.input_pointers)
+            self.alignment = min(self.request.alignment, common)
+            external_bytes = sum(map(storage_extent, external_inputs))
+            self._learned(alignment=self.alignment, external_bytes=external_bytes)
             self._rehearse(inputs)
             self.memory, self.call_tensors = BoundMemory.place(
                 external_inputs, self.alignment, self.layout, self.device
             )
             self.allocators = self.memory.allocators
             # After the outputs have their memory, in which nothing of the pool can lie.
-            if (lack := self._lack_of_memory(self._needed_bytes())) is not None:
+            if (lack := self._lack_of_memory()) is not None:
                 raise RefusedError(lack, is_capturable=False)
-            self.collectives.agree_to_capture()
+            if self.collectives is not None:
+                self.collectives.agree_to_capture()
         except RecordingRefused:
             raise
         except RefusedError as e:
@@ -188,9 +164,7 @@ class BoundGraphNode(CopyGraphNode):
             self._refuse(Reason.of(Code.ERROR, error=error), inputs)
         return bound
 
-    def _leave_pool(
-        self, bound: list[int], inputs: list[InputType]
-    ) -> list[torch.Tensor]:
+    def _leave_pool(self, bound: list[int], inputs: list[InputType]) -> list[torch.Tensor]:
         """Return the external inputs. Those in the pool are replaced by copies."""
         pool = PoolRanges(self.cuda_graphs_pool)
         for i in bound:
@@ -201,21 +175,21 @@ class BoundGraphNode(CopyGraphNode):
                 inputs[i] = self.call_inputs[i] = clone_preserve_strides(t)
         return [inputs[i] for i in bound]  # type: ignore[misc]
 
-    def _align(self, external_inputs: list[torch.Tensor]) -> None:
-        self.input_pointers = [t.data_ptr() for t in external_inputs]
-        self.alignment = min(
-            self.request.alignment, common_alignment(self.input_pointers)
-        )
-        external_bytes = sum(map(storage_extent, external_inputs))
-        self._learned(alignment=self.alignment, external_bytes=external_bytes)
-
     def _rehearse(self, inputs: list[InputType]) -> None:
         function, request = self.wrapped_function, self.request
-        run = TracedRun(function.model, request.spec.info, self.collectives.operands)
+        collectives = self.collectives
+        trace = AllocationTrace(() if collectives is None else collectives.operands)
+        traced = with_allocator(function.model, request.spec.info, trace)
+
+        # A rehearsal does not run in the graphs' pool: inputs stay alive in it that die
+        # during capture, and the pool would keep the memory that it takes.
+        def run(inputs: list[InputType]) -> OutputType:
+            trace.begin()
+            return traced(inputs)
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
-                run,
+                trace,
                 outputs,
                 request.owned_output_idxs,
                 known=[*inputs, *function.constants],
@@ -223,16 +197,12 @@ class BoundGraphNode(CopyGraphNode):
                 device=torch.device("cuda", self.device),
             )
             return [
-                i
-                for i, t in enumerate(outputs)
-                if isinstance(t, torch.Tensor)
-                and t.numel() > 0
-                and not run.trace.holds(t)
+                i for i, t in enumerate(outputs) if isinstance(t, torch.Tensor) and t.numel() > 0 and not trace.holds(t)
             ]
 
         self.rehearsal = Rehearsal(
             function.model,
-            self.collectives.rehearsed(run),
+            run if collectives is None else collectives.rehearsed(run),
             inspect,
             inputs,
             device_index=self.device,
@@ -248,26 +218,14 @@ class BoundGraphNode(CopyGraphNode):
         return self.rehearsal.needed_bytes + self.layout.copied_bytes
 
     def _refuse(
-        self,
-        reason: Reason,
-        inputs: list[InputType],
-        *,
-        is_capturable: bool = True,
-        restored: frozenset[int] = frozenset(),
+        self, reason: Reason, inputs: list[InputType], *, is_capturable: bool = True, **kwargs: Any
     ) -> NoReturn:
-        self.collectives.refuse()
-        if self.rehearsal is None:
-            super()._refuse(
-                reason, inputs, is_capturable=is_capturable, restored=restored
-            )
-        raise RecordingRefused(
-            Refused(
-                reason,
-                is_capturable=is_capturable and self.collectives.is_retryable,
-                facts=self.facts,
-                rerun=self.rehearsal.rerun,
-            )
-        )
+        if self.collectives is not None:
+            self.collectives.refuse()
+            is_capturable = is_capturable and self.collectives.is_retryable
+        if self.rehearsal is not None:
+            kwargs["rerun"] = self.rehearsal.rerun
+        super()._refuse(reason, inputs, is_capturable=is_capturable, **kwargs)
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         if idx not in self.bound_input_idxs:
@@ -281,21 +239,20 @@ class BoundGraphNode(CopyGraphNode):
         return torch.cuda.CUDAGraph(keep_graph=True)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        placed = PlacedAllocations(self.memory.allocations, self.device)
+        placed = placed_allocator(self.memory.allocations, self.device)
         model = with_allocator(model, self.request.spec.info, placed)
-        model = self.collectives.captured(model)
+        if self.collectives is not None:
+            model = self.collectives.captured(model)
         self.copied = Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
-        storage_address = output.untyped_storage().data_ptr()
-        hit = self.memory.placeholders.find(storage_address)
+        hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())
         if hit is None:
             return None
-        k, _ = hit
-        address = storage_address + output.storage_offset() * output.element_size()
+        k, offset = hit
+        offset += output.storage_offset() * output.element_size()
         like = self.call_tensors[k]
-        offset = address - self.memory.placeholders.placeholders[k].address
         is_whole = (
             offset == 0
             and output.shape == like.shape
@@ -305,16 +262,12 @@ class BoundGraphNode(CopyGraphNode):
         return AliasesBoundMemory(k, offset, is_whole)
 
     def _first_replay(self) -> None:
-        if self.graph is None or self.recording_outputs is None:
-            raise AssertionError("nothing was recorded")
         with torch.cuda.device(self.device):
             try:
                 self._bind_graph(self.graph)
                 self._prove(self.graph)
             except RefusedError as e:
-                self._refuse(
-                    e.reason, self.call_inputs, is_capturable=e.is_capturable
-                )
+                self._refuse(e.reason, self.call_inputs, is_capturable=e.is_capturable)
             except DriverError as e:
                 reason = Reason.of(Code.DRIVER, error=str(e))
                 self._refuse(reason, self.call_inputs)
@@ -328,34 +281,32 @@ class BoundGraphNode(CopyGraphNode):
         Raises:
             RefusedError, DriverError: the graph is of no use with this binding.
         """
-        placeholders = PlaceholderMap(
-            [*self.memory.placeholders.placeholders, *self.values.placeholders()]
-        )
-        prelude = self._add_prelude(graph, placeholders)
+        bound = self.memory.placeholders
+        placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
+        self.prelude = self._add_prelude(graph, placeholders)
         try:
             graph.instantiate()
         except RuntimeError as e:
             reason = Reason.of(Code.INSTANTIATE_FAILED, error=first_line(e))
             raise RefusedError(reason) from e
-        if prelude is not None:
-            prelude.upload(graph.raw_cuda_graph_exec())
+        set_on_device: Collection[int] = ()
+        if self.prelude is not None:
+            self.prelude.upload(graph.raw_cuda_graph_exec())
+            set_on_device = self.prelude.nodes
         self.binding = NodeUpdateBinding(
-            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, prelude
+            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device
         )
         words = range(len(self.call_tensors), len(placeholders.placeholders))
         if not all(self.binding.nodes_of[k] for k in words):
             raise RefusedError(Reason.of(Code.CPU_VALUE_NOT_FOUND))
-        self.collectives.set_aside(
-            graph.raw_cuda_graph_exec(), self.memory.placeholders
-        )
+        if self.collectives is not None:
+            self.collectives.set_aside(graph.raw_cuda_graph_exec(), bound)
         # Forget the damage of others.
         take_damage(self.device)
         pointers = [t.data_ptr() for t in self.call_tensors] + self.values.words()
         self.binding.update(pointers)
 
-    def _add_prelude(
-        self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap
-    ) -> Prelude | None:
+    def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
         if request.binding == NODE_UPDATE:
             return None
@@ -382,9 +333,7 @@ class BoundGraphNode(CopyGraphNode):
         Raises:
             RefusedError, DriverError: the graph must not be used.
         """
-        if self.rehearsal is None or self.recording_outputs is None:
-            raise AssertionError("nothing was rehearsed")
-        self.recording_outputs = list(self.recording_outputs)
+        self.recording_outputs = list(self.recording_outputs)  # type: ignore[arg-type]
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         self._mark_outputs()
         try:
@@ -394,20 +343,17 @@ class BoundGraphNode(CopyGraphNode):
             raise RefusedError(reason) from e
         for i, alias in enumerate(self.output_storage_alias):
             if isinstance(alias, AliasesBoundMemory):
-                self.recording_outputs[i] = self._alias_of_bound_memory(
-                    alias,
-                    self.outputs_metadata[i],  # type: ignore[arg-type]
-                )
-        run = GraphRun(
-            self.recording_outputs, self.run_graph, self.cuda_graphs_pool, self.device
-        )
+                metadata: Any = self.outputs_metadata[i]
+                output = self._alias_of_bound_memory(alias, metadata)
+                self.recording_outputs[i] = output
+        run = GraphRun(self.recording_outputs, self.run_graph, self.cuda_graphs_pool, self.device)
         verdict = verify(self.rehearsal, run)
         reason = verdict.reason
-        if (prelude := self.binding.prelude) is not None:
+        if (prelude := self.prelude) is not None:
             reason = prelude.failure() or reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
-        if self.collectives.is_any:
+        if self.collectives is not None:
             self.collectives.agree_to_deploy(graph.raw_cuda_graph_exec())
             # The call itself: other ranks wait for its collectives.
             self.rehearsal.restore()
@@ -422,15 +368,12 @@ class BoundGraphNode(CopyGraphNode):
             return
         unaliased = [
             output
-            for output, alias in zip(
-                self.recording_outputs,  # type: ignore[arg-type]
-                self.output_storage_alias,
-            )
+            for output, alias in zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
             if alias is UnaliasedStorage and isinstance(output, torch.Tensor)
         ]
         for t in (*unaliased, *self.copied.sources):
-            # Outside of the pool it is an operator's own memory. The operator may have
-            # computed it once for all calls.
+            # Outside of the pool it is an operator's own memory, which the operator may have
+            # computed once for all calls.
             if t.data_ptr() in self.pool_ranges:
                 mark_unwritten(t)
 
@@ -439,23 +382,18 @@ class BoundGraphNode(CopyGraphNode):
         # A backward may write over an activation. A gradient that lies there is rebuilt
         # from the input.
         reused = self.request.spec.reused_input_idxs
-        self.written_bound = OrderedSet(
-            k
-            for k, i in enumerate(self.bound_input_idxs)
-            if i in function.mutated_input_idxs or i in reused
-        )
-        self.rehearsal = None
-        self.collectives = NoCollectives()
+        written = reused | OrderedSet(function.mutated_input_idxs)
+        self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
+        self.rehearsal = self.collectives = None
         self.call_tensors = []
         del self.memory, self.layout, self.copied
-        self._learned(
-            num_nodes=self.binding.num_nodes, updated_nodes=len(self.binding.updates)
-        )
+        binding = self.binding
+        self._learned(num_nodes=binding.num_nodes, updated_nodes=len(binding.updates))
         super()._recorded()
 
     def _count(self) -> None:
         counts = counters["pygraph"]
-        if (prelude := self.binding.prelude) is not None:
+        if (prelude := self.prelude) is not None:
             counts["device_updated_nodes"] += len(prelude.nodes)
             if prelude.table is not None:
                 counts["indirect_kernels"] += prelude.table.num_kernels
@@ -465,24 +403,17 @@ class BoundGraphNode(CopyGraphNode):
 
     # Replay, by trees
 
-    def _alias_of_bound_memory(
-        self, alias: AliasesBoundMemory, metadata: dict[str, Any]
-    ) -> torch.Tensor:
+    def _alias_of_bound_memory(self, alias: AliasesBoundMemory, metadata: dict[str, Any]) -> torch.Tensor:
         bound = self.call_tensors[alias.index]
         if alias.is_whole:
             # If it is an input, the caller's own object: autograd watches its version
             # counter.
             return bound
         offset = bound.storage_offset() * bound.element_size() + alias.offset
-        metadata = {
-            **metadata,
-            "storage_offset": offset // metadata["dtype"].itemsize,
-        }
+        metadata = {**metadata, "storage_offset": offset // metadata["dtype"].itemsize}
         return self._reconstruct_from_tensor_metadata(metadata, bound.untyped_storage())
 
-    def check_invariants(
-        self, inputs: list[InputType]
-    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+    def check_invariants(self, inputs: list[InputType]) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         pointers = [inputs[i].data_ptr() for i in self.bound_input_idxs]  # type: ignore[union-attr]
         if pointers != self.input_pointers:
             if not are_aligned(pointers, self.alignment):
@@ -491,9 +422,7 @@ class BoundGraphNode(CopyGraphNode):
             self.input_pointers = pointers
         return super().check_invariants(inputs)
 
-    def _copy_inputs_and_remove_from_src(
-        self, dsts: list[InputType], srcs: list[InputType]
-    ) -> None:
+    def _copy_inputs_and_remove_from_src(self, dsts: list[InputType], srcs: list[InputType]) -> None:
         super()._copy_inputs_and_remove_from_src(dsts, srcs)
         if self.rehearsal is not None:
             # The node is being recorded, at placeholders.
@@ -523,8 +452,8 @@ class BoundGraphNode(CopyGraphNode):
             if pointers[k] in self.pool_ranges:
                 staged = clone_preserve_strides(tensors[k])
                 pointers[k] = staged.data_ptr()
-                counters["pygraph"]["staged_inputs"] += 1
                 copies.append((k, tensors[k], staged))
+                counters["pygraph"]["staged_inputs"] += 1
         self.binding.update(pointers)
         # The copies live until the launch. The caching allocator orders later uses of their
         # memory. If the update raises, nothing is written back.
@@ -532,11 +461,10 @@ class BoundGraphNode(CopyGraphNode):
 
     def run_graph(self) -> None:
         super().run_graph()
-        if self.staged:
-            for k, original, staged in self.staged:
-                if k in self.written_bound:
-                    write(original, staged)
-            self.staged = []
+        for k, original, staged in self.staged:
+            if k in self.written_bound:
+                write(original, staged)
+        self.staged = []
 
     def _initialize_cached_tensors(self) -> None:
         super()._initialize_cached_tensors()

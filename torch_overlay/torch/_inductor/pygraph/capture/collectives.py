@@ -31,10 +31,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.parameters import (
-    graph_nodes,
-)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
@@ -68,110 +66,85 @@ _recordings: Counter[str] = Counter()
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
-def under(mode: TorchDispatchMode, model: ModelType) -> ModelType:
-    def run(inputs: list[InputType]) -> OutputType:
-        with mode:
-            return model(inputs)
+class _Mode(TorchDispatchMode):
+    """Let ``handle`` run the collectives. Raises RefusedError for one that it cannot."""
 
-    return run
+    def __init__(self, handle: Callable[..., Any]) -> None:
+        super().__init__()
+        self.handle = handle
 
-
-class _Collectives(TorchDispatchMode):
     def __torch_dispatch__(
-        self,
-        func: torch._ops.OpOverload,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
         if func.overloadpacket.__name__ not in IN_PLACE:
             raise RefusedError(Reason.of(Code.COLLECTIVE_NOT_OMITTABLE, op=str(func)))
-        return self.collective(func, args, kwargs)
-
-    def collective(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        raise NotImplementedError
+        return self.handle(func, args, kwargs)
 
 
-class LeftOut(_Collectives):
+class Collectives:
     """
-    Run no collective: return its operand.
+    The steps of a recording that all ranks take together.
+
+    Args:
+        model: the function
+        groups: names of the process groups of its collectives
+        name: the function's name, the same on all ranks
 
     Attributes:
-        operands: the storages of the operands
-
-    Raises:
-        RefusedError: a collective cannot be left out. None has run by then.
+        is_retryable: whether the function may be recorded again with another binding
+        operands: storages that the graph needs in its pool, once it was rehearsed
+        addresses: of the operands that were captured
+        nodes: of the captured collectives, by handle
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
-
-    def collective(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        self.operands.add(StorageWeakRef(args[0].untyped_storage()))
-        return args[0]
-
-
-class Captured(_Collectives):
-    """
-    Note what collectives add to the graph that is being captured.
-
-    Attributes:
-        addresses: of their operands
-        nodes: of the graph, by handle
-    """
-
-    def __init__(self, device_index: int) -> None:
-        super().__init__()
+    def __init__(self, model: ModelType, groups: Sequence[str], name: str, device_index: int) -> None:
+        self.groups = groups
+        self.model = model
         self.device_index = device_index
+        _recordings[name] += 1
+        name = f"{name}/{_recordings[name]}"
+        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
+        self.is_retryable = True
+        self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
 
-    def collective(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        before = nodes_so_far(self.device_index)
-        result = func(*args, **kwargs)
-        after = nodes_so_far(self.device_index)
-        self.nodes |= {node: after[node] for node in after.keys() - before.keys()}
-        self.addresses.add(args[0].data_ptr())
-        return result
-
-
-class NoCollectives:
-    """
-    The steps of a recording, for a function without collectives.
-
-    Attributes:
-        is_any: whether there are collectives
-        is_retryable: whether the function may be recorded again with another binding
-        operands: storages that the graph needs in its pool, once it was rehearsed
-    """
-
-    is_any = False
-    is_retryable = True
-    operands: OrderedSet[StorageWeakRef] = OrderedSet()
-
     def rehearsed(self, model: ModelType) -> ModelType:
-        """Return ``model`` for a rehearsal."""
-        return model
+        """Return ``model`` without its collectives, which return their operands."""
+
+        def leave_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            self.operands.add(StorageWeakRef(args[0].untyped_storage()))
+            return args[0]
+
+        return self._under(leave_out, model)
 
     def agree_to_capture(self) -> None:
         """
         Raises:
             RefusedError: another rank does not capture.
         """
+        if not self._agree():
+            if self._is_known_group():
+                _not_agreed.add(self.model)
+            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+        # Other ranks do not capture it again: this one may not be able to.
+        self.is_retryable = False
 
     def captured(self, model: ModelType) -> ModelType:
-        """Return ``model`` for the capture."""
-        return model
+        """Return ``model`` for the capture, which notes the nodes of collectives."""
+
+        def note(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+            before = nodes_so_far(self.device_index)
+            result = func(*args, **kwargs)
+            after = nodes_so_far(self.device_index)
+            self.nodes |= {node: after[node] for node in after.keys() - before.keys()}
+            self.addresses.add(args[0].data_ptr())
+            return result
+
+        return self._under(note, model)
 
     def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
         """
@@ -181,6 +154,9 @@ class NoCollectives:
             RefusedError: a collective's operand is bound.
             DriverError: a node could not be set.
         """
+        if any(map(placeholders.find, self.addresses)):
+            raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
+        self._enable(executable, enabled=False)
 
     def agree_to_deploy(self, executable: int) -> None:
         """
@@ -190,58 +166,23 @@ class NoCollectives:
             RefusedError: another rank does not deploy its graph.
             DriverError: a node could not be set.
         """
-
-    def refuse(self) -> None:
-        """Tell the other ranks that this one does not go on."""
-
-
-class Collectives(NoCollectives):
-    """
-    The steps of a recording that all ranks take together.
-
-    Args:
-        model: the function
-        groups: names of the process groups of its collectives
-        name: the function's name, the same on all ranks
-    """
-
-    is_any = True
-
-    def __init__(
-        self, model: ModelType, groups: Sequence[str], name: str, device_index: int
-    ) -> None:
-        self.groups = groups
-        self.model = model
-        _recordings[name] += 1
-        name = f"{name}/{_recordings[name]}"
-        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
-        self.left_out = LeftOut()
-        self.operands = self.left_out.operands
-        self.nodes = Captured(device_index)
-
-    def rehearsed(self, model: ModelType) -> ModelType:
-        return under(self.left_out, model)
-
-    def agree_to_capture(self) -> None:
-        if not self._agree():
-            if self._is_known_group():
-                _not_agreed.add(self.model)
-            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
-        # Other ranks do not capture it again: this one may not be able to.
-        self.is_retryable = False
-
-    def captured(self, model: ModelType) -> ModelType:
-        return under(self.nodes, model)
-
-    def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
-        if any(map(placeholders.find, self.nodes.addresses)):
-            raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
-        self._enable(executable, enabled=False)
-
-    def agree_to_deploy(self, executable: int) -> None:
         self._enable(executable, enabled=True)
         if not self._agree():
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
+
+    def refuse(self) -> None:
+        """Tell the other ranks that this one does not go on."""
+        for group in self.groups if self.to_agree_on else ():
+            agree(group, self.to_agree_on[0], ready=False)
+        self.to_agree_on.clear()
+
+    @staticmethod
+    def _under(handle: Callable[..., Any], model: ModelType) -> ModelType:
+        def run(inputs: list[InputType]) -> OutputType:
+            with _Mode(handle):
+                return model(inputs)
+
+        return run
 
     def _is_known_group(self) -> bool:
         # Ranks of one group may agree where those of another do not.
@@ -256,27 +197,15 @@ class Collectives(NoCollectives):
             self.to_agree_on.clear()
         return is_agreed
 
-    def refuse(self) -> None:
-        for group in self.groups if self.to_agree_on else ():
-            agree(group, self.to_agree_on[0], ready=False)
-        self.to_agree_on.clear()
-
     def _enable(self, executable: int, *, enabled: bool) -> None:
         cu = bindings()
         kind = cu.CUgraphNodeType
-        kinds = (
-            kind.CU_GRAPH_NODE_TYPE_KERNEL,
-            kind.CU_GRAPH_NODE_TYPE_MEMCPY,
-            kind.CU_GRAPH_NODE_TYPE_MEMSET,
-        )
-        for node in self.nodes.nodes.values():
+        kinds = (kind.CU_GRAPH_NODE_TYPE_KERNEL, kind.CU_GRAPH_NODE_TYPE_MEMCPY, kind.CU_GRAPH_NODE_TYPE_MEMSET)
+        graph = cu.CUgraphExec(executable)
+        for node in self.nodes.values():
             # Nodes of other kinds only order the work of streams.
             if check(cu.cuGraphNodeGetType(node)) in kinds:
-                check(
-                    cu.cuGraphNodeSetEnabled(
-                        cu.CUgraphExec(executable), node, int(enabled)
-                    )
-                )
+                check(cu.cuGraphNodeSetEnabled(graph, node, int(enabled)))
 
 
 def nodes_so_far(device_index: int) -> dict[int, Any]:

@@ -16,32 +16,16 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.cudagraph_trees import (
-    AliasesBoundMemory,
-    CompilationMode,
-    CUDAGraphNode,
-    RecordingRefused,
-)
+from torch._inductor.cudagraph_trees import AliasesBoundMemory, CompilationMode, CUDAGraphNode, RecordingRefused
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.graph.placeholder import storage_extent
-from torch._inductor.pygraph.trees.cached import (
-    caches_are_whole,
-    has_own_memory,
-    is_lazy,
-    NotReplayed,
-    renew,
-)
-from torch._inductor.pygraph.trees.queries import empty_capture
-from torch._inductor.pygraph.trees.threads import without_trees
-from torch._inductor.pygraph.types.function import (
-    RecordingFacts,
-    RecordingRequest,
-    Refused,
-)
+from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
+from torch._inductor.pygraph.trees.manager import empty_capture, without_trees
+from torch._inductor.pygraph.types.function import RecordingFacts, RecordingRequest, Refused
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
 from torch._inductor.pygraph.values.deliver import CapturedValues
-from torch._inductor.pygraph.verify.state import HostGenerators
+from torch._inductor.pygraph.verify.rehearsal import apart, HostGenerators
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -50,33 +34,9 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
-    from torch._inductor.cudagraph_utils import (
-        CheckInvariantStatus,
-        ModelType,
-        OutputType,
-    )
+    from torch._inductor.cudagraph_utils import CheckInvariantStatus, ModelType, OutputType
     from torch._inductor.pygraph.trees.policy import GraphPolicy
     from torch._inductor.utils import InputType
-
-
-def apart(outputs: OutputType, restored: frozenset[int]) -> OutputType:
-    """
-    Return the outputs of an uncaptured run on inputs that were let go and rebuilt.
-
-    A gradient may be written over an activation. It is copied then: to trees the activation
-    is dead, and the next graphs write its memory.
-
-    Args:
-        restored: see NotReplayed
-    """
-    if not restored:
-        return outputs
-    return [
-        o.clone()
-        if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in restored
-        else o
-        for o in outputs
-    ]
 
 
 class CopyGraphNode(CUDAGraphNode):
@@ -132,9 +92,7 @@ class CopyGraphNode(CUDAGraphNode):
     def _learned(self, **facts: Any) -> None:
         self.facts = dataclasses.replace(self.facts, **facts)
 
-    def _declared_static_idxs(
-        self, inputs: list[InputType], mode: CompilationMode | None
-    ) -> Sequence[int]:
+    def _declared_static_idxs(self, inputs: list[InputType], mode: CompilationMode | None) -> Sequence[int]:
         declared = super()._declared_static_idxs(inputs, mode)
         managed = OrderedSet(self.cudagraph_managed_idxs)
         if mode == CompilationMode.BACKWARD:
@@ -142,29 +100,19 @@ class CopyGraphNode(CUDAGraphNode):
             # activations in the pool. They move in every step if the forward is no graph.
             info = self.policy.spec.info
             declared = [i for i in declared if i in managed or not info.is_saved(i)]
-        self.request = self.policy.request(
-            inputs,
-            {
-                i: t
-                for i in declared
-                if i not in managed and isinstance(t := inputs[i], torch.Tensor)
-            },
-        )
+        unmanaged = [i for i in declared if i not in managed]
+        self.request = self.policy.request({i: t for i in unmanaged if isinstance(t := inputs[i], torch.Tensor)})
         if (refusal := self.request.refusal) is not None:
             self._refuse(refusal, inputs, is_capturable=False)
         static = OrderedSet(self.request.static_input_idxs)
-        return [
-            i
-            for i in declared
-            if i in managed or i in static or not isinstance(inputs[i], torch.Tensor)
-        ]
+        return [i for i in declared if i in managed or i in static or not isinstance(inputs[i], torch.Tensor)]
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         self.managed_metadata = [
             (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
             for i in self.cudagraph_managed_idxs
         ]
-        if (lack := self._lack_of_memory(self._needed_bytes())) is not None:
+        if (lack := self._lack_of_memory()) is not None:
             self._refuse(lack, inputs, is_capturable=False)
         managed = OrderedSet(self.cudagraph_managed_idxs)
         # Managed inputs have to die during capture as they will in replay.
@@ -178,17 +126,12 @@ class CopyGraphNode(CUDAGraphNode):
         *,
         is_capturable: bool = True,
         restored: frozenset[int] = frozenset(),
+        rerun: Callable[[], OutputType] | None = None,
     ) -> NoReturn:
-        # The closure must not keep the node, which has to be gone before the function runs.
+        # Closures must not keep the node, which has to be gone before the function runs.
         model = self.wrapped_function.model
-        raise RecordingRefused(
-            Refused(
-                reason,
-                is_capturable=is_capturable,
-                facts=self.facts,
-                rerun=lambda: apart(model(inputs), restored),
-            )
-        )
+        rerun = rerun or (lambda: apart(model(inputs), restored))
+        raise RecordingRefused(Refused(reason, is_capturable, self.facts, rerun))
 
     def _needed_bytes(self) -> int:
         """Return the device memory that the capture takes, or 0 if that is not known."""
@@ -199,20 +142,16 @@ class CopyGraphNode(CUDAGraphNode):
         # outside of it.
         return 2 * request.needed_bytes + request.external_bytes
 
-    def _lack_of_memory(self, needed: int) -> Reason | None:
+    def _lack_of_memory(self) -> Reason | None:
         """Return why there is not enough memory for the capture, or None."""
-        if not needed:
+        if not (needed := self._needed_bytes()):
             return None
         free = room(self.device, self.cuda_graphs_pool)
         if free >= needed:
             return None
-        return Reason.of(
-            Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20
-        )
+        return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
 
-    def check_invariants(
-        self, inputs: list[InputType]
-    ) -> tuple[CheckInvariantStatus, Callable[..., str]]:
+    def check_invariants(self, inputs: list[InputType]) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         if self.thread_of_values not in (None, threading.get_ident()):
             raise NotReplayed
         if any(
@@ -228,9 +167,8 @@ class CopyGraphNode(CUDAGraphNode):
 
     def restore_managed(self, inputs: list[InputType]) -> frozenset[int]:
         """
-        Rebuild managed inputs that were let go. Nothing has overwritten their memory.
-
-        Returns their addresses, as NotReplayed has them.
+        Rebuild managed inputs that were let go, whose memory nothing has overwritten. Return
+        their addresses.
         """
         for i, metadata in self.managed_metadata:
             inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
@@ -298,30 +236,23 @@ class CopyGraphNode(CUDAGraphNode):
         self._refuse(reason, self.call_inputs, is_capturable=False, restored=restored)
 
     def _add_first_outputs(
-        self,
-        outputs: OutputType,
-        static_input_persistent_storage_ptrs: dict[int, StorageWeakRefWrapper],
+        self, outputs: OutputType, static_input_persistent_storage_ptrs: dict[int, StorageWeakRefWrapper]
     ) -> None:
-        """
-        Take note of outputs that lie in a static input, or nowhere.
-
-        Trees return the recorded object for these. Each call has to return an object of its
-        own: autograd watches the version counter of a parameter that is saved, and gives a
-        history to a tensor without elements.
-        """
+        """Take note of outputs that lie in a static input, or nowhere."""
+        # Trees return the recorded object for these. Each call has to return an object of its
+        # own: autograd watches the version counter of a parameter that is saved, and gives a
+        # history to a tensor without elements.
         super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
         self.returned_inputs, self.empty_outputs = {}, {}
         for i, t in enumerate(self.static_output_tensors):
             if t is None:
                 continue
-            same = [
-                j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t
-            ]
+            static = self.non_managed_static_input_idxs
+            same = [j for j in static if self.call_inputs[j] is t]
             if same:
                 self.returned_inputs[i] = same[0]
             elif t.numel() == 0:
-                like = Allocation(tuple(t.shape), tuple(t.stride()), t.dtype)
-                self.empty_outputs[i] = like.allocator(self.device)
+                self.empty_outputs[i] = Allocation.of(t).allocator(self.device)
             else:
                 continue
             # A stand-in, so that the recording does not keep the tensor alive.
@@ -334,10 +265,8 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _initialize_cached_tensors(self) -> None:
         """
-        Take a cached tensor for alive while C++ holds it.
-
-        Trees take it for dead, and so would take what autograd saved for a backward: a
-        second forward would overwrite the activations of the first.
+        Take a cached tensor for alive while C++ holds it. Trees take it for dead, so that a
+        second forward would overwrite what autograd saved of the first.
         """
         # Later backwards could else write their gradients only in inference mode.
         with torch.inference_mode(False):
@@ -345,12 +274,13 @@ class CopyGraphNode(CUDAGraphNode):
         node_ref = weakref.ref(self)
         for i, ref in enumerate(self.outputs_weakrefs):
             if ref is not None and ref.extra_ref_check is not None:
-                ref.extra_ref_check = functools.partial(
-                    CopyGraphNode._is_only_cached, node_ref, i, ref.extra_ref_check
-                )
+                ref.extra_ref_check = functools.partial(CopyGraphNode._is_only_cached, node_ref, i, ref.extra_ref_check)
 
     def reconstruct_outputs(self) -> OutputType:
-        if not caches_are_whole(self):
+        if not all(
+            t is None or CachedTensor.of(metadata).describes(t)  # type: ignore[arg-type]
+            for t, metadata in zip(self.cached_tensor_outputs, self.outputs_metadata)
+        ):
             # Trees make them anew.
             self.remove_node_cached_tensors()
         for t in self.cached_tensor_outputs:
@@ -359,27 +289,26 @@ class CopyGraphNode(CUDAGraphNode):
         return super().reconstruct_outputs()
 
     @staticmethod
-    def _is_only_cached(
-        node_ref: weakref.ref[CopyGraphNode], i: int, check: Callable[[], bool]
-    ) -> bool:
+    def _is_only_cached(node_ref: weakref.ref[CopyGraphNode], i: int, check: Callable[[], bool]) -> bool:
         node = node_ref()
         return (
             node is not None
+            # No name for the tensor: ``check`` counts references.
             and node.cached_tensor_outputs[i]._use_count() == 1  # type: ignore[union-attr]
-            and has_own_memory(node.cached_tensor_outputs[i], node.outputs_metadata[i])  # type: ignore[arg-type]
+            # The program did not give it other memory.
+            and node.cached_tensor_outputs[i].untyped_storage().data_ptr()  # type: ignore[union-attr]
+            == node.outputs_metadata[i]["data_ptr"]  # type: ignore[index]
             and check()
         )
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run_first_inputs(new_inputs)
         sharing: dict[int, list[int]] = {}
-        for i, (alias, metadata) in enumerate(
-            zip(self.output_storage_alias, self.outputs_metadata)
-        ):
+        for i, metadata in enumerate(self.outputs_metadata):
             if (
                 isinstance(metadata, dict)
                 and self.static_output_tensors[i] is None
-                and not isinstance(alias, AliasesBoundMemory)
+                and not isinstance(self.output_storage_alias[i], AliasesBoundMemory)
             ):
                 sharing.setdefault(metadata["data_ptr"], []).append(i)
         owned = self.request.owned_output_idxs
@@ -424,10 +353,9 @@ class CopyGraphNode(CUDAGraphNode):
 
 def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> None:
     """
-    Undo what torch.cuda.graph leaves behind when the driver invalidated the capture.
-
-    The capturing stream is current, allocations go to the pool, and the generators are in
-    their state of a capture, which only the end of a capture changes.
+    Undo what torch.cuda.graph leaves behind when the driver invalidated the capture: the
+    capturing stream is current, allocations go to the pool, and the generators are in their
+    state of a capture, which only the end of a capture changes.
     """
     torch.cuda.set_stream(stream)
     if torch._C._cuda_isCurrentStreamCapturing():

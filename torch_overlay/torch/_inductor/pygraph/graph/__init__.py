@@ -1,4 +1,1 @@
-"""
-CUDA graphs: placeholder addresses, the nodes that hold them, and the ways to set them. It
-knows nothing of torch.compile.
-"""
+"""CUDA graphs: placeholders, the nodes that hold them, ways to set them. No torch.compile."""

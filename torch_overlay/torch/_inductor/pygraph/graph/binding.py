@@ -2,8 +2,8 @@
 Parameter indirection by node update.
 
 Every parameter of every node of a captured graph can be read back. A word that points
-into a placeholder (placeholder.py) is that input or output plus an offset: an argument of a Triton
-kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
+into a placeholder (placeholder.py) is that input or output plus an offset: an argument of a
+Triton kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
 descriptor, an end of a memcpy. Writing the address of another buffer into those words and
 setting the node in the executable graph moves the input there: one driver call a node, and
 nothing on the device.
@@ -20,27 +20,18 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
-from torch._inductor.pygraph.graph.parameters import (
-    find_kernel_words,
-    find_words,
-    graph_nodes,
-    kernel_parameters,
-    set_kernel_parameters,
-    Word,
-)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
-    from torch._inductor.pygraph.graph.prelude import Prelude
 
 
 log = logging.getLogger(__name__)
@@ -50,32 +41,170 @@ log = logging.getLogger(__name__)
 MAX_HOST_COPY_BYTES = 1 << 20
 
 
-class NodeUpdate:
+# CU_LAUNCH_PARAM_* tags of CUDA_KERNEL_NODE_PARAMS.extra
+LAUNCH_PARAM_END = 0
+LAUNCH_PARAM_BUFFER_POINTER = 1
+
+WORD_BYTES = 8
+
+
+class Word(NamedTuple):
+    """A parameter word that holds the address of an input plus an offset."""
+
+    input: int
+    offset: int
+    value: ctypes.c_uint64
+
+
+def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
+    """
+    Return every aligned word of a parameter buffer that lies in a placeholder's range.
+
+    Words at other offsets are not looked at: a compiler aligns pointers, and bytes of two
+    neighbours read as one word have passed for an address.
+    """
+    whole = len(buffer) // WORD_BYTES * WORD_BYTES
+    return [
+        Word(*hit, ctypes.c_uint64.from_buffer(buffer, i * WORD_BYTES))
+        for i, value in enumerate(memoryview(bytes(buffer))[:whole].cast("Q"))
+        if (hit := placeholders.find(value)) is not None
+    ]
+
+
+def find_kernel_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
+    """
+    find_words of a parameter of a kernel.
+
+    Raises:
+        RefusedError: the kernel may have been chosen for an alignment that another call's
+            input does not have.
+    """
+    words = find_words(buffer, placeholders)
+    if any(placeholders.is_better_aligned(w.input, w.offset) for w in words):
+        raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
+    return words
+
+
+def kernel_function(params: Any) -> Any:
+    """Return what a kernel node launches, as a CUfunction."""
+    if int(params.func) == 0:
+        # cuLibrary kernels (Triton's, cuDNN's) fill ``kern`` instead.
+        return check(bindings().cuKernelGetFunction(params.kern))
+    return params.func
+
+
+def parameter_layout(function: Any) -> list[tuple[int, int]]:
+    """Return (offset, size) in bytes of each parameter of a kernel."""
+    # Not by the runtime API, which fails for kernels that another library loaded.
+    cu = bindings()
+    layout: list[tuple[int, int]] = []
+    while True:
+        result = cu.cuFuncGetParamInfo(function, len(layout))
+        if result[0] == cu.CUresult.CUDA_ERROR_INVALID_VALUE:
+            # Past the last parameter.
+            return layout
+        layout.append(check(result))
+
+
+def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
+    """Return (offset in bytes, copy) of each parameter of a kernel node."""
+    layout = parameter_layout(kernel_function(params))
+    if params.kernelParams:
+        pointers = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
+        addresses = [pointers[i] for i in range(len(layout))]
+    elif params.extra:
+        # One packed block, as nvjet kernels of cuBLAS launch.
+        extra = ctypes.cast(int(params.extra), ctypes.POINTER(ctypes.c_void_p))
+        i = block = 0
+        while (tag := extra[i] or LAUNCH_PARAM_END) != LAUNCH_PARAM_END:
+            if tag == LAUNCH_PARAM_BUFFER_POINTER:
+                block = extra[i + 1]
+            i += 2
+        addresses = [block + offset for offset, _ in layout]
+    else:
+        return []
+    return [
+        (offset, ctypes.create_string_buffer(ctypes.string_at(address, size), size))
+        for address, (offset, size) in zip(addresses, layout)
+    ]
+
+
+def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> object:
+    """Let a kernel node's parameters be read from buffers, while what it returns is alive."""
+    pointers = (ctypes.c_void_p * len(buffers))(*map(ctypes.addressof, buffers))
+    params.kernelParams = ctypes.addressof(pointers)
+    params.extra = 0
+    return buffers, pointers
+
+
+def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield (node, type) of each node of a graph, in the order of their creation."""
+    cu = bindings()
+    _, count = check(cu.cuGraphGetNodes(graph))
+    nodes, _ = check(cu.cuGraphGetNodes(graph, count))
+    for node in nodes:
+        yield node, check(cu.cuGraphNodeGetType(node))
+
+
+# Write.offset for a slot.
+SLOT = -1
+
+
+class Write(NamedTuple):
+    """
+    The address of an input plus ``delta`` goes to ``target``: a slot, or a device-updatable
+    node, at ``offset`` bytes of its parameters.
+    """
+
+    input: int
+    delta: int
+    target: int
+    offset: int
+
+
+class ReadParameters(NamedTuple):
+    """A captured kernel node: the parameters that are read, and what each holds."""
+
+    node: Any
+    params: Any
+    # (offset in bytes, value) of each parameter.
+    parameters: list[tuple[int, ctypes.Array[Any]]]
+    # (parameter, offset in it, input, delta) of each word.
+    words: list[tuple[int, int, int, int]]
+
+
+def kernels_that_read(graph: Any, placeholders: PlaceholderMap) -> Iterator[ReadParameters]:
+    """Yield the kernel nodes whose parameters hold an input. Raises as find_kernel_words."""
+    cu = bindings()
+    for node, node_type in graph_nodes(graph):
+        if node_type != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+            continue
+        params = check(cu.cuGraphKernelNodeGetParams(node))
+        parameters = kernel_parameters(params)
+        words = [
+            (i, ctypes.addressof(value) - ctypes.addressof(buffer), k, delta)
+            for i, (_, buffer) in enumerate(parameters)
+            for k, delta, value in find_kernel_words(buffer, placeholders)
+        ]
+        if words:
+            yield ReadParameters(node, params, parameters, words)
+
+
+class NodeUpdate(NamedTuple):
     """
     One node of the executable graph: the words to write, and the call that sets it.
 
-    ``set`` takes (executable graph, node, parameters, ...) and was bound at record time;
-    ``keep`` owns the memory that the parameters point to.
+    ``set`` takes ``args``: (executable graph, node, parameters, ...). ``keep`` owns the memory
+    that the parameters point to.
     """
 
-    __slots__ = ("words", "set", "args", "keep")
-
-    def __init__(
-        self,
-        words: list[Word],
-        set: Callable[..., Any],
-        args: tuple[Any, ...],
-        keep: object,
-    ) -> None:
-        self.words = words
-        self.set = set
-        self.args = args
-        self.keep = keep
+    words: list[Word]
+    set: Callable[..., Any]
+    args: tuple[Any, ...]
+    keep: object = None
 
 
-def kernel_update(
-    executable: Any, node: Any, placeholders: PlaceholderMap
-) -> NodeUpdate | None:
+def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
     cu = bindings()
     params = check(cu.cuGraphKernelNodeGetParams(node))
     buffers = [buffer for _, buffer in kernel_parameters(params)]
@@ -83,18 +212,13 @@ def kernel_update(
     if not words:
         return None
     keep = set_kernel_parameters(params, buffers)
-    set = cu.cuGraphExecKernelNodeSetParams
-    return NodeUpdate(words, set, (executable, node, params), keep)
+    args = (executable, node, params)
+    return NodeUpdate(words, cu.cuGraphExecKernelNodeSetParams, args, keep)
 
 
 def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
-    """
-    A copy of this process's memory. The source of a captured copy may have been freed
-    since, so that it can not be read through a pointer.
-
-    Raises:
-        RefusedError: nothing is mapped there.
-    """
+    """Return a copy of this process's memory. Raises RefusedError if nothing is mapped there."""
+    # Not through a pointer: the source of a captured copy may have been freed since.
     try:
         with open("/proc/self/mem", "rb", buffering=0) as memory:
             content = os.pread(memory.fileno(), nbytes, address)
@@ -106,22 +230,19 @@ def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
 
 
 def struct_buffer(params: Any, nbytes: int) -> ctypes.Array[Any]:
-    "The memory of a cuda.bindings struct, in place."
+    """Return the memory of a cuda.bindings struct, in place."""
     return (ctypes.c_char * nbytes).from_address(int(params.getPtr()))
 
 
 def struct_update(
-    executable: Any,
-    node: Any,
-    params: Any,
-    words: list[Word],
-    set: Callable[..., Any],
+    executable: Any, node: Any, params: Any, nbytes: int, placeholders: PlaceholderMap, set: Callable[..., Any]
 ) -> NodeUpdate | None:
-    "The update of a node whose parameters are one struct, which holds the words itself."
+    """Return the update of a node whose parameters are one struct, which holds the words."""
+    words = find_words(struct_buffer(params, nbytes), placeholders)
     if not words:
         return None
     context = check(bindings().cuCtxGetCurrent())
-    return NodeUpdate(words, set, (executable, node, params, context), None)
+    return NodeUpdate(words, set, (executable, node, params, context))
 
 
 # sizeof(CUDA_MEMCPY3D) and sizeof(CUDA_MEMSET_NODE_PARAMS) on 64-bit hosts
@@ -129,9 +250,7 @@ MEMCPY_BYTES = 200
 MEMSET_BYTES = 40
 
 
-def memcpy_update(
-    executable: Any, node: Any, placeholders: PlaceholderMap
-) -> NodeUpdate | None:
+def memcpy_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
     cu = bindings()
     params = check(cu.cuGraphMemcpyNodeGetParams(node))
     if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
@@ -141,21 +260,15 @@ def memcpy_update(
             host = read_host_memory(int(params.srcHost), nbytes)
             if find_words(host, placeholders):
                 raise RefusedError(Reason.of(Code.HOST_COPY_OF_ADDRESS))
-    words = find_words(struct_buffer(params, MEMCPY_BYTES), placeholders)
-    return struct_update(
-        executable, node, params, words, cu.cuGraphExecMemcpyNodeSetParams
-    )
+    set = cu.cuGraphExecMemcpyNodeSetParams
+    return struct_update(executable, node, params, MEMCPY_BYTES, placeholders, set)
 
 
-def memset_update(
-    executable: Any, node: Any, placeholders: PlaceholderMap
-) -> NodeUpdate | None:
+def memset_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
     cu = bindings()
     params = check(cu.cuGraphMemsetNodeGetParams(node))
-    words = find_words(struct_buffer(params, MEMSET_BYTES), placeholders)
-    return struct_update(
-        executable, node, params, words, cu.cuGraphExecMemsetNodeSetParams
-    )
+    set = cu.cuGraphExecMemsetNodeSetParams
+    return struct_update(executable, node, params, MEMSET_BYTES, placeholders, set)
 
 
 class Nodes:
@@ -168,40 +281,31 @@ class Nodes:
         nodes_of: for each input the nodes to set when it moves
     """
 
-    def __init__(
-        self,
-        pointers: list[int],
-        updates: list[NodeUpdate],
-        nodes_of: list[list[int]],
-    ) -> None:
+    def __init__(self, pointers: list[int], updates: list[NodeUpdate], nodes_of: list[list[int]]) -> None:
         self.pointers = pointers
         self.updates = updates
         self.nodes_of = nodes_of
 
     def update(self, pointers: Sequence[int]) -> bool:
         """
-        Moves the inputs to new addresses. False if a node refused: the graph must not be
+        Move the inputs to new addresses. Return False if a node refused: the graph must not be
         launched then.
         """
-        old = self.pointers
-        dirty: set[int] = set()  # noqa: set_linter
-        for index, pointer in enumerate(pointers):
-            if pointer != old[index]:
-                dirty.update(self.nodes_of[index])
-        for i in sorted(dirty):
+        moved = (k for k, (a, b) in enumerate(zip(self.pointers, pointers)) if a != b)
+        for i in sorted(OrderedSet(i for k in moved for i in self.nodes_of[k])):
             update = self.updates[i]
             for word in update.words:
                 word.value.value = pointers[word.input] + word.offset
             if update.set(*update.args)[0] != 0:
                 # Unknown what the graph holds now: no address may count as unchanged.
-                self.pointers = [-1] * len(old)
+                self.pointers = [-1] * len(pointers)
                 return False
         self.pointers = list(pointers)
         return True
 
 
 def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
-    "native.compiled.Nodes of these updates, or None where there is none."
+    """Return native.compiled.Nodes of these updates, or None where there is none."""
     if native.compiled is None:
         return None
     try:
@@ -212,20 +316,10 @@ def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
     nodes = []
     for set_function, update in zip(set_functions, updates):
         executable, node, params, *context = update.args
-        words = [
-            (ctypes.addressof(word.value), word.input, word.offset)
-            for word in update.words
-        ]
-        nodes.append(
-            (
-                set_function,
-                int(executable),
-                int(node),
-                int(params.getPtr()),
-                int(context[0]) if context else None,
-                words,
-            )
-        )
+        handles = int(executable), int(node), int(params.getPtr())
+        words = [(ctypes.addressof(w.value), w.input, w.offset) for w in update.words]
+        context = int(context[0]) if context else None
+        nodes.append((set_function, *handles, context, words))
     return native.compiled.Nodes(pointers, nodes, updates)
 
 
@@ -239,15 +333,11 @@ class NodeUpdateBinding:
     """
 
     def __init__(
-        self,
-        raw_graph: int,
-        raw_executable: int,
-        placeholders: PlaceholderMap,
-        prelude: Prelude | None = None,
+        self, raw_graph: int, raw_executable: int, placeholders: PlaceholderMap, set_on_device: Collection[int] = ()
     ) -> None:
         """
         Args:
-            prelude: what the graph begins with, if it sets nodes itself
+            set_on_device: handles of the nodes that the graph sets itself
 
         Raises:
             RefusedError: a node may hide an input.
@@ -270,10 +360,9 @@ class NodeUpdateBinding:
         executable = cu.CUgraphExec(raw_executable)
         self.updates: list[NodeUpdate] = []
         self.num_nodes = 0
-        self.prelude = prelude
         for node, node_type in graph_nodes(cu.CUgraph(raw_graph)):
             self.num_nodes += 1
-            if prelude is not None and int(node) in prelude.nodes:
+            if int(node) in set_on_device:
                 continue
             if node_type in find:
                 update = find[node_type](executable, node, placeholders)
@@ -287,18 +376,16 @@ class NodeUpdateBinding:
         for i, update in enumerate(self.updates):
             for index in OrderedSet(word.input for word in update.words):
                 self.nodes_of[index].append(i)
-        self.nodes = compiled_nodes(pointers, self.updates) or Nodes(
-            pointers, self.updates, self.nodes_of
-        )
+        self.nodes = compiled_nodes(pointers, self.updates) or Nodes(pointers, self.updates, self.nodes_of)
 
     @property
     def pointers(self) -> list[int]:
-        "The addresses that the graph now holds, one for each input."
+        """The addresses that the graph now holds, one for each input."""
         return self.nodes.pointers
 
     def update(self, pointers: Sequence[int]) -> None:
         """
-        Moves the inputs to new addresses (bytes, one for each input).
+        Move the inputs to new addresses (bytes, one for each input).
 
         Raises:
             DriverError: a node refused. The graph must not be launched then.

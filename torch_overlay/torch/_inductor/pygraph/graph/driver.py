@@ -24,18 +24,13 @@ class DriverError(RuntimeError):
     """A driver call failed."""
 
 
-# Of the driver's functions that are called by address, and of their structs: those that
-# cuda-bindings has since CUDA 12.
+# The version of the driver's functions that are called by address, and of their structs.
+# cuda-bindings has them since CUDA 12.
 API_VERSION = 12000
 
 
 def entry_point(name: str) -> int:
-    """
-    The address of a driver function.
-
-    Raises:
-        DriverError: the driver has none.
-    """
+    """Return the address of a driver function. Raises DriverError if there is none."""
     address, status = check(bindings().cuGetProcAddress(name.encode(), API_VERSION, 0))
     if not address:
         raise DriverError(f"CUDA driver: {name}: {status.name}")
@@ -43,10 +38,8 @@ def entry_point(name: str) -> int:
 
 
 def check(result: tuple[Any, ...]) -> Any:
-    """Unwraps what a ``cuda.bindings`` call returned: one value, a tuple, or None."""
+    """Unwrap what a ``cuda.bindings`` call returned: one value, a tuple, or None."""
     status, *values = result
     if int(status) != 0:
         raise DriverError(f"CUDA driver: {status.name}")
-    if not values:
-        return None
-    return values[0] if len(values) == 1 else tuple(values)
+    return tuple(values) if len(values) > 1 else next(iter(values), None)

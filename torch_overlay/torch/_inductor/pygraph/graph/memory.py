@@ -39,12 +39,7 @@ def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
 
 
 def lies_within(bounds: Sequence[int], address: int) -> bool:
-    """
-    Return whether an address lies in one of several ranges.
-
-    Args:
-        bounds: the start and the end of each range, in ascending order
-    """
+    """Return whether an address lies in a range. ``bounds``: starts and ends, ascending."""
     return bisect.bisect_right(bounds, address) % 2 == 1
 
 
@@ -52,10 +47,8 @@ class PoolRanges:
     """The address ranges of a memory pool's segments."""
 
     def __init__(self, pool: _POOL_HANDLE) -> None:
-        self.bounds: list[int] = []
-        for segment in sorted(segments_of(pool), key=lambda s: s["address"]):
-            start = segment["address"]
-            self.bounds += (start, start + segment["total_size"])
+        segments = sorted((s["address"], s["total_size"]) for s in segments_of(pool))
+        self.bounds = [bound for start, n in segments for bound in (start, start + n)]
 
     def __contains__(self, address: int) -> bool:
         return lies_within(self.bounds, address)

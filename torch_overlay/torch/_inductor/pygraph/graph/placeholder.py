@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 import threading
 from typing import TYPE_CHECKING
 
@@ -60,11 +61,6 @@ def round_up(nbytes: int, multiple: int) -> int:
     return -(-nbytes // multiple) * multiple
 
 
-def lowest_bit(n: int) -> int:
-    """The largest power of two that it is a multiple of, 0 for 0."""
-    return n & -n
-
-
 class PlaceholderArena:
     """
     The placeholders of one device and one kind of poison.
@@ -84,7 +80,7 @@ class PlaceholderArena:
 
     def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
         """
-        Places one placeholder for each (size, alignment), both in bytes.
+        Place one placeholder for each (size, alignment), both in bytes.
 
         Each address is a multiple of its alignment and of no larger power of two: a
         kernel chosen by alignment must not need more than replay guarantees. See
@@ -93,20 +89,14 @@ class PlaceholderArena:
         Raises:
             DriverError: no address space or no page could be had.
         """
-        spans = [
-            2 * GUARD_BYTES + round_up(nbytes + alignment, PAGE_BYTES)
-            for nbytes, alignment in requests
-        ]
+        spans = [2 * GUARD_BYTES + round_up(nbytes + alignment, PAGE_BYTES) for nbytes, alignment in requests]
         with self.lock:
             self._reserve(sum(spans))
-            start = self.start
-        placeholders = []
-        for span, (_, alignment) in zip(spans, requests):
-            placeholders.append(
-                Placeholder(start, start + span, start + GUARD_BYTES + alignment)
-            )
-            start += span
-        return placeholders
+            ends = [*itertools.accumulate(spans, initial=self.start)]
+        return [
+            Placeholder(start, end, start + GUARD_BYTES + alignment)
+            for (start, end), (_, alignment) in zip(itertools.pairwise(ends), requests)
+        ]
 
     def _reserve(self, nbytes: int) -> None:
         if nbytes <= self.nbytes:
@@ -132,15 +122,11 @@ class PlaceholderArena:
         self._page_bytes().fill_(self.poison)
 
     def _page_bytes(self) -> torch.Tensor:
-        "The physical page, as [PAGE_BYTES] uint8."
-        return tensor_at(
-            self.start,
-            torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta"),
-            self.device_index,
-        )
+        like = torch.empty(PAGE_BYTES, dtype=torch.uint8, device="meta")
+        return tensor_at(self.start, like, self.device_index)
 
     def take_damage(self) -> bool:
-        "Whether the page was written since it was last poisoned; poisons it again."
+        """Return whether the page was written since it was last poisoned; poison it again."""
         if not self.nbytes:
             return False
         page = self._page_bytes()
@@ -158,13 +144,13 @@ def arena(device_index: int, poison: int) -> PlaceholderArena:
 
 
 def take_damage(device_index: int) -> bool:
-    "Whether a placeholder of a device was written since this was last asked."
+    """Return whether a placeholder of a device was written since this was last asked."""
     damaged = [arena(device_index, poison).take_damage() for poison in POISONS]
     return any(damaged)
 
 
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
-    """A tensor at a device address, with size, stride and dtype of ``like``. Not owned."""
+    """Return a tensor at a device address, with size, stride and dtype of ``like``. Not owned."""
     device = torch.device("cuda", device_index)
     metadata = {
         "nbytes": storage_extent(like),
@@ -175,14 +161,12 @@ def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tens
         "device": device,
         "storage_offset": 0,
     }
-    storage = torch._C._construct_storage_from_data_pointer(
-        address, device, metadata["nbytes"]
-    )
+    storage = torch._C._construct_storage_from_data_pointer(address, device, metadata["nbytes"])
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def storage_extent(t: torch.Tensor) -> int:
-    "Bytes from the first element of a strided tensor to the end of its last."
+    """Return the bytes from the first element of a strided tensor to the end of its last."""
     if t.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
@@ -201,7 +185,7 @@ class PlaceholderMap:
         self.high = max((p.end for p in placeholders), default=0)
 
     def find(self, address: int) -> tuple[int, int] | None:
-        """(index of the placeholder, offset in bytes from its address), or None."""
+        """Return (index of the placeholder, offset in bytes from its address), or None."""
         if not self.low <= address < self.high:
             return None
         index = self.order[bisect.bisect_right(self.starts, address) - 1]
@@ -212,9 +196,10 @@ class PlaceholderMap:
 
     def is_better_aligned(self, index: int, offset: int) -> bool:
         """
-        Whether the address so far behind a placeholder's is a multiple of a larger power of
-        two than replay guarantees. Of the sum of two odd multiples of the alignment that is
-        so; an input may lie at an even one.
+        Return whether the address so far behind a placeholder's is a multiple of a larger power
+        of two than replay guarantees.
         """
-        alignment = lowest_bit(self.placeholders[index].address)
-        return alignment < MAX_ALIGNMENT and lowest_bit(offset) == alignment
+        # The sum of two odd multiples of the alignment is an even one.
+        address = self.placeholders[index].address
+        alignment = address & -address
+        return alignment < MAX_ALIGNMENT and offset & -offset == alignment

@@ -30,20 +30,20 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.codecache import write_atomic
-from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
-from torch._inductor.pygraph.graph.parameters import (
+from torch._inductor.pygraph.graph.binding import (
     kernel_function,
     kernels_that_read,
     ReadParameters,
     set_kernel_parameters,
     Write,
 )
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
     from torch._inductor.pygraph.graph.table import Table
@@ -150,9 +150,7 @@ def compile_prelude(architecture: str, *, sets_nodes: bool) -> bytes:
     options = [f"--gpu-architecture={architecture}".encode()]
     if sets_nodes:
         options += [b"--relocatable-device-code=true", b"--define-macro=SETS_NODES"]
-    program = _nvrtc(
-        nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"pygraph_prelude.cu", 0, [], [])
-    )
+    program = _nvrtc(nvrtc.nvrtcCreateProgram(SOURCE.encode(), b"pygraph_prelude.cu", 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
         if int(status) != 0:
@@ -193,10 +191,7 @@ def _cache_path(architecture: str, *, sets_nodes: bool) -> Path:
 def _load(cubin: bytes) -> dict[int, Any]:
     cu = bindings()
     module = check(cu.cuModuleLoadData(cubin))
-    return {
-        n: check(cu.cuModuleGetFunction(module, f"pygraph_prelude_{n}".encode()))
-        for n in CAPACITIES
-    }
+    return {n: check(cu.cuModuleGetFunction(module, f"pygraph_prelude_{n}".encode())) for n in CAPACITIES}
 
 
 @functools.cache
@@ -233,12 +228,7 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
 
 
 def _make_updatable(node: Any) -> None:
-    """
-    Makes a kernel node device-updatable, for good.
-
-    Raises:
-        DriverError: it refuses, and is as it was.
-    """
+    """Make a kernel node device-updatable, for good. It may refuse with a DriverError."""
     cu = bindings()
     value = cu.CUkernelNodeAttrValue()
     value.deviceUpdatableKernelNode.deviceUpdatable = 1
@@ -254,16 +244,6 @@ def _device_node(node: Any) -> int:
 def _updatable() -> Any:
     attribute = bindings().CUkernelNodeAttrID
     return attribute.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
-
-
-def _add_dependencies(graph: Any, first: Any, nodes: Sequence[Any]) -> None:
-    if not nodes:
-        return
-    cu = bindings()
-    arguments: list[Any] = [graph, [first] * len(nodes), list(nodes)]
-    if cu.CUDA_VERSION >= 13000:
-        arguments.append(None)
-    check(cu.cuGraphAddDependencies(*arguments, len(nodes)))
 
 
 def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
@@ -291,11 +271,7 @@ class Prelude:
     """
 
     def __init__(
-        self,
-        raw_graph: int,
-        placeholders: PlaceholderMap,
-        device_index: int,
-        table: Table | None = None,
+        self, raw_graph: int, placeholders: PlaceholderMap, device_index: int, table: Table | None = None
     ) -> None:
         self.graph = bindings().CUgraph(raw_graph)
         self.device_index = device_index
@@ -312,7 +288,7 @@ class Prelude:
         try:
             if table is not None:
                 readers = [reader for reader in readers if not table.takes(reader)]
-            writes = self._all_updates(readers)
+            writes = self._updates(readers)
             if table is not None:
                 writes += table.writes()
             if not writes:
@@ -326,52 +302,46 @@ class Prelude:
             reason = Reason.of(Code.PRELUDE_NOT_ADDED, error=str(e))
             raise RefusedError(reason) from e
 
-    def _all_updates(self, readers: list[ReadParameters]) -> list[Write]:
-        if not readers:
-            return []
-        try:
-            _kernels(self.device_index, True)
-        except PreludeUnavailable as e:
-            log.info("kernels without an indirect form are updated by the host: %s", e)
-            return []
-        return [write for reader in readers for write in self._updates(reader)]
-
     @property
     def _device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
 
-    def _updates(self, reader: ReadParameters) -> list[Write]:
-        "Of a node's parameters; none if it refuses, and is left to the host."
+    def _updates(self, readers: list[ReadParameters]) -> list[Write]:
+        """Make kernels device-updatable. Those that refuse are left to the host."""
+        writes: list[Write] = []
         try:
-            _make_updatable(reader.node)
-        except DriverError as e:
-            name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
-            log.info("%s is updated by the host: %s", name.decode(), e)
+            if readers:
+                _kernels(self.device_index, True)
+        except PreludeUnavailable as e:
+            log.info("kernels without an indirect form are updated by the host: %s", e)
             return []
-        self.nodes.add(int(reader.node))
-        target = _device_node(reader.node)
-        return [
-            Write(k, delta, target, reader.parameters[i][0] + at)
-            for i, at, k, delta in reader.words
-        ]
+        for reader in readers:
+            try:
+                _make_updatable(reader.node)
+            except DriverError as e:
+                name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
+                log.info("%s is updated by the host: %s", name.decode(), e)
+                continue
+            self.nodes.add(int(reader.node))
+            target = _device_node(reader.node)
+            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, k, delta in reader.words]
+        return writes
 
-    def _add_nodes(
-        self,
-        kernels: dict[int, Any],
-        placeholders: PlaceholderMap,
-        writes: list[Write],
-    ) -> None:
+    def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:
         cu = bindings()
         _, count = check(cu.cuGraphGetRootNodes(self.graph))
-        roots, _ = check(cu.cuGraphGetRootNodes(self.graph, count))
-        roots = list(roots[:count])
+        roots = list(check(cu.cuGraphGetRootNodes(self.graph, count))[0][:count])
         inputs = sorted({w.input for w in writes})
         node = None
         for start in range(0, len(inputs), CAPACITIES[-1]):
             chunk = inputs[start : start + CAPACITIES[-1]]
             behind = [] if node is None else [node]
             node = self._add_node(kernels, placeholders, chunk, writes, behind)
-        _add_dependencies(self.graph, node, roots)
+        if roots:
+            arguments: list[Any] = [self.graph, [node] * count, roots]
+            if cu.CUDA_VERSION >= 13000:
+                arguments.append(None)
+            check(cu.cuGraphAddDependencies(*arguments, count))
 
     def _add_node(
         self,
@@ -384,31 +354,13 @@ class Prelude:
         cu = bindings()
         capacity = next(n for n in CAPACITIES if n >= len(inputs))
         word_of = {k: n for n, k in enumerate(inputs)}
-        chosen = sorted(
-            (w for w in writes if w.input in word_of), key=lambda w: w.target
-        )
-        first = [
-            n
-            for n, w in enumerate(chosen)
-            if n == 0 or chosen[n - 1].target != w.target
-        ]
-        on_device: Callable[..., torch.Tensor] = functools.partial(
-            torch.tensor, device=self._device
-        )
+        chosen = sorted((w for w in writes if w.input in word_of), key=lambda w: w.target)
+        first = [n for n, w in enumerate(chosen) if n == 0 or chosen[n - 1].target != w.target]
+        on_device: Callable[..., torch.Tensor] = functools.partial(torch.tensor, device=self._device)
         rows = [[w.target, w.offset, word_of[w.input], w.delta] for w in chosen]
-        arrays = (
-            on_device(rows, dtype=torch.int64),
-            on_device([*first, len(chosen)], dtype=torch.int32),
-            self.error,
-        )
-        words = (ctypes.c_uint64 * capacity)(
-            *[placeholders.placeholders[k].address for k in inputs]
-        )
-        buffers = [
-            *[ctypes.c_uint64(a.data_ptr()) for a in arrays],
-            ctypes.c_int32(len(first)),
-            words,
-        ]
+        arrays = (on_device(rows, dtype=torch.int64), on_device([*first, len(chosen)], dtype=torch.int32), self.error)
+        words = (ctypes.c_uint64 * capacity)(*[placeholders.placeholders[k].address for k in inputs])
+        buffers = [*[ctypes.c_uint64(a.data_ptr()) for a in arrays], ctypes.c_int32(len(first)), words]
         params = cu.CUDA_KERNEL_NODE_PARAMS()
         params.func = kernels[capacity]
         params.gridDimX = -(-len(first) // THREADS)

@@ -26,8 +26,7 @@ import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.parameters import (
+from torch._inductor.pygraph.graph.binding import (
     kernel_function,
     parameter_layout,
     set_kernel_parameters,
@@ -35,15 +34,14 @@ from torch._inductor.pygraph.graph.parameters import (
     WORD_BYTES,
     Write,
 )
+from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from torch._inductor.pygraph.graph.parameters import (
-        ReadParameters,
-    )
+    from torch._inductor.pygraph.graph.binding import ReadParameters
 
 
 log = logging.getLogger(__name__)
@@ -58,9 +56,7 @@ class NoIndirectForm(RuntimeError):
     """A kernel has no form that loads what it would have to."""
 
 
-def compile_indirect(
-    autotuner: CachingAutotuner, config: Any, positions: Sequence[int]
-) -> Any:
+def compile_indirect(autotuner: CachingAutotuner, config: Any, positions: Sequence[int]) -> Any:
     """
     The kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded from
     slots.

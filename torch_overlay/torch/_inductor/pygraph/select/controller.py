@@ -17,7 +17,7 @@ from torch._inductor.cudagraph_trees import ExecutionState, is_live
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.trees.queries import current_path, drop, renew_pool, times_on_path
+from torch._inductor.pygraph.trees.manager import current_path, drop, renew_pool, times_on_path
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, NODE_UPDATE, PRELUDE, UNDECIDED
 from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import FunctionID
     from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
     from torch._inductor.pygraph.types.report import FunctionReport
-    from torch._inductor.utils import InputType
 
 
 log = logging.getLogger(__name__)
@@ -157,7 +156,7 @@ class Controller:
     def node_type(self) -> type[CUDAGraphNode]:
         return BoundGraphNode if self.binds_inputs else CopyGraphNode
 
-    def request(self, inputs: list[InputType], declared_static: Mapping[int, torch.Tensor]) -> RecordingRequest:
+    def request(self, declared_static: Mapping[int, torch.Tensor]) -> RecordingRequest:
         state = self.state
         moving = self._static_inputs.note({i: t for i, t in declared_static.items() if i not in state.moving_idxs})
         if moving:

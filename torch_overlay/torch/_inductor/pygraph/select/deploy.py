@@ -16,21 +16,25 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
-from torch._inductor.pygraph.capture.copying import apart
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.trees.cached import NotReplayed
-from torch._inductor.pygraph.trees.queries import forget, policies_around
-from torch._inductor.pygraph.trees.state import state_of
-from torch._inductor.pygraph.trees.threads import has_trees, manager_of
+from torch._inductor.pygraph.trees.manager import (
+    forget,
+    has_trees,
+    manager_of,
+    policies_around,
+    state_of,
+)
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import CANDIDATES, NO_GRAPH, NODE_UPDATE
 from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.report import FunctionReport
+from torch._inductor.pygraph.verify.rehearsal import apart
 from torch._inductor.utils import align_inputs_from_check_idxs, remove_unaligned_input_idxs
 from torch.utils._ordered_set import OrderedSet
 

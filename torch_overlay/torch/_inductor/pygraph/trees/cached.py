@@ -1,8 +1,6 @@
 """
-The tensors that a node caches and returns again in each replay, and whether a replay needs
-trees.
-
-The program may have changed a cached tensor in any way while it had it.
+The tensors that a node caches and returns again in each replay. The program may have changed one
+in any way while it had it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from torch._inductor.cudagraph_trees import AliasesBoundMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from torch._inductor.cudagraph_trees import CUDAGraphNode
     from torch._inductor.pygraph.graph.driver import DriverError
 
 
@@ -37,12 +34,7 @@ class NotReplayed(Exception):
         error: the driver's, or None
     """
 
-    def __init__(
-        self,
-        restored: frozenset[int] = frozenset(),
-        error: DriverError | None = None,
-    ) -> None:
-        super().__init__()
+    def __init__(self, restored: frozenset[int] = frozenset(), error: DriverError | None = None) -> None:
         self.restored = restored
         self.error = error
 
@@ -103,11 +95,6 @@ def are_aligned(pointers: Iterable[int], alignment: int) -> bool:
     return functools.reduce(operator.or_, pointers, 0) % alignment == 0
 
 
-def has_own_memory(t: torch.Tensor, metadata: dict[str, Any]) -> bool:
-    """Return whether the program did not give other memory to a tensor that a node caches."""
-    return t.untyped_storage().data_ptr() == metadata["data_ptr"]
-
-
 class CachedTensor(NamedTuple):
     """A tensor that a node caches, as it was recorded."""
 
@@ -136,11 +123,3 @@ class CachedTensor(NamedTuple):
             and t.size() == self.size
             and t.stride() == self.stride
         )
-
-
-def caches_are_whole(node: CUDAGraphNode) -> bool:
-    """Return whether all tensors that a node caches are as they were recorded."""
-    return all(
-        t is None or CachedTensor.of(metadata).describes(t)  # type: ignore[arg-type]
-        for t, metadata in zip(node.cached_tensor_outputs, node.outputs_metadata)
-    )

@@ -1,10 +1,8 @@
 """
 The protocol by which CUDA graph trees and their nodes call PyGraph.
 
-A function that PyGraph deploys carries a GraphPolicy in ``WrappedFunction.pygraph``. Trees
-ask it whether and how to record the function and tell it what became of the recording. A
-node asks it what the recording is to be like. The policy is the only place that remembers
-anything between calls.
+A function that PyGraph deploys carries a GraphPolicy in ``WrappedFunction.pygraph``, which alone
+remembers anything between calls.
 """
 
 from __future__ import annotations
@@ -18,12 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID
-    from torch._inductor.pygraph.types.function import (
-        FunctionSpec,
-        RecordingFacts,
-        RecordingRequest,
-        Refused,
-    )
+    from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, RecordingRequest, Refused
 
 
 class GraphPolicy(Protocol):
@@ -41,22 +34,18 @@ class GraphPolicy(Protocol):
 
     def may_run(self, manager: CUDAGraphTreeManager) -> bool:
         """
-        Return whether trees may run the function in this call.
-
-        Called before trees end a path, which would take the path's outputs away.
+        Return whether trees may run the function in this call. Called before trees end a path,
+        which would take the path's outputs away.
         """
         ...
 
     def node_type(self) -> type[CUDAGraphNode]: ...
 
-    def request(
-        self, inputs: list, declared_static: Mapping[int, torch.Tensor]
-    ) -> RecordingRequest:
+    def request(self, declared_static: Mapping[int, torch.Tensor]) -> RecordingRequest:
         """
         Return what the recording that is being made is to be like.
 
         Args:
-            inputs: of the call
             declared_static: inputs that are declared to keep their address, without those
                 that a graph of the path owns, by index
         """

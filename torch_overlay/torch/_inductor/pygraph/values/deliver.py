@@ -1,7 +1,7 @@
 """
 How values on the CPU come to the GPU in generated code, without waiting for it.
 
-Each place in generated code owns one of these objects (transform.py decides which):
+Each place in generated code owns one of these objects (compile/placement.py decides which):
 
 Deliver  small tensors: their bytes are parameters of one kernel. A captured graph has that
          kernel as a node, whose parameters are set in each call as those that hold the
@@ -35,15 +35,9 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.graph.binding import WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, check, entry_point
-from torch._inductor.pygraph.graph.parameters import (
-    WORD_BYTES,
-)
-from torch._inductor.pygraph.graph.placeholder import (
-    MAX_ALIGNMENT,
-    Placeholder,
-    round_up,
-)
+from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT, Placeholder, round_up
 
 
 if TYPE_CHECKING:
@@ -88,16 +82,16 @@ _PTX = """
 
 
 def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
-    """Where values of these sizes (bytes) start, and last, where the buffer ends."""
+    """Return where values of these sizes (bytes) start, and last, where the buffer ends."""
     aligned = (round_up(nbytes, alignment) for nbytes in sizes)
     return list(itertools.accumulate(aligned, initial=0))
 
 
 def ptx(sizes: Sequence[int]) -> str:
     """
-    The kernel that takes values of these sizes (bytes) by value, one after the other in
-    whole pieces, and stores them MAX_ALIGNMENT apart: a graph that had one less aligned
-    input would accept that of all.
+    Return the kernel that takes values of these sizes (bytes) by value, one after the other in
+    whole pieces. It stores them MAX_ALIGNMENT apart: one less aligned input would lower the
+    alignment that a graph accepts of all.
     """
     *starts, _ = offsets(sizes, MAX_ALIGNMENT)
     *pieces, nbytes = offsets(sizes, PIECE_BYTES)
@@ -115,7 +109,7 @@ def ptx(sizes: Sequence[int]) -> str:
 
 @functools.cache
 def _kernel(sizes: tuple[int, ...]) -> Any:
-    "A CUfunction that the driver accepts on every device, None if there is no way to it."
+    """Return a CUfunction that every device accepts, or None if there is no way to it."""
     image = ptx(sizes).encode() + b"\0"
     try:
         cu = bindings()
@@ -158,12 +152,11 @@ class CapturedValues:
     def __exit__(self, *exc_info: object) -> None:
         _local.capture = None
 
-    def tokens(self, deliver: Deliver) -> list[int]:
-        count = deliver.num_words
+    def tokens(self, deliver: Deliver) -> range:
         first = TOKEN + self.num_words
         self.delivers.append(deliver)
-        self.num_words += count
-        return list(range(first, first + count))
+        self.num_words += deliver.num_words
+        return range(first, first + deliver.num_words)
 
     def placeholders(self) -> list[Placeholder]:
         tokens = range(TOKEN, TOKEN + self.num_words)
@@ -174,7 +167,7 @@ class CapturedValues:
         return [w for deliver in self.delivers for w in deliver.packed().words]
 
     def words_for_replay(self) -> Callable[[], list[int]] | None:
-        """``words``, compiled, for the values known by now. None if there are none."""
+        """Return ``words``, compiled, for the values known by now; None if there are none."""
         if self.num_words == 0:
             return None
         packs = [deliver.compiled for deliver in self.delivers]
@@ -199,7 +192,7 @@ TOKEN = 0x5AC3_96F0_0000_0000
 
 
 def _function(name: str) -> int | None:
-    """The address of a driver function, None if there is no way to it."""
+    """Return the address of a driver function, or None if there is no way to it."""
     with contextlib.suppress(ImportError, RuntimeError):
         return entry_point(name)
     return None
@@ -234,17 +227,12 @@ class _Target:
         with torch.inference_mode(False):
             self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=deliver.device)
         self.places = [self.buffer.narrow(0, i, n) for i, n in zip(starts, sizes)]
-        self.outputs = [
-            place.view(dtype).view(shape)
-            for place, (dtype, shape) in zip(self.places, deliver.values)
-        ]
+        self.outputs = [place.view(dtype).view(shape) for place, (dtype, shape) in zip(self.places, deliver.values)]
         self.packed = packed
         self.kernel = _kernel(tuple(sizes))
         self.threads = offsets(sizes, PIECE_BYTES)[-1] // PIECE_BYTES
         self.destination = ctypes.c_uint64(self.buffer.data_ptr())
-        self.parameters = (ctypes.c_void_p * 2)(
-            ctypes.addressof(self.destination), packed.address
-        )
+        self.parameters = (ctypes.c_void_p * 2)(ctypes.addressof(self.destination), packed.address)
         self.parameters_address = ctypes.addressof(self.parameters)
 
     def write(self, stream: int) -> list[torch.Tensor]:
@@ -252,11 +240,7 @@ class _Target:
             # Grid and block, shared memory, stream, parameters, extra.
             check(
                 bindings().cuLaunchKernel(
-                    self.kernel,
-                    *(1, 1, 1, self.threads, 1, 1, 0),
-                    stream,
-                    self.parameters_address,
-                    0,
+                    self.kernel, *(1, 1, 1, self.threads, 1, 1, 0), stream, self.parameters_address, 0
                 )
             )
             return self.outputs
@@ -278,9 +262,7 @@ class Deliver:
         values: (dtype, shape) of each; together at most MAX_DELIVERED_BYTES
     """
 
-    def __init__(
-        self, device_index: int, *values: tuple[torch.dtype, tuple[int, ...]]
-    ) -> None:
+    def __init__(self, device_index: int, *values: tuple[torch.dtype, tuple[int, ...]]) -> None:
         self.device_index = device_index
         self.device = torch.device("cuda", device_index)
         self.values = values
@@ -306,10 +288,7 @@ class Deliver:
 
     def _pack(self, values: list[torch.Tensor]) -> None:
         packed = self.packed()
-        if (
-            any(v.is_pinned() for v in values)
-            and not torch.cuda.is_current_stream_capturing()
-        ):
+        if any(v.is_pinned() for v in values) and not torch.cuda.is_current_stream_capturing():
             torch.cuda.current_stream(self.device_index).synchronize()
         for (address, size), value in zip(packed.places, values):
             ctypes.memmove(address, value.data_ptr(), size)
@@ -318,21 +297,10 @@ class Deliver:
                 packed.target = _Target(self, packed)
         elif self.compiled is not None and packed.pointer_attributes is not None:
             # From now on there is nothing but to copy.
-            self.compiled.add(
-                threading.get_ident(),
-                packed.address,
-                packed.memory,
-                packed.pointer_attributes,
-            )
+            self.compiled.add(threading.get_ident(), packed.address, packed.memory, packed.pointer_attributes)
 
     def _stream(self) -> int:
         return torch._C._cuda_getCurrentRawStream(self.device_index)
-
-    def _target(self, packed: _Packed, stream: int) -> _Target:
-        key = (threading.get_ident(), stream)
-        if key not in self.targets:
-            self.targets[key] = _Target(self, packed)
-        return self.targets[key]
 
     def launch(self) -> list[torch.Tensor]:
         """
@@ -348,7 +316,10 @@ class Deliver:
             capture = None
         if capture is None or capture.is_bound:
             if not torch.cuda.is_current_stream_capturing():
-                return self._target(packed, stream).write(stream)
+                key = (threading.get_ident(), stream)
+                if key not in self.targets:
+                    self.targets[key] = _Target(self, packed)
+                return self.targets[key].write(stream)
             # The memory is the graph's: one of ours, or one to which values are constant,
             # the program's own for instance.
             if capture is not None:
@@ -358,16 +329,14 @@ class Deliver:
             if target.kernel is None:
                 raise RuntimeError("without cuda-bindings CPU values are not captured")
             return target.write(stream)
-        if packed.target is None:
-            raise AssertionError("nothing was packed")
         capture.delivers.append(self)
         # In the graph's pool, where trees look for what one graph leaves to another.
-        return [t.clone() for t in packed.target.outputs]
+        return [t.clone() for t in packed.target.outputs]  # type: ignore[union-attr]
 
 
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:
     """
-    Of a contiguous tensor. Freed memory is used again when the copies from it are done.
+    Copy a contiguous tensor. Freed memory is used again when the copies from it are done.
     """
     pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
     # copy_ would share a large copy between OpenMP's threads: where these are more than the
@@ -423,7 +392,6 @@ class _Staged:
         # Else later calls could only write to it in inference mode too.
         with torch.inference_mode(False):
             self.copy = torch.empty(like.shape, dtype=like.dtype, device=device)
-        self.address = self.copy.data_ptr()
         self.nbytes = like.nbytes
         self.batch_size = max(1, min(MAX_BATCH, MAX_BATCH_BYTES // self.nbytes))
         self.batch: list[torch.Tensor] = []
@@ -437,23 +405,18 @@ class _Staged:
         self.pointer_attributes = _function("cuPointerGetAttributes")
 
     def holds(self, value: torch.Tensor) -> bool:
-        return (
-            self.used > 0
-            and not self.is_of_pinned
-            and same_bytes(self.batch[self.used - 1], value)
-        )
+        return self.used > 0 and not self.is_of_pinned and same_bytes(self.batch[self.used - 1], value)
 
-    def put(self, value: torch.Tensor, stream: int) -> None:
+    def put(self, value: torch.Tensor) -> None:
         if self.used == self.batch_size:
             self._next_batch()
         if self.used < len(self.batch):
             host = self.batch[self.used]
             ctypes.memmove(host.data_ptr(), value.data_ptr(), self.nbytes)
-            self._copy_again(host, stream)
         else:
             host = pinned_copy(value)
             self.batch.append(host)
-            self._copy(host)
+        self._copy(host)
         self.used += 1
         self.is_of_pinned = False
 
@@ -462,20 +425,7 @@ class _Staged:
         self._copy(value, non_blocking)
 
     def _copy(self, host: torch.Tensor, non_blocking: bool = True) -> None:
-        "Tells the allocator of ``host``, until it is freed, which stream reads it."
         self.copy.copy_(host, non_blocking=non_blocking)
-
-    def _copy_again(self, host: torch.Tensor, stream: int) -> None:
-        "In less time, where that is possible."
-        cu = None
-        if torch.cuda.current_device() == self.device.index:
-            with contextlib.suppress(ImportError):
-                cu = bindings()
-        if cu is None:
-            self._copy(host)
-        else:
-            to, nbytes = self.address, self.nbytes
-            check(cu.cuMemcpyHtoDAsync(to, host.data_ptr(), nbytes, stream))
 
     def _next_batch(self) -> None:
         event = torch.cuda.Event()
@@ -540,7 +490,7 @@ class Stage:
             kept.put_pinned(value, self.non_blocking)
             return kept.copy
         if not kept.holds(value):
-            kept.put(value, stream)
+            kept.put(value)
         functions = (kept.enqueue, kept.pointer_attributes)
         if self.compiled is not None and None not in functions:
             self.compiled.add(*key, kept.copy, kept.batch, kept.used, *functions)

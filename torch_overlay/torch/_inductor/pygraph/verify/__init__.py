@@ -1,3 +1,1 @@
-"""
-Proof that a recording does what the uncaptured function does, before the recording is used.
-"""
+"""Proof that a recording does what the uncaptured function does, before it is used."""

@@ -13,14 +13,14 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.pygraph.graph.memory import fill_free, room
 from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
-from torch._inductor.pygraph.verify.fingerprint import identical
-from torch._inductor.pygraph.verify.proof import Proof
+from torch._inductor.pygraph.verify.proof import identical
 from torch._inductor.pygraph.verify.rehearsal import FILLS, RERUNS
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch._inductor.pygraph.verify.proof import Proof
     from torch._inductor.pygraph.verify.rehearsal import Rehearsal
     from torch.cuda import _POOL_HANDLE
 
@@ -68,13 +68,12 @@ class _Examination:
     def __init__(self, rehearsal: Rehearsal, graph: GraphRun) -> None:
         self.rehearsal = rehearsal
         self.graph = graph
-        self.wrote_placeholder = False
+        self.wrote_placeholder = take_damage(graph.device_index)
 
     def verdict(self) -> Verdict:
         found = self._difference()
-        if take_damage(self.graph.device_index) or self.wrote_placeholder:
-            reason = Reason.of(Code.WROTE_PLACEHOLDER)
-            return Verdict(reason, is_capturable=found.is_capturable)
+        if self.wrote_placeholder or take_damage(self.graph.device_index):
+            return Verdict(Reason.of(Code.WROTE_PLACEHOLDER), found.is_capturable)
         return found
 
     def _difference(self) -> Verdict:
@@ -82,12 +81,7 @@ class _Examination:
         actual: Proof | None = None
         try:
             # First, before another run writes over what this one wrote.
-            actual = Proof(
-                rehearsal.inputs,
-                self.graph.outputs,
-                rehearsal.mutated,
-                rehearsal.unmarked,
-            )
+            actual = rehearsal.results(self.graph.outputs, rehearsal.unmarked)
             if rehearsal.writes_any(actual.unwritten()):
                 return _never(Code.KERNELS_NOT_CAPTURED)
             if expected.is_exact(actual):
@@ -101,13 +95,15 @@ class _Examination:
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
+        if not rehearsal.can_rerun:
+            return Verdict(failure)
         if actual is not None and self._leaves_results(actual):
             return _never(Code.KERNELS_NOT_CAPTURED)
         if self._reads_free_memory():
             return _never(Code.KERNELS_NOT_CAPTURED)
         if (code := self._host_code_varies()) is not None:
             return _never(code)
-        if actual is None or not rehearsal.can_rerun:
+        if actual is None:
             return Verdict(failure)
         try:
             # Last, for a graph that varies as the function does. A graph that holds the
@@ -117,52 +113,48 @@ class _Examination:
         except RuntimeError:
             return Verdict(failure)
 
+    def _run_graph(self) -> Proof:
+        self.rehearsal.restore()
+        self.graph.run()
+        return self.rehearsal.results(self.graph.outputs)
+
     def _leaves_results(self, actual: Proof) -> bool:
         """
         Return whether the graph does not write a result that differs.
 
         A write to an address that no parameter shows would have gone to a placeholder.
         """
-        rehearsal = self.rehearsal
-        if not rehearsal.can_rerun:
+        if self.wrote_placeholder:
             return False
-        if take_damage(self.graph.device_index):
-            self.wrote_placeholder = True
-            return False
-        expected, before = rehearsal.proof, rehearsal.unchanged
+        rehearsal, expected = self.rehearsal, self.rehearsal.proof
         # The uncaptured function does not write these either.
         unwritten = actual.unwritten()
         differ = [
             i
             for i, output in enumerate(expected.outputs)
-            if output is not None
-            and i not in unwritten
-            and not identical(output, actual.outputs[i])
+            if output is not None and i not in unwritten and not identical(output, actual.outputs[i])
         ]
-        if Proof(rehearsal.inputs, self.graph.outputs, [], differ).unwritten():
+        if rehearsal.results(self.graph.outputs, differ).unwritten():
             return True
         return any(
             identical(unchanged, now) and not identical(unchanged, after)
-            for unchanged, now, after in zip(
-                before.inputs, actual.inputs, expected.inputs
-            )
+            for unchanged, now, after in zip(rehearsal.unchanged.inputs, actual.inputs, expected.inputs)
         )
 
     def _reads_free_memory(self) -> bool:
         """
-        Return whether the graph's results depend on what its pool held before.
+        Return whether the graph's results depend on what its pool held before, and those of
+        the uncaptured function do not.
 
-        A kernel that should write that memory then ran eagerly during capture. The answer is
-        False where the uncaptured function's results depend on such memory too, and where
-        managed inputs died.
+        A kernel that should write that memory then ran eagerly during capture.
         """
-        if not self.rehearsal.can_rerun:
-            return False
         first: Proof | None = None
         try:
             for word in FILLS:
-                result, again = (self._run_over(word) for _ in range(2))
-                if not result.is_exact(again):
+                fill_free(self.graph.pool, self.graph.device_index, word)
+                result = self._run_graph()
+                fill_free(self.graph.pool, self.graph.device_index, word)
+                if not result.is_exact(self._run_graph()):
                     return False
                 first = first or result
                 if results := first.differing(result):
@@ -172,41 +164,22 @@ class _Examination:
             pass
         return False
 
-    def _run_over(self, word: int) -> Proof:
-        """Return the graph's results after free memory of its pool was filled."""
-        rehearsal = self.rehearsal
-        fill_free(self.graph.pool, self.graph.device_index, word)
-        rehearsal.restore()
-        self.graph.run()
-        return Proof(rehearsal.inputs, self.graph.outputs, rehearsal.mutated)
-
     def _host_code_varies(self) -> Code | None:
         """
         Return a code if the function varies from run to run and its graph does not.
 
-        The order of atomic operations would vary in both. The answer is None where managed
-        inputs died.
+        The order of atomic operations would vary in both.
         """
-        rehearsal = self.rehearsal
-        if not rehearsal.can_rerun:
-            return None
-        if room(self.graph.device_index) < rehearsal.needed_bytes:
+        if room(self.graph.device_index) < self.rehearsal.needed_bytes:
             return Code.NO_MEMORY_FOR_PROOF
-        first: Proof | None = None
         try:
-            for _ in range(RERUNS):
-                rehearsal.restore()
-                self.graph.run()
-                result = Proof(rehearsal.inputs, self.graph.outputs, rehearsal.mutated)
-                if first is not None and not first.is_exact(result):
-                    return None
-                first = first or result
-            if rehearsal.repeats_itself():
+            first = self._run_graph()
+            if any(not first.is_exact(self._run_graph()) for _ in range(RERUNS - 1)):
                 return None
+            return None if self.rehearsal.repeats_itself() else Code.HOST_CODE_VARIES
         except RuntimeError:
             # Comparing takes memory as well.
             return Code.NO_MEMORY_FOR_PROOF
-        return Code.HOST_CODE_VARIES
 
 
 def _never(code: Code) -> Verdict:

@@ -7,26 +7,176 @@ word. So before a recording is used, the function runs once uncaptured on the in
 call (rehearsal.py). Then the graph, which was captured at poisoned placeholders and moved to
 the same inputs, has to reproduce that run: outputs, mutated inputs, and no trace on the
 poisoned pages (diagnose.py).
+
+Runs are compared by fingerprints of at most 64 KiB a tensor, so that the outputs of an
+uncaptured run can be freed before the graph is captured.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.placeholder import UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason
-from torch._inductor.pygraph.verify.fingerprint import (
-    Fingerprint,
-    fingerprint,
-    identical,
-    is_unwritten,
-    same,
-)
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+
+# Each tensor is summed in this many pieces. The elements left over are pieces of their own.
+CHUNKS = 1024
+
+# Elements that are summed at a time. A sum in a wider dtype converts its operand first,
+# which takes memory.
+MAX_ELEMENTS = 1 << 22
+
+# Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction
+# of the norm. NaN, the poison, is within no tolerance.
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+# Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
+# more. The graph may then differ by OWN_DIFFERENCES times the largest difference between
+# uncaptured runs, and by at most MAX_DIFFERENCE of the norm. Memory that the graph does not
+# write differs by all of the norm. A norm of nothing but errors differs by as much as those.
+OWN_DIFFERENCES = 8
+MAX_DIFFERENCE = {"total": 0.3, "signed": 0.3, "norm": 0.9}
+
+# Integer dtypes by element size. Not int64 for 8 bytes: sums wrap and weights are odd, so
+# that an even number of flipped signs would not be seen.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """
+    Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over.
+
+    Attributes:
+        bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight
+            depends on the place: the indices that a sort returns have the same plain sum
+            for any input.
+        sums: float64 [chunks] each, empty if the dtype has no TOLERANCE.
+            total: sums of the elements
+            signed: sums with some signs flipped. The gradient of a normalization always has
+            the plain sum zero.
+            norm: the L1 norm plus sqrt(number of elements) times the median of the chunks'
+            mean magnitudes. The second term is the error of a typical element: an element
+            that is almost zero is no more exact than others.
+    """
+
+    bits: torch.Tensor
+    sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    tolerance: float = 0.0
+
+
+def _dense(t: torch.Tensor) -> torch.Tensor:
+    """Return the elements as one contiguous dimension, without a copy if they are dense."""
+    t = t.resolve_conj().resolve_neg()
+    if torch.is_complex(t):
+        t = torch.view_as_real(t)
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        return t.as_strided((t.numel(),), (1,))
+    # reshape returns a view if the elements are at one distance.
+    return t.reshape(-1).contiguous()
+
+
+def fingerprint(t: torch.Tensor) -> Fingerprint:
+    flat = _dense(t.detach())
+    body = flat.numel() // CHUNKS * CHUNKS
+    pieces = [flat[:body].view(CHUNKS, -1)] if body else []
+    if body != flat.numel():
+        pieces.append(flat[body:].view(-1, 1))
+    if not pieces:
+        return Fingerprint(torch.empty(0, dtype=torch.int64, device=t.device))
+    as_bits = _BITS[flat.element_size()]
+    # An 8-byte element is two int32.
+    weights = _weights(2 * pieces[0].shape[1], t.device)
+    bits = _sums(pieces, lambda p: (b := p.view(as_bits).long()).mul_(weights[: b.shape[1]]).sum(1))
+    tolerance = TOLERANCE.get(flat.dtype)
+    if tolerance is None:
+        return Fingerprint(bits)
+    total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
+    signs = weights.sign().to(flat.dtype)
+    signed = _sums(pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64))
+    norm = _sums(pieces, lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64))
+    counts = torch.cat([norm.new_full((len(p),), p.shape[1]) for p in pieces])
+    of_element = (norm / counts)[norm.isfinite()]
+    if of_element.numel():
+        # The median, since a mask may hold a few elements that stand for minus infinity.
+        norm = norm + counts.sqrt() * of_element.median()
+    sums = {"total": total, "signed": signed, "norm": norm}
+    return Fingerprint(bits, sums, tolerance)
+
+
+def _weights(count: int, device: torch.device) -> torch.Tensor:
+    """Return odd int64 numbers that look random and are always the same (splitmix64)."""
+    weights = torch.arange(1, count + 1, device=device) * -0x61C8864680B583EB
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        weights = (weights ^ weights >> shift) * factor
+    return weights | 1
+
+
+def _sums(pieces: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return ``sums`` of the rows of each piece, computed for some rows at a time."""
+    return torch.cat([sums(r) for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))])
+
+
+def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
+    # The program may compute NaN, which equals itself only as bits.
+    return torch.equal(expected.bits, actual.bits)
+
+
+def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
+    """
+    Return whether both can be results of one function.
+
+    Args:
+        others: results of further uncaptured runs, which show how much it varies by itself
+    """
+    if identical(expected, actual):
+        return True
+    if not expected.sums or not actual.sums or expected.bits.shape != actual.bits.shape:
+        return False
+    norm = expected.sums["norm"]
+    allowed = expected.tolerance * norm
+    result = allowed.isfinite()
+    # A sum that cancels out is small beside the norm, and so is the sum of unwritten memory.
+    # The signed sum and the norm tell these apart.
+    for name, most in MAX_DIFFERENCE.items():
+        difference = (expected.sums[name] - actual.sums[name]).abs()
+        # NaN compares false, so a chunk with NaN in either is not within tolerance.
+        within = difference <= allowed
+        for other in others:
+            own = OWN_DIFFERENCES * (expected.sums[name] - other.sums[name]).abs().max()
+            within |= difference <= (most * norm).clamp(max=own)
+        result &= within
+    return bool(result.all())
+
+
+def as_bytes(t: torch.Tensor) -> torch.Tensor:
+    # With a version counter of its own: writing the bytes is no change that the program made.
+    return _dense(t.data).view(torch.uint8)
+
+
+def mark_unwritten(t: torch.Tensor) -> None:
+    """
+    Fill a tensor's memory with UNWRITTEN before a run.
+
+    A function may return memory that it never wrote (``torch.empty``), or wrote in part. The
+    rest has to be the same for the uncaptured run and for the graph.
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(t):
+        as_bytes(t).fill_(UNWRITTEN)
+
+
+def is_unwritten(t: torch.Tensor) -> bool:
+    # In pieces: comparing takes as much memory as it compares, and the first piece mostly
+    # tells.
+    return all(bool((some == UNWRITTEN).all()) for some in as_bytes(t).split(MAX_ELEMENTS))
 
 
 class Proof:
@@ -40,18 +190,11 @@ class Proof:
     """
 
     def __init__(
-        self,
-        inputs: Sequence[Any],
-        outputs: Sequence[Any],
-        mutated: Sequence[int],
-        unmarked: Sequence[int] = (),
+        self, inputs: Sequence[Any], outputs: Sequence[Any], mutated: Sequence[int], unmarked: Sequence[int] = ()
     ) -> None:
         self.mutated = list(mutated)
         self.unmarked = {i: outputs[i] for i in unmarked}
-        self.kinds = [
-            f"{o.dtype} {list(o.shape)}" if isinstance(o, torch.Tensor) else ""
-            for o in outputs
-        ]
+        self.kinds = [f"{o.dtype} {list(o.shape)}" if isinstance(o, torch.Tensor) else "" for o in outputs]
         self.outputs = [self._of_output(o) for o in outputs]
         self.inputs = [fingerprint(inputs[i]) for i in self.mutated]
 
@@ -67,18 +210,12 @@ class Proof:
 
         Attention returns them, and leaves them uninitialised if it draws nothing.
         """
-        return [
-            i
-            for i, t in self.unmarked.items()
-            if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)
-        ]
+        return [i for i, t in self.unmarked.items() if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)]
 
     def unwritten(self) -> list[int]:
         """Return the other unmarked outputs that the run did not write."""
         seeds = self.seeds()
-        return [
-            i for i, t in self.unmarked.items() if i not in seeds and is_unwritten(t)
-        ]
+        return [i for i, t in self.unmarked.items() if i not in seeds and is_unwritten(t)]
 
     def is_exact(self, actual: Proof) -> bool:
         """Return whether another run gave the same bits."""
@@ -104,10 +241,7 @@ class Proof:
         return None
 
     def _differing(
-        self,
-        actual: Proof,
-        matches: Callable[..., bool],
-        others: Sequence[Proof] = (),
+        self, actual: Proof, matches: Callable[..., bool], others: Sequence[Proof] = ()
     ) -> Iterator[tuple[str, int]]:
         skipped = [*actual.seeds(), *actual.unwritten()]
         for i, expected in enumerate(self.outputs):

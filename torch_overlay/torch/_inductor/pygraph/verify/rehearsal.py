@@ -1,17 +1,22 @@
-"""An uncaptured run of a function on the inputs that are about to be recorded."""
+"""
+An uncaptured run of a function on the inputs that are about to be recorded, and the state
+that it changes, saved so that the function can run again.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import pickle
+import random
+import sys
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.graph.memory import fill_free, OwnPool
-from torch._inductor.pygraph.graph.placeholder import UNWRITTEN
+from torch._inductor.pygraph.graph.placeholder import storage_extent, UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.verify.fingerprint import mark_unwritten
-from torch._inductor.pygraph.verify.proof import Proof
-from torch._inductor.pygraph.verify.state import HostGenerators, RngState, SavedInput
+from torch._inductor.pygraph.verify.proof import mark_unwritten, Proof
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -35,6 +40,94 @@ OTHER_RUNS = 3
 # second number is in bounds and has told by then, and the device fails for indices that are
 # out of bounds.
 FILLS = (0, 1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
+
+
+def write(t: torch.Tensor, values: torch.Tensor) -> None:
+    # A tensor that was made in inference mode can only be written there, but compiled code
+    # writes it anywhere. The version counter is the program's, so that it stays.
+    with torch.inference_mode():
+        t.data.copy_(values)
+
+
+class SavedInput:
+    """
+    A copy of the memory of an input, from its first element to its last.
+
+    It is saved as memory because an expanded or overlapping tensor cannot be written as a
+    tensor.
+    """
+
+    def __init__(self, t: torch.Tensor) -> None:
+        self.memory = self._memory(t).clone()
+
+    @staticmethod
+    def _memory(t: torch.Tensor) -> torch.Tensor:
+        return t.as_strided((storage_extent(t) // t.element_size(),), (1,))
+
+    def restore(self, t: torch.Tensor) -> None:
+        write(self._memory(t), self.memory)
+
+
+@dataclasses.dataclass(frozen=True)
+class RngState:
+    """States of the device's generators that a function may draw from."""
+
+    generators: list[torch.Generator]
+    states: list[torch.Tensor]
+
+    @classmethod
+    def save(cls, device_index: int, inputs: Sequence[Any]) -> RngState:
+        generators = [torch.cuda.default_generators[device_index]]
+        generators += [g for g in inputs if isinstance(g, torch.Generator)]
+        return cls(generators, [g.get_state() for g in generators])
+
+    def restore(self) -> None:
+        for generator, state in zip(self.generators, self.states):
+            generator.set_state(state)
+
+
+class HostGenerators:
+    """
+    States of the host's generators that a function may draw from.
+
+    An operator may draw its seed on the host. A graph would replay the seed that was drawn
+    while it was captured.
+    """
+
+    def __init__(self) -> None:
+        state = torch.get_rng_state()
+        # (setter, state, what states are compared by)
+        states: list[tuple[Callable[[Any], object], Any, object]] = [
+            (torch.set_rng_state, state, state.tolist()),
+            (random.setstate, state := random.getstate(), state),
+        ]
+        if (numpy := sys.modules.get("numpy.random")) is not None:
+            # legacy=False: the program may have set another bit generator.
+            state = numpy.get_state(legacy=False)
+            states.append((numpy.set_state, state, pickle.dumps(state)))
+        self.states = states
+
+    def equals(self, other: HostGenerators) -> bool:
+        return [key for *_, key in self.states] == [key for *_, key in other.states]
+
+    def restore(self) -> None:
+        for set_state, state, _ in self.states:
+            set_state(state)
+
+
+def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:
+    """
+    Return the outputs of an uncaptured run, copied where they lie in inputs of the pool.
+
+    A gradient may be written over an activation. To trees the activation is dead then, and
+    the next graphs write its memory.
+
+    Args:
+        addresses: of these inputs
+    """
+    return [
+        o.clone() if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in addresses else o for o in outputs
+    ]
 
 
 class Rehearsal:
@@ -75,9 +168,7 @@ class Rehearsal:
         mutated: Sequence[int],
         reused: OrderedSet[int],
     ) -> None:
-        written = OrderedSet(mutated) | OrderedSet(
-            i for i in reused if isinstance(inputs[i], torch.Tensor)
-        )
+        written = OrderedSet(mutated) | OrderedSet(i for i in reused if isinstance(inputs[i], torch.Tensor))
         self.model = model
         self.run = run
         self.device_index = device_index
@@ -114,13 +205,7 @@ class Rehearsal:
         for i, saved in self.before.items():
             saved.restore(inputs[i])
 
-    def _first_run(
-        self,
-        inputs: list[InputType],
-        inspect: Callable[[OutputType], list[int]],
-        *,
-        keep: bool,
-    ) -> None:
+    def _first_run(self, inputs: list[InputType], inspect: Callable[[OutputType], list[int]], *, keep: bool) -> None:
         outputs = self.run(list(inputs))
         self.unmarked = inspect(outputs)
         self.proof = Proof(inputs, outputs, self.mutated)
@@ -128,19 +213,13 @@ class Rehearsal:
             return
         # An output in the memory of a managed input must neither be restored with the input
         # nor keep it alive.
-        reused = OrderedSet(
+        reused = frozenset(
             t.untyped_storage().data_ptr()
-            for i, t in enumerate(inputs)
-            if isinstance(t, torch.Tensor) and self.inputs[i] is None
+            for t, kept in zip(inputs, self.inputs)
+            if isinstance(t, torch.Tensor) and kept is None
         )
         self.kept = (
-            [
-                o.clone()
-                if isinstance(o, torch.Tensor)
-                and o.untyped_storage().data_ptr() in reused
-                else o
-                for o in outputs
-            ],
+            apart(outputs, reused),
             {i: SavedInput(inputs[i]) for i in self.mutated},  # type: ignore[arg-type]
             RngState.save(self.device_index, inputs),
         )
@@ -162,16 +241,18 @@ class Rehearsal:
         (host if draws else seen).restore()
         return draws
 
-    def other_runs(self, inputs: list[InputType]) -> list[Proof]:
+    def results(self, outputs: Sequence[Any], unmarked: Sequence[int] = ()) -> Proof:
+        """Return the fingerprints of a run on ``inputs``, which may have been a graph's."""
+        return Proof(self.inputs, outputs, self.mutated, unmarked)
+
+    def _run_again(self, inputs: Sequence[Any], unmarked: Sequence[int] = ()) -> Proof:
+        # The outputs have no name, so that they are freed before the next run.
+        self._restore(inputs)
+        return Proof(inputs, self.run(list(inputs)), self.mutated, unmarked)
+
+    def other_runs(self, inputs: Sequence[Any]) -> list[Proof]:
         """Return the results of further runs. ``inputs`` are as the last run left them."""
-        found = []
-        for _ in range(OTHER_RUNS):
-            self._restore(inputs)
-            outputs = self.run(list(inputs))
-            found.append(Proof(inputs, outputs, self.mutated))
-            # The next run must not need memory beside these.
-            del outputs
-        return found
+        return [self._run_again(inputs) for _ in range(OTHER_RUNS)]
 
     def rerun(self) -> OutputType:
         """Return the outputs of the call, uncaptured, with its mutations and draws."""
@@ -210,8 +291,7 @@ class Rehearsal:
             found: list[torch.Tensor] = [outputs[i] for i in idxs]  # type: ignore[misc]
             addresses = [t.data_ptr() for t in found]
             if addresses == before:
-                result = Proof(self.inputs, outputs, self.mutated, idxs)
-                return len(result.unwritten()) < len(idxs)
+                return len(self.results(outputs, idxs).unwritten()) < len(idxs)
             before = addresses
             for t in found:
                 mark_unwritten(t)
@@ -231,17 +311,13 @@ class Rehearsal:
         """
         first: Proof | None = None
         found: OrderedSet[tuple[str, int]] = OrderedSet()
-        with (
-            cudagraph_trees.clear_cublas_manager(),
-            OwnPool(self.device_index) as own_pool,
-        ):
+        with cudagraph_trees.clear_cublas_manager(), OwnPool(self.device_index) as own_pool:
             # The later runs get the memory that this run takes.
             self.restore()
             self.run(list(self.inputs))
             for word in FILLS:
                 fill_free(own_pool.pool, self.device_index, word)
-                self.restore()
-                result = Proof(self.inputs, self.run(list(self.inputs)), self.mutated)
+                result = self._run_again(self.inputs)
                 first = first or result
                 found |= first.differing(result)
         return results <= found
@@ -251,18 +327,6 @@ class Rehearsal:
         Return whether the function gives the same bits in RERUNS further runs. False if
         there is no further run.
         """
-        if not self.can_rerun:
-            return False
-        for _ in range(RERUNS):
-            self.restore()
-            # The outputs have no name, so that they are freed before the next run.
-            if not self.proof.is_exact(
-                Proof(
-                    self.inputs,
-                    self.run(list(self.inputs)),
-                    self.mutated,
-                    self.unmarked,
-                )
-            ):
-                return False
-        return True
+        return self.can_rerun and all(
+            self.proof.is_exact(self._run_again(self.inputs, self.unmarked)) for _ in range(RERUNS)
+        )

@@ -183,7 +183,7 @@ PyObject* raw_stream(PyObject* self, void* /*closure*/) {
 }
 
 // set_without_trees(value): returns the value before; see without_trees in
-// trees/threads.py.
+// trees/manager.py.
 PyObject* set_without_trees(PyObject* /*module*/, PyObject* value) {
   return PyBool_FromLong(std::exchange(is_without_trees, value == Py_True));
 }

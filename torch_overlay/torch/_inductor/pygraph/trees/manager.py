@@ -1,0 +1,233 @@
+"""
+The trees of one thread: which threads may record and replay, their lock and stream order,
+questions about their recordings, and dropping recordings.
+
+Questions and drops are called with the manager's lock held, or while a node is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._inductor import cudagraph_trees
+from torch._inductor.cudagraph_trees import get_manager, is_live, thread_containers
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.native import TreeState
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import FunctionID
+    from torch._inductor.pygraph.trees.policy import GraphPolicy
+    from torch.cuda import _POOL_HANDLE
+
+
+class NoTrees(dict[int, Any]):
+    """The containers of a thread while it records; see without_trees."""
+
+
+def has_trees() -> bool:
+    """Return whether trees know this thread, so that it may record or replay a function."""
+    containers = thread_containers()
+    return containers is not None and not isinstance(containers, NoTrees)
+
+
+@contextlib.contextmanager
+def without_trees() -> Iterator[None]:
+    """
+    Hide trees from this thread while it records a function.
+
+    A custom operator of the function may call another compiled function. A replay of that
+    one would change the path that the recording is about to join, so it runs uncaptured.
+    """
+    local = cudagraph_trees.local
+    is_local = hasattr(local, "tree_manager_containers")
+    containers = thread_containers()
+    local.tree_manager_containers = NoTrees()
+    # Compiled code asks for the containers that autograd's threads share, not for these.
+    compiled = native.compiled
+    was_without = compiled is not None and compiled.set_without_trees(True)
+    try:
+        yield
+    finally:
+        if is_local:
+            local.tree_manager_containers = containers
+        else:
+            # This thread has them from the thread that autograd runs it for.
+            del local.tree_manager_containers
+        if compiled is not None:
+            compiled.set_without_trees(was_without)
+
+
+def manager_of(device_index: int) -> CUDAGraphTreeManager:
+    """
+    Return the calling thread's manager, which is made if there is none.
+
+    Replays read the generator's state from 16 bytes. They are allocated here, before the
+    manager's first capture: that capture would allocate them from the stream of graphs,
+    which has nothing else outside of the pool and would need a segment for them.
+    """
+    manager = get_manager(device_index, create_if_none_exists=False)
+    if manager is None:
+        with torch.cuda.device(device_index):
+            # The bytes live as long as a graph has them. This graph lives until the return.
+            graph = torch.cuda.CUDAGraph()
+            graph.register_generator_state(torch.cuda.default_generators[device_index])
+            manager = get_manager(device_index)
+    return manager
+
+
+class StreamOrder:
+    """
+    Order the launches of one manager, on whichever streams they are: its graphs use the same
+    memory, and a replay reads the generator's state where the next one sets it.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.stream: torch.cuda.Stream | None = None
+
+    def wait(self) -> None:
+        """
+        Make the current stream wait for the queue of the last launch's stream. The queue
+        includes an uncaptured backward that reads activations of the pool.
+        """
+        last, stream = self.stream, torch.cuda.current_stream(self.device_index)
+        if last is not None:
+            try:
+                with torch.cuda.stream(last):
+                    is_captured = torch.cuda.is_current_stream_capturing()
+                # If the program captures it, no launch is pending: the device was idle when
+                # the capture began. Waiting on an event of a capturing stream would pull the
+                # current stream into the capture.
+                if not is_captured:
+                    stream.wait_stream(last)
+            except RuntimeError:
+                # The program made the stream, and destroyed it.
+                torch.cuda.synchronize(self.device_index)
+        self.stream = stream
+
+
+_states: weakref.WeakKeyDictionary[CUDAGraphTreeManager, Any] = weakref.WeakKeyDictionary()
+
+
+def state_of(manager: CUDAGraphTreeManager) -> Any:
+    """Return the TreeState of a manager."""
+    state = _states.get(manager)
+    if state is None:
+        index = manager.device_index
+        state = TreeState(index, torch._C._cuda_getCurrentRawStream, StreamOrder(index).wait)
+        # Another thread may have added one.
+        state = _states.setdefault(manager, state)
+    return state
+
+
+def current_path(manager: CUDAGraphTreeManager) -> Iterator[CUDAGraphNode]:
+    """Yield the nodes of the current path, the last one first."""
+    node = manager.current_node
+    while node is not None:
+        yield node
+        node = node.parent
+
+
+def times_on_path(manager: CUDAGraphTreeManager, policy: GraphPolicy) -> int:
+    """Return how many nodes of the current path belong to a function."""
+    return sum(n.wrapped_function.pygraph is policy for n in current_path(manager))
+
+
+def recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> list[CUDAGraphNode]:
+    """Return the recordings of a function, and all nodes behind them in the tree."""
+    found = []
+
+    def find(children: dict[FunctionID, list[CUDAGraphNode]], *, follows: bool) -> None:
+        for id, nodes in children.items():
+            of_function = follows or id == function_id
+            for node in nodes:
+                if of_function:
+                    found.append(node)
+                find(node.children, follows=of_function)
+
+    find(manager.roots, follows=False)
+    return found
+
+
+def policies_around(manager: CUDAGraphTreeManager, function_id: FunctionID) -> OrderedSet[GraphPolicy] | None:
+    """
+    Return the policies of the other functions on the paths of a function's recordings.
+
+    Returns None if there is no recording: it was dropped together with the recording of a
+    function in front of it, and will be made anew.
+    """
+    found = recordings(manager, function_id)
+    if not found:
+        return None
+    return OrderedSet(
+        policy
+        for node in found
+        for on_path in node._path_from_root
+        if on_path.wrapped_function.id != function_id and (policy := on_path.wrapped_function.pygraph) is not None
+    )
+
+
+def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
+    """Drop the recordings of a function while none of them is on the current path."""
+    for node in recordings(manager, function_id):
+        node.remove_node_cached_tensors()
+        node.graph = None
+        siblings = manager.roots if node.parent is None else node.parent.children
+        siblings.pop(function_id, None)
+
+
+def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
+    """
+    Drop the recordings of a function that will not be replayed, and all nodes behind them.
+
+    The memory pool is freed with the last recording, once the caching allocator's cache is
+    emptied.
+
+    Returns False, and drops nothing, while one of these nodes has a live output, or is on a
+    path that has one.
+    """
+    found = recordings(manager, function_id)
+    last = manager.current_node
+    if last is not None:
+        if last.all_outputs_are_dead():
+            manager.current_node = None
+        elif any(node in found for node in last._path_from_root):
+            return False
+    if any(is_live(ref) for node in found for ref in node.outputs_weakrefs):
+        return False
+    drop(manager, function_id)
+    if not any(manager.roots.values()):
+        renew_pool(manager)
+    return True
+
+
+def empty_capture(device_index: int, stream: torch.cuda.Stream, pool: _POOL_HANDLE) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with (
+        # torch warns that the graph is empty.
+        warnings.catch_warnings(record=True),
+        torch.cuda.device(device_index),
+        torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+    ):
+        pass
+    return graph
+
+
+def renew_pool(manager: CUDAGraphTreeManager) -> None:
+    """
+    Exchange a pool that no graph uses, so that its segments can be freed.
+
+    A dropped graph, or a recording that failed, leaves segments in the pool.
+    """
+    pool = torch.cuda.graph_pool_handle()
+    manager.graph = empty_capture(manager.device_index, manager.stream, pool)
+    manager.cuda_graphs_thread_pool = pool
