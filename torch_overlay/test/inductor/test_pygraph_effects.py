@@ -7,6 +7,7 @@ import contextlib
 import io
 import logging
 import sys
+import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -145,6 +146,18 @@ def logged_inline(x):
     return logged_from(x) + logged_from(x + 1)
 
 
+def warns(x):
+    print("before")
+    warnings.warn(f"sum {x.sum()}")
+    warnings.warn("deprecated", DeprecationWarning)
+    print("after", x.mean(), UserWarning)
+    return x + 1
+
+
+def warns_inline(x):
+    return warns(x) + warns(x * 2)
+
+
 def result_of_print(x):
     r = print("r")
     return x + 1, r
@@ -152,6 +165,7 @@ def result_of_print(x):
 
 ONE_GRAPH = [plain, tensors, options, formatted, written_later, input_written_later, alias_written_later]
 ONE_GRAPH += [list_changed_later, inlined, in_loop, number_that_varies, under_no_grad, logged, logged_inline, result_of_print]
+ONE_GRAPH += [warns, warns_inline]
 
 
 # Programs that break the graph as without PyGraph
@@ -206,7 +220,29 @@ def log_with_keywords(x):
     return x + 1
 
 
-BREAKS = [to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
+def warning_behind_a_change(x):
+    BOX.seen.append(1)
+    warnings.warn("w")
+    return x + 1
+
+
+def warning_before_a_write(x):
+    warnings.warn("w")
+    x += 1
+    return x * 2
+
+
+class Other(UserWarning):
+    pass
+
+
+def warning_of_another_kind(x):
+    warnings.warn("w", Other)
+    warnings.warn("w", stacklevel=2)
+    return x + 1
+
+
+BREAKS = [warning_behind_a_change, warning_before_a_write, warning_of_another_kind, to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
 
 
 def around_a_break(x):
@@ -251,7 +287,10 @@ class EffectTest(TestCase):
         self.backend.start()
         self.addCleanup(self.backend.stop)
 
-    def observe(self, fn: Callable[..., Any], level: int = logging.INFO) -> list[Any]:
+    # How warnings are filtered.
+    action = "always"
+
+    def observe(self, fn: Callable[..., Any]) -> list[Any]:
         """What three calls print, log, return and raise."""
         seen: list[Any] = []
         BOX.__init__()
@@ -263,12 +302,18 @@ class EffectTest(TestCase):
             for call in range(3):
                 x = torch.arange(4.0) + call
                 BOX.step += 1
-                with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+                with (
+                    contextlib.redirect_stdout(text),
+                    contextlib.redirect_stderr(text),
+                    warnings.catch_warnings(record=True) as warned,
+                ):
+                    warnings.filterwarnings(self.action, module=__name__)
                     try:
                         result = fn(x)
                     except Exception as e:
                         result = type(e), str(e)
-                seen.append((result, x, BOX.step, [*BOX.seen]))
+                of_test = [(str(w.message), w.category, w.lineno) for w in warned if w.filename == __file__]
+                seen.append((result, x, BOX.step, [*BOX.seen], of_test))
         finally:
             log.removeHandler(handler)
         return [text.getvalue(), seen]
@@ -299,6 +344,17 @@ class EffectTest(TestCase):
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, counted, raises, raises_in_a_call)])
     def test_order(self, fn):
         self.check(fn)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (warns, warns_inline, *BREAKS[:2])])
+    @parametrize("action", ("error", "default", "ignore"))
+    def test_filter(self, fn, action):
+        self.action = action
+        globals().pop("__warningregistry__", None)
+        expected = self.observe(fn)
+        globals().pop("__warningregistry__", None)
+        seen, _ = self.observe_compiled(fn)
+        self.assertEqual(seen, expected)
+        self.assertEqual(isinstance(seen[1][0][0], tuple), action == "error")
 
     def test_gradients(self):
         """A tensor that is only printed has no part in the backward."""

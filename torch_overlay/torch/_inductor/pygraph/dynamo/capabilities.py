@@ -6,7 +6,7 @@ PyGraph extends the analysis of each frame:
 - items      the value of a 0-d CPU tensor becomes an input of the graph (items.py)
 - slices     a slice with tensor bounds breaks the graph where it is used (slices.py)
 - loops      the code before a loop that breaks the graph is compiled (obstacles.py)
-- effects    print and loggers are called behind the graph (effects.py), with ``config.pygraph_mend``
+- effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 

@@ -1,5 +1,5 @@
 """
-Calls of print and loggers behind the graph.
+Calls of print, loggers and warnings.warn behind the graph.
 
 Dynamo breaks the graph at these calls. PyGraph queues them, and bytecode makes them when the graph has run: in program
 order, with the values that the arguments had at the call, and with the file, line and function of the call site. A
@@ -9,6 +9,8 @@ graph break is such a point, too. Eager mode cannot be told from this if
   tensor that requires a gradient names its history, which compiled code changes
 - the rest of the graph does not raise for the values of its tensors: the text would be lost
 - no with statement or handler of exceptions is around the call
+- a warning that a filter makes an error finds what it would find: no object was changed before the call, since bytecode
+  changes objects last, and no input is written after it
 
 At other calls the graph breaks.
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import types
+import warnings
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -25,7 +28,7 @@ from torch._dynamo import variables
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
@@ -99,6 +102,7 @@ class Effect:
     """
     Attributes:
         code, instruction: where the call is
+        may_raise: the call may raise
         last: the graph's last node before the call
         versions: of the graph's inputs at the call
         makers: each returns an argument, given whether inputs were written since the call
@@ -107,6 +111,7 @@ class Effect:
 
     code: types.CodeType
     instruction: int
+    may_raise: bool
     last: torch.fx.Node
     versions: int
     texts: list[Text]
@@ -127,8 +132,9 @@ class Effects:
     ) -> VariableTracker | None:
         """Return what the call returns, or None if it cannot be made behind the graph."""
         values = [*args, *kwargs.values()]
+        warns = is_warning(fn, args, kwargs)
         if (
-            not is_effect(fn, kwargs)
+            not (is_effect(fn, kwargs) or (warns and not has_changed_objects(tx)))
             or not is_free(tx)
             or tx.instruction_pointer in broken(tx.f_code)
             or not all(has_text(tx, value) for value in values)
@@ -136,7 +142,8 @@ class Effects:
             return None
         output = tx.output
         graph = output.graph
-        effect = Effect(tx.f_code, tx.instruction_pointer, last_node(graph), versions_of(graph), [], [], [fn])
+        last, versions = last_node(graph), versions_of(graph)
+        effect = Effect(tx.f_code, tx.instruction_pointer, warns, last, versions, [], [], [fn])
         effect.makers = [self._snapshot(tx, value, effect.texts) for value in values]
         name = output.install_global("__effect", call_from(tx, len(args), tuple(kwargs)))
         output.root_tx.debug_locals.append((CallSite(name), effect.values))
@@ -182,8 +189,10 @@ class Effects:
         for effect in self.queue:
             written = versions_of(graph) != effect.versions
             leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
-            if any(t.value(written) is t.copy for t in leaves) or not all(
-                node in copies or is_total(node) for node in nodes_after(effect.last)
+            if (
+                (written and effect.may_raise)
+                or any(t.value(written) is t.copy for t in leaves)
+                or not all(node in copies or is_total(node) for node in nodes_after(effect.last))
             ):
                 broken(effect.code).add(effect.instruction)
                 raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
@@ -211,6 +220,39 @@ def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
             and not torch._dynamo.config.ignore_logging_functions
         )
     return False
+
+
+def is_warning(fn: VariableTracker, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> bool:
+    """Return whether a call warns with a text and, if at all, a category of Python's."""
+    if isinstance(fn, LazyVariableTracker):
+        fn = fn.realize()
+    if not isinstance(fn, variables.SkipFunctionVariable) or fn.value is not warnings.warn:
+        return False
+    if not args or not {"category"}.issuperset(kwargs):
+        return False
+    message, *categories = (value.realize() for value in (*args, *kwargs.values()))
+    is_text = isinstance(message, StringFormatVariable) or (
+        isinstance(message, variables.ConstantVariable) and type(message.value) is str
+    )
+    return is_text and all(map(is_category, categories))
+
+
+def is_category(value: VariableTracker) -> bool:
+    return (
+        isinstance(value, variables.BuiltinVariable)
+        and isinstance(category := value.as_python_constant(), type)
+        and issubclass(category, Warning)
+    )
+
+
+def has_changed_objects(tx: InstructionTranslatorBase) -> bool:
+    """Return whether bytecode changes objects of the caller behind the graph."""
+    side_effects = tx.output.side_effects
+    return any(
+        side_effects.is_modified(value)
+        and not isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        for value in side_effects.id_to_variable.values()
+    )
 
 
 def is_free(tx: InstructionTranslatorBase) -> bool:
@@ -244,6 +286,8 @@ def has_text(tx: InstructionTranslatorBase, value: VariableTracker, *, is_format
         value = value.realize()
     if type(value) is variables.ConstantVariable:
         return type(value.value) in PLAIN
+    if isinstance(value, variables.BuiltinVariable):
+        return is_category(value)
     if type(value) is variables.SymNodeVariable:
         return isinstance(value.sym_num, torch.SymInt)
     if type(value) is variables.TensorVariable:
