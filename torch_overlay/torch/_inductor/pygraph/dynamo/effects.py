@@ -260,6 +260,8 @@ def is_free(tx: InstructionTranslatorBase) -> bool:
     output = tx.output
     if (
         output.export
+        # Another process would not find the function that bytecode calls.
+        or output.package is not None
         or output.current_tracer is not output.root_tracer
         or torch._dynamo.config.nested_graph_breaks
         or torch._C._functorch.peek_interpreter_stack() is not None
