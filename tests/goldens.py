@@ -340,10 +340,12 @@ class Recording:
                 }
                 found["reasons"] = [codes_of(f) for f in report()]
 
+        from torch.testing._internal import modelled_cuda
+
         module = self.module
         memory: list[Any] = []
 
-        class Block(module.Block):
+        class Block(modelled_cuda.Block):
             def __init__(self, *args: Any) -> None:
                 super().__init__(*args)
                 # Else the host's allocator decides whether a new weight has the address of an earlier one, and so
@@ -355,7 +357,7 @@ class Recording:
         with (
             # Tests end with their counters.
             contextlib.redirect_stdout(io.StringIO()),
-            mock.patch.object(module, "Block", Block),
+            mock.patch.object(modelled_cuda, "Block", Block),
             mock.patch.multiple(timing, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
             mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):

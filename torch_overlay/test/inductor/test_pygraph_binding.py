@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import itertools
 import math
 import mmap
@@ -54,473 +53,30 @@ from torch.testing._internal.common_utils import (
     parametrize,
     subtest,
 )
+from torch.testing._internal.modelled_cuda import (
+    cu,
+    EXECUTABLE,
+    GRAPH,
+    INDIRECT_FUNCTION,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    modelled_driver,
+    Node,
+    PRELUDE_FUNCTION,
+    u64,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-try:
-    from cuda.bindings import driver as cu
-except ImportError:
-    cu = None
+    from collections.abc import Iterator, Sequence
 
 needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
 needs_compiled = unittest.skipIf(native.compiled is None, "requires _replay")
 
-GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
-DEVICE_NODE, PRELUDE_FUNCTION, INDIRECT_FUNCTION = 0xD0000, 0x40000, 0x60000
-LAUNCH_PARAM_BUFFER_SIZE = 2
-
-
-def u64(*values: int) -> bytes:
-    return struct.pack(f"<{len(values)}Q", *[v % (1 << 64) for v in values])
-
-
-@dataclasses.dataclass
-class Node:
-    "A node of the modelled graph that holds no address, or hides it."
-
-    kind: str
-
-    @property
-    def type(self) -> Any:
-        return getattr(cu.CUgraphNodeType, f"CU_GRAPH_NODE_TYPE_{self.kind}")
-
-
-class KernelNode(Node):
-    """
-    Args:
-        parameters: bytes of each; of natural alignment, up to eight bytes
-        packed: launched with ``extra``, as one block
-        kern: ``func`` is null, as for kernels of a cuLibrary
-    """
-
-    def __init__(
-        self, *parameters: bytes, packed: bool = False, kern: bool = False
-    ) -> None:
-        super().__init__("KERNEL")
-        self.parameters = list(parameters)
-        self.packed = packed
-        self.kern = kern
-        self.layout: list[tuple[int, int]] = []
-        end = 0
-        for parameter in parameters:
-            size = len(parameter)
-            alignment = min(8, size & -size) or 1
-            start = -(-end // alignment) * alignment
-            self.layout.append((start, size))
-            end = start + size
-        self.nbytes = end
-
-    def block(self, parameters: Sequence[bytes]) -> bytes:
-        block = bytearray(b"\xcc" * self.nbytes)
-        for (start, size), parameter in zip(self.layout, parameters):
-            block[start : start + size] = parameter
-        return bytes(block)
-
-    def params(self, handle: int) -> Any:
-        params = cu.CUDA_KERNEL_NODE_PARAMS()
-        if self.kern:
-            params.kern = cu.CUkernel(handle + 0x10000)
-        else:
-            params.func = cu.CUfunction(handle + 0x20000)
-        params.gridDimX, params.blockDimX, params.sharedMemBytes = 7, 128, 4096
-        if self.packed:
-            block = self.block(self.parameters)
-            memory = ctypes.create_string_buffer(block, len(block))
-            size = ctypes.c_size_t(len(block))
-            extra = (ctypes.c_void_p * 5)(
-                LAUNCH_PARAM_BUFFER_SIZE,
-                ctypes.addressof(size),
-                binding.LAUNCH_PARAM_BUFFER_POINTER,
-                ctypes.addressof(memory),
-                binding.LAUNCH_PARAM_END,
-            )
-            params.extra = ctypes.addressof(extra)
-            self.memory = (memory, size, extra)
-        else:
-            buffers = [ctypes.create_string_buffer(p, len(p)) for p in self.parameters]
-            pointers = (ctypes.c_void_p * max(len(buffers), 1))(
-                *map(ctypes.addressof, buffers)
-            )
-            params.kernelParams = ctypes.addressof(pointers)
-            self.memory = (buffers, pointers)
-        return params
-
-
-class PreludeNode(KernelNode):
-    "What prelude.SOURCE does, on memory of the host."
-
-    def __init__(self, *parameters: bytes, threads: int) -> None:
-        super().__init__(*parameters)
-        self.threads = threads
-
-    def writes(self, parameters: list[bytes]) -> Iterator[tuple[int, int, int]]:
-        "(target, offset, value)"
-        rows, first, _, (targets,) = (
-            struct.unpack("<Q" if len(p) == 8 else "<i", p) for p in parameters[:4]
-        )
-        words = struct.unpack(f"<{len(parameters[4]) // 8}Q", parameters[4])
-        if targets > self.threads:
-            raise AssertionError("too few threads")
-        starts = (ctypes.c_int32 * (targets + 1)).from_address(*first)
-        seen = set()
-        for i in range(targets):
-            table = (ctypes.c_int64 * (4 * starts[targets])).from_address(*rows)
-            for k in range(starts[i], starts[i + 1]):
-                target, offset, word, delta = table[4 * k : 4 * k + 4]
-                if (target, i) not in seen and target in {t for t, _ in seen}:
-                    raise AssertionError("two threads for one target")
-                seen.add((target, i))
-                yield target, offset, (words[word] + delta) % (1 << 64)
-
-
-class MemcpyNode(Node):
-    "A copy of one row between device addresses, or from host memory."
-
-    def __init__(
-        self, dst: int, src: int | bytes, nbytes: int | None = None
-    ) -> None:
-        super().__init__("MEMCPY")
-        self.dst = dst
-        self.src = src
-        self.nbytes = nbytes if nbytes is not None else len(src)
-
-    def params(self, handle: int) -> Any:
-        params = cu.CUDA_MEMCPY3D()
-        if isinstance(self.src, bytes):
-            self.host = ctypes.create_string_buffer(self.src, len(self.src))
-            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
-            params.srcHost = ctypes.addressof(self.host)
-        else:
-            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-            params.srcDevice = cu.CUdeviceptr(self.src)
-        params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        params.dstDevice = cu.CUdeviceptr(self.dst)
-        params.WidthInBytes, params.Height, params.Depth = self.nbytes, 1, 1
-        return params
-
-
-class MemsetNode(Node):
-    def __init__(self, dst: int) -> None:
-        super().__init__("MEMSET")
-        self.dst = dst
-
-    def params(self, handle: int) -> Any:
-        params = cu.CUDA_MEMSET_NODE_PARAMS()
-        params.dst = cu.CUdeviceptr(self.dst)
-        params.value, params.elementSize, params.width, params.height = 9, 4, 64, 1
-        return params
-
-
-class ModelledDriver:
-    """
-    The part of cuda.bindings.driver that placeholders and binding call.
-
-    Attributes:
-        nodes: of the one graph, made before a NodeUpdateBinding is; a handle is an index
-        held: by the executable graph, for each node: for a kernel the bytes of each
-            parameter, for a copy its two addresses, for a memset its one
-        sets: the nodes that were set, in order
-        refused: nodes that cannot be set; what they hold then is unknown
-        failing: a call that fails
-        edges: (node, a node behind it); captured nodes are in a row
-        updatable: nodes that can be set from the device, in the order of their handles
-        stubborn: nodes that cannot become updatable
-        replaced: for nodes that were given another kernel shared memory and parameters
-    """
-
-    def __init__(self, nodes: Sequence[Node] = ()) -> None:
-        self.nodes = list(nodes)
-        self.sets: list[int] = []
-        self.refused: set[int] = set()
-        self.failing: str | None = None
-        self.functions: list[Any] = []
-        self.pages: list[tuple[Any, bytearray]] = []
-        self.reserved: list[tuple[int, int]] = []
-        self.hints: list[int] = []
-        self.mapped: dict[int, int] = {}
-        self.accessible: list[tuple[int, int]] = []
-        self.occupied: list[tuple[int, int]] = []
-        if cu is not None:
-            self.success = cu.CUresult.CUDA_SUCCESS
-            self.invalid = cu.CUresult.CUDA_ERROR_INVALID_VALUE
-        self.held: list[Any] = [self._captured(i) for i in range(len(self.nodes))]
-        self.edges = [(i, i + 1) for i in range(len(self.nodes) - 1)]
-        self.updatable: list[int] = []
-        self.stubborn: set[int] = set()
-        self.replaced: dict[int, tuple[int, list[bytes]]] = {}
-
-    def __getattribute__(self, name: str) -> Any:
-        # Structs and enums are CU*, calls are cu*.
-        if name.startswith("CU"):
-            return getattr(cu, name)
-        if name.startswith("cu") and name == self.failing:
-            return lambda *args: (cu.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None)
-        return super().__getattribute__(name)
-
-    def _captured(self, i: int) -> Any:
-        node = self.nodes[i]
-        if isinstance(node, KernelNode):
-            return list(node.parameters)
-        if isinstance(node, (MemcpyNode, MemsetNode)):
-            return self._addresses(node.params(i))
-        return None
-
-    # Graphs
-
-    def cuGraphGetNodes(self, graph: Any, count: int = 0) -> Any:
-        if int(graph) != GRAPH:
-            return self.invalid, None, 0
-        nodes = [cu.CUgraphNode(i) for i in range(count)]
-        return self.success, nodes, count or len(self.nodes)
-
-    def cuGraphNodeGetType(self, node: Any) -> Any:
-        return self.success, self.nodes[int(node)].type
-
-    def _get_params(self, node: Any) -> Any:
-        return self.success, self.nodes[int(node)].params(int(node))
-
-    cuGraphKernelNodeGetParams = _get_params
-    cuGraphMemcpyNodeGetParams = _get_params
-    cuGraphMemsetNodeGetParams = _get_params
-
-    def cuKernelGetFunction(self, kern: Any) -> Any:
-        return self.success, cu.CUfunction(int(kern) + 0x10000)
-
-    def cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
-        if int(function) >= INDIRECT_FUNCTION:
-            layout = self.nodes[int(function) - INDIRECT_FUNCTION].layout
-        elif int(function) - PRELUDE_FUNCTION in CAPACITIES:
-            words = 8 * (int(function) - PRELUDE_FUNCTION)
-            layout = [(0, 8), (8, 8), (16, 8), (24, 4), (32, words)]
-        else:
-            layout = self.nodes[int(function) - 0x20000].layout
-        if index >= len(layout):
-            return self.invalid, 0, 0
-        return self.success, *layout[index]
-
-    def cuFuncGetName(self, function: Any) -> Any:
-        return self.success, f"kernel_{int(function) - 0x20000}".encode()
-
-    def cuGraphGetRootNodes(self, graph: Any, count: int = 0) -> Any:
-        behind = {b for _, b in self.edges}
-        roots = [i for i in range(len(self.nodes)) if i not in behind]
-        return self.success, [cu.CUgraphNode(i) for i in roots[:count]], len(roots)
-
-    def cuGraphAddKernelNode(
-        self, graph: Any, behind: list[Any], count: int, params: Any
-    ) -> Any:
-        if int(graph) != GRAPH or count != len(behind):
-            return self.invalid, None
-        grid = (params.gridDimX, params.gridDimY, params.gridDimZ)
-        block = (params.blockDimX, params.blockDimY, params.blockDimZ)
-        if 0 in grid or 0 in block:
-            return self.invalid, None
-        new = len(self.nodes)
-        values = [
-            bytes(value) for _, value in binding.kernel_parameters(params)
-        ]
-        self.nodes.append(PreludeNode(*values, threads=grid[0] * block[0]))
-        self.held.append(self._captured(new))
-        self.edges += [(int(node), new) for node in behind]
-        return self.success, cu.CUgraphNode(new)
-
-    def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
-        at = int(params.func) - INDIRECT_FUNCTION
-        if int(node) in self.refused or int(node) not in range(len(self.nodes)):
-            return (self.invalid,)
-        layout = self.nodes[at].layout
-        pointers = (ctypes.c_void_p * len(layout)).from_address(params.kernelParams)
-        self.replaced[int(node)] = params.sharedMemBytes, [
-            ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, layout)
-        ]
-        return (self.success,)
-
-    def cuGraphAddDependencies(
-        self, graph: Any, froms: list[Any], tos: list[Any], *edges_and_count: Any
-    ) -> Any:
-        if edges_and_count != (None, len(froms)) or len(froms) != len(tos):
-            return (self.invalid,)
-        self.edges += [(int(a), int(b)) for a, b in zip(froms, tos)]
-        return (self.success,)
-
-    def cuGraphKernelNodeSetAttribute(self, node: Any, which: Any, value: Any) -> Any:
-        if int(node) in self.stubborn or int(node) in self.updatable:
-            return (self.invalid,)
-        if value.deviceUpdatableKernelNode.deviceUpdatable != 1:
-            return (self.invalid,)
-        self.updatable.append(int(node))
-        return (self.success,)
-
-    def cuGraphKernelNodeGetAttribute(self, node: Any, which: Any) -> Any:
-        value = cu.CUkernelNodeAttrValue()
-        handle = DEVICE_NODE + self.updatable.index(int(node))
-        value.deviceUpdatableKernelNode.devNode = cu.CUgraphDeviceNode(handle)
-        return self.success, value
-
-    def run_preludes(self) -> None:
-        "What they do at the start of a launch, each behind those that it depends on."
-        for i, node in enumerate(self.nodes):
-            if isinstance(node, PreludeNode):
-                for target, offset, value in node.writes(self.held[i]):
-                    if offset < 0:
-                        ctypes.c_uint64.from_address(target).value = value
-                        continue
-                    held = self.held[at := self.updatable[target - DEVICE_NODE]]
-                    k, (start, _) = max(
-                        (k, place)
-                        for k, place in enumerate(self.nodes[at].layout)
-                        if place[0] <= offset
-                    )
-                    held[k] = (
-                        held[k][: offset - start]
-                        + u64(value)
-                        + held[k][offset - start + 8 :]
-                    )
-
-    def cuCtxGetCurrent(self) -> Any:
-        return self.success, cu.CUcontext(CONTEXT)
-
-    def _set(self, executable: Any, node: Any, read: Callable[[Node], Any]) -> Any:
-        i = int(node)
-        if int(executable) != EXECUTABLE:
-            return (self.invalid,)
-        self.sets.append(i)
-        if i in self.refused:
-            self.held[i] = None
-            return (self.invalid,)
-        self.held[i] = read(self.nodes[i])
-        return (self.success,)
-
-    def cuGraphExecKernelNodeSetParams(
-        self, executable: Any, node: Any, params: Any
-    ) -> Any:
-        def read(kernel: Node) -> list[bytes]:
-            function = int(params.func) or int(params.kern) + 0x10000
-            if function - 0x20000 != int(node):
-                raise AssertionError("another kernel")
-            if not params.kernelParams or params.extra:
-                raise AssertionError("either kernelParams or extra")
-            if (params.gridDimX, params.blockDimX, params.sharedMemBytes) != (7, 128, 4096):
-                raise AssertionError("another launch")
-            layout = kernel.layout
-            pointers = (ctypes.c_void_p * len(layout)).from_address(params.kernelParams)
-            return [
-                ctypes.string_at(pointer, size)
-                for pointer, (_, size) in zip(pointers, layout)
-            ]
-
-        return self._set(executable, node, read)
-
-    def _addresses(self, params: Any) -> tuple[int, ...]:
-        if isinstance(params, cu.CUDA_MEMSET_NODE_PARAMS):
-            if (params.value, params.elementSize, params.width) != (9, 4, 64):
-                raise AssertionError("another memset")
-            return (int(params.dst),)
-        if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
-            return int(params.dstDevice), int(params.srcHost)
-        return int(params.dstDevice), int(params.srcDevice)
-
-    def cuGraphExecMemcpyNodeSetParams(
-        self, executable: Any, node: Any, params: Any, context: Any
-    ) -> Any:
-        if int(context) != CONTEXT:
-            return (self.invalid,)
-        return self._set(executable, node, lambda _: self._addresses(params))
-
-    def cuGraphExecMemsetNodeSetParams(
-        self, executable: Any, node: Any, params: Any, context: Any
-    ) -> Any:
-        return self.cuGraphExecMemcpyNodeSetParams(executable, node, params, context)
-
-    # The same, as compiled code calls it.
-
-    def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> Any:
-        struct, *contexts = {
-            b"cuGraphExecKernelNodeSetParams": (cu.CUDA_KERNEL_NODE_PARAMS,),
-            b"cuGraphExecMemcpyNodeSetParams": (cu.CUDA_MEMCPY3D, cu.CUcontext),
-            b"cuGraphExecMemsetNodeSetParams": (
-                cu.CUDA_MEMSET_NODE_PARAMS,
-                cu.CUcontext,
-            ),
-        }[name]
-        set_params = getattr(self, name.decode())
-
-        def called(executable: int, node: int | None, params: int, *rest: int) -> int:
-            # Of a null pointer, ctypes makes None.
-            context = [t(c) for t, c in zip(contexts, rest)]
-            (status,) = set_params(executable, node or 0, struct(params), *context)
-            return int(status)
-
-        arguments = [ctypes.c_void_p] * (3 + len(contexts))
-        function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(called)
-        self.functions.append(function)
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        found = cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
-        return self.success, address, found
-
-    # Memory
-
-    def cuMemCreate(self, nbytes: int, prop: Any, flags: int) -> Any:
-        self.pages.append((prop, bytearray(nbytes)))
-        return self.success, cu.CUmemGenericAllocationHandle(len(self.pages) - 1)
-
-    def cuMemAddressReserve(
-        self, nbytes: int, alignment: int, hint: Any, flags: int
-    ) -> Any:
-        start = int(hint)
-        self.hints.append(start)
-        if nbytes % PAGE_BYTES or start % PAGE_BYTES:
-            return self.invalid, None
-        for low, high in sorted(self.reserved + self.occupied):
-            if start < high and low < start + nbytes:
-                start = high
-        self.reserved.append((start, start + nbytes))
-        return self.success, cu.CUdeviceptr(start)
-
-    def cuMemMap(
-        self, address: int, nbytes: int, offset: int, handle: Any, flags: int
-    ) -> Any:
-        low_high = [r for r in self.reserved if r[0] <= address < r[1]]
-        if not low_high or nbytes != PAGE_BYTES or offset or address in self.mapped:
-            return (self.invalid,)
-        self.mapped[int(address)] = int(handle)
-        return (self.success,)
-
-    def cuMemSetAccess(
-        self, address: int, nbytes: int, descs: list[Any], count: int
-    ) -> Any:
-        pages = range(address, address + nbytes, PAGE_BYTES)
-        if not all(page in self.mapped for page in pages) or count != len(descs):
-            return (self.invalid,)
-        self.accessible.append((address, address + nbytes))
-        return (self.success,)
-
-    def tensor_at(self, address: int, like: torch.Tensor, device: int) -> torch.Tensor:
-        "Of bytes on the page that is mapped there."
-        low = address // PAGE_BYTES * PAGE_BYTES
-        if not any(start <= low < end for start, end in self.accessible):
-            raise AssertionError("no access")
-        _, page = self.pages[self.mapped[low]]
-        return torch.frombuffer(
-            page, dtype=like.dtype, count=like.numel(), offset=address - low
-        )
-
-
-@contextlib.contextmanager
-def modelled(*nodes: Node) -> Iterator[ModelledDriver]:
-    model = ModelledDriver(nodes)
-    with contextlib.ExitStack() as stack:
-        for module in (driver, binding, placeholder, prelude, table):
-            stack.enter_context(mock.patch.object(module, "bindings", lambda: model))
-        stack.enter_context(mock.patch.object(placeholder, "tensor_at", model.tensor_at))
-        yield model
-
-
 def place(*sizes: int, alignment: int = MAX_ALIGNMENT) -> PlaceholderMap:
-    with modelled():
+    with modelled_driver():
         requests = [(nbytes, alignment) for nbytes in sizes]
         return PlaceholderMap(PlaceholderArena(0, 0xFF).place(requests))
 
@@ -577,7 +133,7 @@ class BindingTest(TestCase):
 
     @contextlib.contextmanager
     def bound(self, places: PlaceholderMap, *nodes: Node) -> Iterator[Any]:
-        with modelled(*nodes) as model:
+        with modelled_driver(*nodes) as model:
             yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places)
 
     @parametrize("packed", (False, True))
@@ -870,7 +426,7 @@ class BindingTest(TestCase):
             MemcpyNode(OTHER, address, 64),
             MemsetNode(address),
         )
-        with modelled(*nodes) as model:
+        with modelled_driver(*nodes) as model:
             model.failing = call
             with self.assertRaisesRegex(DriverError, "CUDA_ERROR_OUT_OF_MEMORY"):
                 NodeUpdateBinding(GRAPH, EXECUTABLE, places)
@@ -941,7 +497,7 @@ class CompiledBindingTest(BindingTest):
     def test_driver_without_the_functions(self):
         places = place(64)
         address = places.placeholders[0].address
-        with modelled(KernelNode(u64(address))) as model:
+        with modelled_driver(KernelNode(u64(address))) as model:
             model.failing = "cuGetProcAddress"
             bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places)
             self.assertIsInstance(bound.nodes, binding.Nodes)
@@ -1004,7 +560,7 @@ class RandomGraphTest(TestCase):
     @settings(deadline=None, max_examples=150)
     @given(graphs, calls)
     def test_executable_graph_holds_the_inputs(self, graph, calls):
-        with modelled():
+        with modelled_driver():
             near, far = (
                 PlaceholderArena(0, poison).place([(n, MAX_ALIGNMENT) for n in sizes])
                 for poison, sizes in ((0xFF, SIZES[:2]), (0, SIZES[2:]))
@@ -1047,7 +603,7 @@ class RandomGraphTest(TestCase):
                 nodes.append(MemcpyNode(*held, 64))
             else:
                 nodes.append(MemsetNode(*held))
-        with modelled(*nodes) as model:
+        with modelled_driver(*nodes) as model:
             bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places)
             last, current, failed = captured, captured, False
             for given_pointers, refused in calls:
@@ -1096,7 +652,7 @@ class PreludeTest(TestCase):
     def bound(self, places, *nodes, stubborn=(), table=None):
         functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
         with (
-            modelled(*nodes) as model,
+            modelled_driver(*nodes) as model,
             mock.patch.object(prelude, "_kernels", lambda *args: functions),
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
@@ -1124,7 +680,7 @@ class PreludeTest(TestCase):
         (x,) = (p.address for p in places.placeholders)
         reading = prelude.PAYS_FROM_KERNELS - others
         nodes = [KernelNode(u64(x))] * reading + [KernelNode(u64(OTHER)), MemcpyNode(x, OTHER, 64)]
-        with modelled(*nodes) as model:
+        with modelled_driver(*nodes) as model:
             self.assertEqual(prelude.prelude_pays(GRAPH, places), not others)
             self.assertEqual((model.updatable, len(model.nodes)), ([], reading + 2))
 
@@ -1210,7 +766,7 @@ class PreludeTest(TestCase):
     def test_offset_that_aligns_better(self):
         places = place(64, alignment=16)
         (x,) = (p.address for p in places.placeholders)
-        with modelled(KernelNode(u64(x)), KernelNode(u64(x + 16))) as model:
+        with modelled_driver(KernelNode(u64(x)), KernelNode(u64(x + 16))) as model:
             with self.assertRaisesRegex(RefusedError, "less aligned"):
                 Prelude(GRAPH, places, 0)
             self.assertEqual((model.updatable, len(model.nodes)), ([], 2))
@@ -1219,7 +775,7 @@ class PreludeTest(TestCase):
         places = place(64)
         (x,) = (p.address for p in places.placeholders)
         with (
-            modelled(KernelNode(u64(x))) as model,
+            modelled_driver(KernelNode(u64(x))) as model,
             mock.patch.object(prelude, "_kernels", side_effect=PreludeUnavailable("no")),
         ):
             with self.assertRaisesRegex(PreludeUnavailable, "no"):
@@ -1235,7 +791,7 @@ class PreludeTest(TestCase):
         (x,) = (p.address for p in places.placeholders)
         functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
         with (
-            modelled(KernelNode(u64(x))) as model,
+            modelled_driver(KernelNode(u64(x))) as model,
             mock.patch.object(prelude, "_kernels", lambda *args: functions),
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
@@ -1282,7 +838,7 @@ class PreludeTest(TestCase):
             return functions
 
         with (
-            modelled(*nodes) as model,
+            modelled_driver(*nodes) as model,
             mock.patch.object(prelude, "_kernels", kernels),
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
@@ -1306,7 +862,7 @@ class PreludeTest(TestCase):
         st.sets(st.integers(0, 7)),
     )
     def test_random_graphs(self, graph, moves, stubborn):
-        with modelled():
+        with modelled_driver():
             places = PlaceholderMap(
                 PlaceholderArena(0, 0xFF).place([(n, MAX_ALIGNMENT) for n in SIZES])
             )
@@ -1349,7 +905,7 @@ class TableTest(TestCase):
             return torch.empty(count, dtype=dtype)
 
         with (
-            modelled(*nodes) as model,
+            modelled_driver(*nodes) as model,
             mock.patch.object(table, "compile_indirect", compile_indirect),
             mock.patch.object(
                 table,
@@ -1505,7 +1061,7 @@ class PlaceholderTest(TestCase):
         ),
     )
     def test_place(self, requests):
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, 0xFF)
             placed = arena.place(requests)
             self.assertEqual(len(placed), len(requests))
@@ -1530,12 +1086,12 @@ class PlaceholderTest(TestCase):
                     self.assertEqual(places.find(p.address + offset), (k, offset))
 
     def test_no_sizes(self):
-        with modelled() as model:
+        with modelled_driver() as model:
             self.assertEqual(PlaceholderArena(0, 0).place([]), [])
             self.assertEqual((model.pages, model.reserved), ([], []))
 
     def test_next_recording_uses_the_range_again(self):
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, 0xFF)
             first = arena.place([(4096, 16), (100, 16)])
             self.assertEqual(arena.place([(4096, 16), (100, 16)]), first)
@@ -1545,7 +1101,7 @@ class PlaceholderTest(TestCase):
 
     def test_growth(self):
         "A larger range is reserved elsewhere; the page stays the only one."
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, 0xFF)
             arena.place([(64, 16)])
             (large,) = arena.place([(64 << 20, 16)])
@@ -1560,7 +1116,7 @@ class PlaceholderTest(TestCase):
         "The one with the smaller range may be the last to have it."
         first, second = threading.Event(), threading.Event()
         placed = []
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, 0xFF)
             set_access = model.cuMemSetAccess
 
@@ -1586,7 +1142,7 @@ class PlaceholderTest(TestCase):
 
     @parametrize("device_index", (0, 3))
     def test_page_is_of_the_device(self, device_index):
-        with modelled() as model:
+        with modelled_driver() as model:
             PlaceholderArena(device_index, 0).place([(64, 16)])
             ((prop, _),) = model.pages
             self.assertEqual(prop.location.id, device_index)
@@ -1595,7 +1151,7 @@ class PlaceholderTest(TestCase):
             )
 
     def test_hint(self):
-        with modelled() as model:
+        with modelled_driver() as model:
             nan, zero = PlaceholderArena(0, 0xFF), PlaceholderArena(0, 0)
             placed = nan.place([(64, 16)]) + zero.place([(64, 16)])
             self.assertEqual([p.start for p in placed], model.hints)
@@ -1605,7 +1161,7 @@ class PlaceholderTest(TestCase):
                 self.assertGreaterEqual(p.address.bit_count(), 10)
 
     def test_hint_is_no_promise(self):
-        with modelled() as model:
+        with modelled_driver() as model:
             taken = placeholder.ADDRESS_HINT
             model.occupied = [(taken, taken + (1 << 30))]
             (p,) = PlaceholderArena(0, 0).place([(64, 16)])
@@ -1615,7 +1171,7 @@ class PlaceholderTest(TestCase):
         "call", ("cuMemCreate", "cuMemAddressReserve", "cuMemMap", "cuMemSetAccess")
     )
     def test_driver_fails(self, call):
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, 0xFF)
             model.failing = call
             with self.assertRaisesRegex(DriverError, "CUDA_ERROR_OUT_OF_MEMORY"):
@@ -1628,18 +1184,18 @@ class PlaceholderTest(TestCase):
 
     @parametrize("poison", (0, 0xFF))
     def test_damage(self, poison):
-        with modelled() as model:
+        with modelled_driver() as model:
             arena = PlaceholderArena(0, poison)
             self.assertFalse(arena.take_damage())
             arena.place([(4 * PAGE_BYTES, 16)])
             _, page = model.pages[0]
             # Compared whole: assertEqual would look at each byte.
-            self.assertTrue(page == bytes([poison]) * PAGE_BYTES)
+            self.assertTrue(page[:] == bytes([poison]) * PAGE_BYTES)
             self.assertFalse(arena.take_damage())
             for at, value in itertools.product((0, 4097, PAGE_BYTES - 1), (1, 0x80, 0x7F)):
                 page[at] = value
                 self.assertTrue(arena.take_damage())
-                self.assertTrue(page == bytes([poison]) * PAGE_BYTES)
+                self.assertTrue(page[:] == bytes([poison]) * PAGE_BYTES)
                 self.assertFalse(arena.take_damage())
             page[:] = bytes([0x55]) * PAGE_BYTES
             self.assertTrue(arena.take_damage())

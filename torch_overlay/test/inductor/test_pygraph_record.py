@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import gc
 import itertools
 import random
-import re
 import tempfile
 import threading
 import types
@@ -33,17 +31,12 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import config, cudagraph_trees as trees, utils as inductor_utils
-from torch._inductor.cudagraph_utils import PlaceholderInfo
+from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.pygraph.capture import allocation, bound, collectives, copying
-from torch._inductor.pygraph.graph import placeholder
+from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
-    Placeholder,
-    PlaceholderMap,
-    round_up,
-    storage_extent,
     tensor_at,
 )
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
@@ -51,826 +44,39 @@ from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import deploy, selection, store, timing
 from torch._inductor.pygraph.trees.manager import drop, policies_around, state_of
 from torch._inductor.pygraph.types import candidate
-from torch._inductor.pygraph.types.partition import Input, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values import deliver
-from torch._inductor.pygraph.verify import diagnose, proof, rehearsal
-from torch._inductor.pygraph.verify.proof import Proof
+from torch._inductor.pygraph.verify import diagnose, rehearsal
 from torch._inductor.pygraph.verify.rehearsal import HostGenerators, SavedInput
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import run_tests
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.testing._internal.modelled_cuda import (
+    ModelledGraph,
+    ModelledStream,
+    on_host,
+)
+from torch.testing._internal.pygraph_functions import (
+    Deployed,
+    HeldByAutograd,
+    HeldByName,
+    hiding,
+    mul,
+    new_generation,
+    Ranks,
+    RecordTestCase,
+    sin,
+)
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 
-GUARD_BYTES = 256
-
-ALLOCATOR = "empty_strided_cuda"
-
-# By the beginning of an input's name. What has another one is saved by the forward.
-ORIGINS = {
-    "arg": "forward",
-    "primals": "forward",
-    "tangents": "tangent",
-    "partition": "partition",
-}
-
-
-def on_host(t: torch.Tensor) -> torch.Tensor:
-    "The same memory as a CPU tensor."
-    extent = storage_extent(t)
-    if extent == 0:
-        return torch.empty(t.shape, dtype=t.dtype)
-    memory = (ctypes.c_char * extent).from_address(t.data_ptr())
-    flat = torch.frombuffer(memory, dtype=t.dtype)
-    return flat.as_strided(t.shape, t.stride())
-
-
-@dataclasses.dataclass
-class Block:
-    memory: torch.Tensor
-    nbytes: int
-    in_pool: bool
-    owners: list[StorageWeakRef]
-
-    @property
-    def address(self) -> int:
-        return -(-self.memory.data_ptr() // 256) * 256
-
-    @property
-    def is_free(self) -> bool:
-        return all(owner.expired() for owner in self.owners)
-
-
-@dataclasses.dataclass
-class Launch:
-    compute: Callable[..., Any]
-    # Each an address and a tensor of its metadata.
-    args: list[tuple[int, torch.Tensor]]
-    enabled: bool = True
-
-
-class ModelledGraph:
-    def __init__(self, keep_graph: bool = False) -> None:
-        self.launches: list[Launch] = []
-        self.instantiated = not keep_graph
-
-    def register_generator_state(self, generator: Any) -> None:
-        pass
-
-    def instantiate(self) -> None:
-        self.instantiated = True
-
-    def raw_cuda_graph(self) -> ModelledGraph:
-        return self
-
-    raw_cuda_graph_exec = raw_cuda_graph
-
-    def replay(self) -> None:
-        if not self.instantiated:
-            raise AssertionError("replayed before it was instantiated")
-        for launch in self.launches:
-            if launch.enabled:
-                args = (on_host(tensor_at(a, like, 0)) for a, like in launch.args)
-                launch.compute(*args)
-
-
-class ModelledBinding:
-    "NodeUpdateBinding's part, which test_pygraph_binding.py tests."
-
-    hidden: int | None = None
-
-    def __init__(
-        self,
-        graph: ModelledGraph,
-        executable: ModelledGraph,
-        placeholders: PlaceholderMap,
-        set_on_device: Sequence[int] = (),
-    ) -> None:
-        self.launches = graph.launches
-        self.pointers = [p.address for p in placeholders.placeholders]
-        self.words = [
-            (launch, i, hit[0], hit[1])
-            for launch in graph.launches
-            for i, (address, _) in enumerate(launch.args)
-            if (hit := placeholders.find(address)) is not None and hit[0] != self.hidden
-        ]
-        self.nodes_of: list[list[int]] = [[] for _ in self.pointers]
-        for n, (_, _, k, _) in enumerate(self.words):
-            self.nodes_of[k].append(n)
-        self.updates = [launch for launch, *_ in self.words]
-        self.num_nodes = len(self.launches)
-        self.nodes = ModelledNodes(self)
-
-    def update(self, pointers: Sequence[int]) -> None:
-        for launch, i, k, offset in self.words:
-            launch.args[i] = (pointers[k] + offset, launch.args[i][1])
-        self.pointers = list(pointers)
-
-
-class ModelledNodes:
-    "The nodes of a ModelledBinding."
-
-    def __init__(self, binding: ModelledBinding) -> None:
-        self.binding = binding
-
-    @property
-    def pointers(self) -> list[int]:
-        return self.binding.pointers
-
-    def update(self, pointers: Sequence[int]) -> bool:
-        try:
-            self.binding.update(pointers)
-        except DriverError:
-            return False
-        return True
-
-
-class ModelledArena:
-    def __init__(self, poison: int) -> None:
-        self.poison = poison
-        self.memory: list[torch.Tensor] = []
-
-    def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
-        placed = []
-        for nbytes, alignment in requests:
-            memory = torch.full(
-                (nbytes + 2 * GUARD_BYTES + 2 * alignment,),
-                self.poison,
-                dtype=torch.uint8,
-            )
-            self.memory.append(memory)
-            start = memory.data_ptr()
-            address = -(-(start + GUARD_BYTES) // alignment) * alignment
-            placed.append(Placeholder(start, start + memory.numel(), address))
-        return placed
-
-    def take_damage(self) -> bool:
-        damaged = any(bool((memory != self.poison).any()) for memory in self.memory)
-        for memory in self.memory:
-            memory.fill_(self.poison)
-        return damaged
-
-
-class ModelledDevice:
-    """
-    Attributes:
-        captured: the graph that is being captured
-        to_pool: allocations go to the graphs' pool
-        limit: bytes that there are
-        stream: the current one
-        waits: streams of which the first waited for the second
-    """
-
-    def __init__(self) -> None:
-        self.stream = ModelledStream(self, 0)
-        self.waits: list[tuple[int, int]] = []
-        self.blocks: list[Block] = []
-        self.limit = 1 << 30
-        self.captured: ModelledGraph | None = None
-        self.to_pool = False
-        self.checkpointed: list[StorageWeakRef] = []
-        self.arenas = {poison: ModelledArena(poison) for poison in placeholder.POISONS}
-
-    # Memory
-
-    def empty_strided(
-        self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
-    ) -> torch.Tensor:
-        like = torch.empty_strided(
-            tuple(size), tuple(stride), dtype=dtype, device="meta"
-        )
-        nbytes = storage_extent(like)
-        if nbytes == 0:
-            return tensor_at(0, like, 0)
-        in_pool = self.to_pool or self.captured is not None
-        block = next(
-            (
-                b
-                for b in self.blocks
-                if b.is_free and (b.nbytes, b.in_pool) == (nbytes, in_pool)
-            ),
-            None,
-        )
-        if block is None:
-            if self.captured is None:
-                self.empty_cache()
-            if self.nbytes + nbytes > self.limit:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            block = Block(
-                torch.zeros(nbytes + 512, dtype=torch.uint8), nbytes, in_pool, []
-            )
-            self.blocks.append(block)
-        t = tensor_at(block.address, like, 0)
-        block.owners = [StorageWeakRef(t.untyped_storage())]
-        if self.captured is None and t.is_contiguous():
-            # What nobody wrote is no number, or a mark, which tells that.
-            content = on_host(t).view(-1).view(torch.uint8)
-            if not bool((content == placeholder.UNWRITTEN).all()):
-                content.fill_(0xFF)
-        return t
-
-    @property
-    def nbytes(self) -> int:
-        return sum(b.nbytes for b in self.blocks)
-
-    def empty_cache(self) -> None:
-        self.blocks = [b for b in self.blocks if b.in_pool or not b.is_free]
-
-    def room(self, device_index: int, pool: tuple[int, int] | None = None) -> int:
-        self.empty_cache()
-        of_pool = sum(b.nbytes for b in self.blocks if b.is_free and pool is not None)
-        return self.limit - self.nbytes + of_pool
-
-    def tensor(self, values: torch.Tensor) -> torch.Tensor:
-        t = self.empty_strided(values.shape, values.stride(), values.dtype)
-        on_host(t).copy_(values)
-        return t
-
-    def clone(self, t: torch.Tensor) -> torch.Tensor:
-        if self.captured is None:
-            return self.tensor(on_host(t))
-        copied = self.empty_strided(t.shape, t.stride(), t.dtype)
-        self.launch(host_copy, copied, t)
-        return copied
-
-    def clone_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        source = tensor_at(
-            storage.data_ptr(),
-            torch.empty(storage.nbytes(), dtype=torch.uint8, device="meta"),
-            0,
-        )
-        return self.clone(source).untyped_storage()
-
-    def set_checkpoint(
-        self, device: int, state: Any, stale: list[Any], live: list[int]
-    ) -> None:
-        "Memory of live outputs, which replays rebuilt, is not free."
-        for cdata in live:
-            storage = torch.UntypedStorage._new_with_weak_ptr(cdata)
-            # As addStorageDeleterFns of torch/csrc/cuda/Module.cpp has it.
-            if any(s.cdata == cdata and not s.expired() for s in self.checkpointed):
-                raise RuntimeError("Not expecting deleter function")
-            self.checkpointed.append(StorageWeakRef(storage))
-            (block,) = [b for b in self.blocks if b.address == storage.data_ptr()]
-            block.owners.append(StorageWeakRef(storage))
-
-    def check_pool(self, device: int, pool: Any, live: Sequence[Any]) -> None:
-        "What trees take for live is what is not free."
-        owned = {b.address for b in self.blocks if b.in_pool and not b.is_free}
-        claimed = {w.data_ptr() for w in live if w()}
-        if owned != claimed:
-            raise AssertionError(
-                f"live in the pool: {owned}, as trees see it: {claimed}"
-            )
-
-    def fill_free(
-        self, pool: tuple[int, int] | None, device_index: int, word: int
-    ) -> None:
-        for block in self.blocks:
-            if block.in_pool == (pool is not None) and block.is_free:
-                start = block.address - block.memory.data_ptr()
-                size = round_up(block.nbytes, 8)
-                block.memory[start : start + size].view(torch.int64).fill_(word)
-
-    def new_pool(self) -> tuple[int, int]:
-        "The last one's memory is anybody's: trees change pools when nothing is recorded."
-        for block in self.blocks:
-            block.in_pool = False
-        return (0, 1)
-
-    def is_in_pool(self, address: int) -> bool:
-        return any(
-            b.in_pool and b.address <= address < b.address + b.nbytes
-            for b in self.blocks
-        )
-
-    # Graphs
-
-    def launch(self, compute: Callable[..., Any], *args: torch.Tensor) -> None:
-        if self.captured is None:
-            compute(*map(on_host, args))
-            return
-        metas = [
-            torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
-            for t in args
-        ]
-        self.captured.launches.append(
-            Launch(compute, [(t.data_ptr(), m) for t, m in zip(args, metas)])
-        )
-
-    @contextlib.contextmanager
-    def capture(self, graph: ModelledGraph, **kwargs: Any) -> Iterator[None]:
-        if self.captured is not None:
-            raise AssertionError("captured twice")
-        self.captured = graph
-        try:
-            yield
-        finally:
-            self.captured = None
-
-    @contextlib.contextmanager
-    def on_stream(self, stream: Any) -> Iterator[None]:
-        before, self.stream = self.stream, stream
-        try:
-            yield
-        finally:
-            self.stream = before
-
-    def is_capturing(self) -> bool:
-        if self.stream.is_destroyed:
-            raise RuntimeError("invalid resource handle")
-        return self.captured is not None or self.stream.is_captured
-
-    @contextlib.contextmanager
-    def allocate_to_pool(self, *args: Any, **kwargs: Any) -> Iterator[None]:
-        self.to_pool = True
-        try:
-            yield
-        finally:
-            self.to_pool = False
-
-
-class ModelledOwnPool:
-    # It is not modelled: what is taken lies outside of the graphs' pool.
-    pool = None
-
-    def __init__(self, device: ModelledDevice) -> None:
-        self.device = device
-
-    def __enter__(self) -> ModelledOwnPool:
-        self.device.empty_cache()
-        self.before = self.device.nbytes
-        return self
-
-    def __exit__(self, *args: object) -> None:
-        self.nbytes = self.device.nbytes - self.before
-
-
-class ModelledPool:
-    def __init__(self, device: ModelledDevice) -> None:
-        self.device = device
-
-    def __contains__(self, address: int) -> bool:
-        return self.device.is_in_pool(address)
-
-    @property
-    def bounds(self) -> list[int]:
-        blocks = [b for b in self.device.blocks if b.in_pool]
-        blocks.sort(key=lambda b: b.address)
-        return [bound for b in blocks for bound in (b.address, b.address + b.nbytes)]
-
-
-class ModelledStream:
-    """
-    Attributes:
-        work: functions, and of what it waits for the stream and how much that had to do
-        done: so much of it
-        is_captured: by the program
-        is_destroyed: the program's own
-    """
-
-    def __init__(self, device: ModelledDevice, cuda_stream: int) -> None:
-        self.device = device
-        self.cuda_stream = cuda_stream
-        self.work: list[Callable[[], Any] | tuple[ModelledStream, int]] = []
-        self.done = 0
-        self.is_captured = self.is_destroyed = False
-
-    def wait_stream(self, other: ModelledStream) -> None:
-        if other.is_destroyed:
-            raise RuntimeError("invalid resource handle")
-        self.device.waits.append((self.cuda_stream, other.cuda_stream))
-        self.work.append((other, len(other.work)))
-
-    def advance(self) -> bool:
-        "Does one thing. False if there is none, or it waits."
-        if self.done == len(self.work):
-            return False
-        work = self.work[self.done]
-        if isinstance(work, tuple):
-            other, count = work
-            if other.done < count:
-                return False
-        else:
-            work()
-        self.done += 1
-        return True
-
-
-class ModelledEvent(mock.Mock):
-    def elapsed_time(self, other: Any) -> float:
-        return 0.001
-
-
-host_copy, host_clone = torch.Tensor.copy_, torch.Tensor.clone
-
-
-def copy(self: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    if self.is_cuda:
-        host_copy(on_host(self), on_host(other))
-        return self
-    return host_copy(self, other)
-
-
-class ModelledRng:
-    @classmethod
-    def save(cls, *args: Any) -> ModelledRng:
-        return cls()
-
-    def restore(self) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def modelled_device() -> Iterator[ModelledDevice]:
-    device = ModelledDevice()
-
-    class SavedInput:
-        def __init__(self, t: torch.Tensor) -> None:
-            self.values = on_host(t).clone()
-
-        def restore(self, t: torch.Tensor) -> None:
-            on_host(t).copy_(self.values)
-
-    class HostProof(Proof):
-        def __init__(
-            self,
-            inputs: Sequence[Any],
-            outputs: Sequence[Any],
-            mutated: Sequence[int],
-            unmarked: Sequence[int] = (),
-        ) -> None:
-            super().__init__(
-                [hosted(i) for i in inputs],
-                [hosted(o) for o in outputs],
-                mutated,
-                unmarked,
-            )
-
-        @staticmethod
-        def _of_output(output: Any) -> Any:
-            return (
-                proof.fingerprint(output)
-                if isinstance(output, torch.Tensor)
-                else None
-            )
-
-    def mark_unwritten(t: torch.Tensor) -> None:
-        proof.mark_unwritten(on_host(t))
-
-    def hosted(value: Any) -> Any:
-        return on_host(value) if isinstance(value, torch.Tensor) else value
-
-    def foreach_copy(dsts: list[torch.Tensor], srcs: list[torch.Tensor]) -> None:
-        if not torch.is_inference_mode_enabled() and any(t.is_inference() for t in dsts):
-            raise RuntimeError("Inplace update to inference tensor outside InferenceMode")
-        for dst, src in zip(dsts, srcs):
-            device.launch(host_copy, dst, src)
-
-    def static_input(t: torch.Tensor) -> torch.Tensor:
-        return device.empty_strided(t.shape, t.stride(), t.dtype)
-
-    def take_damage(device_index: int) -> bool:
-        damaged = [arena.take_damage() for arena in device.arenas.values()]
-        return any(damaged)
-
-    def enable(
-        captured: collectives.Collectives, graph: ModelledGraph, *, enabled: bool
-    ) -> None:
-        for launch in captured.nodes.values():
-            launch.enabled = enabled
-
-    nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
-    patches: list[tuple[Any, dict[str, Any]]] = [
-        (
-            torch.cuda,
-            {
-                "CUDAGraph": ModelledGraph,
-                "graph": device.capture,
-                "graph_pool_handle": device.new_pool,
-                "device": nothing,
-                "stream": device.on_stream,
-                "Stream": mock.Mock(),
-                "Event": lambda **kwargs: ModelledEvent(),
-                "current_stream": lambda index=None: device.stream,
-                "set_stream": mock.Mock(),
-                "_sleep": lambda cycles: None,
-                "synchronize": lambda *args: None,
-                "empty_cache": device.empty_cache,
-                "is_current_stream_capturing": device.is_capturing,
-                "device_count": lambda: 1,
-                "default_generators": [torch.default_generator],
-            },
-        ),
-        (
-            torch._C,
-            {
-                "_cuda_getCheckpointState": lambda *args: object(),
-                "_cuda_setCheckpointPoolState": device.set_checkpoint,
-                "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
-                "_cuda_clearCublasWorkspaces": lambda: None,
-                "_has_Standard_Deleter": lambda storage: True,
-                "_cuda_isCurrentStreamCapturing": device.is_capturing,
-                "_cuda_getCurrentRawStream": lambda index: device.stream.cuda_stream,
-                "_cuda_endAllocateToPool": lambda *args: None,
-            },
-        ),
-        (
-            trees,
-            {
-                "check_memory_pool": device.check_pool,
-                "static_input": static_input,
-                "preserve_rng_state": nothing,
-                "clear_cublas_manager": nothing,
-                "get_history_recording": nothing,
-                "_use_cuda_memory_pool_manager": device.allocate_to_pool,
-            },
-        ),
-        (copying, {"room": device.room}),
-        (
-            bound,
-            {
-                "take_damage": take_damage,
-                "mark_unwritten": mark_unwritten,
-                "NodeUpdateBinding": ModelledBinding,
-                "prelude_pays": lambda graph, placeholders: False,
-                "PoolRanges": lambda pool: ModelledPool(device),
-                "clone_preserve_strides": device.clone,
-            },
-        ),
-        (
-            rehearsal,
-            {
-                "mark_unwritten": mark_unwritten,
-                "OwnPool": lambda index: ModelledOwnPool(device),
-                "Proof": HostProof,
-                "RngState": ModelledRng,
-                "SavedInput": SavedInput,
-                "fill_free": device.fill_free,
-            },
-        ),
-        (
-            diagnose,
-            {
-                "take_damage": take_damage,
-                "fill_free": device.fill_free,
-                "room": device.room,
-            },
-        ),
-        (selection, {"room": device.room}),
-        (
-            allocation,
-            {
-                "arena": lambda index, poison: device.arenas[poison],
-                "copy_by_kernel": lambda to, t: device.launch(host_copy, to, t),
-                "empty_strided_cuda": device.empty_strided,
-                "mark_unwritten": mark_unwritten,
-                "native": types.SimpleNamespace(compiled=None),
-            },
-        ),
-        (
-            collectives,
-            {
-                "nodes_so_far": lambda index: dict(enumerate(device.captured.launches)),
-                "agree": lambda group, what, ready: ready,
-            },
-        ),
-        (collectives.Collectives, {"_enable": enable}),
-        (torch, {"_foreach_copy_": foreach_copy}),
-        (
-            torch.Tensor,
-            {
-                "copy_": copy,
-                "clone": lambda t: device.clone(t) if t.is_cuda else host_clone(t),
-            },
-        ),
-        (inductor_utils, {"clone_preserve_strides": device.clone}),
-        (torch.UntypedStorage, {"clone": lambda self: device.clone_storage(self)}),
-    ]
-    with contextlib.ExitStack() as stack:
-        for target, values in patches:
-            stack.enter_context(mock.patch.multiple(target, **values))
-        stack.enter_context(
-            mock.patch.object(trees, "index_expanded_dims", lambda t, dims: t)
-        )
-        yield device
-
-
-def sin(out: torch.Tensor, x: torch.Tensor) -> None:
-    torch.sin(x, out=out)
-
-
-def add(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    torch.add(x, y, out=out)
-
-
-def mul(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
-    torch.mul(x, y, out=out)
-
-
-class Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, leaf, activations):
-        ctx.save_for_backward(*activations)
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise NotImplementedError
-
-
-class HeldByAutograd:
-    "As the activations of a forward are: by C++ alone."
-
-    def __init__(self, activation: torch.Tensor) -> None:
-        self.output = Saves.apply(torch.zeros(1, requires_grad=True), [activation])
-
-    def activation(self) -> torch.Tensor:
-        return self.output.grad_fn.saved_tensors[0]
-
-
-class Ranks(TorchDispatchMode):
-    """
-    Other ranks, which give what this one does.
-
-    Attributes:
-        ran: how often a collective ran
-    """
-
-    def __init__(self, device: ModelledDevice) -> None:
-        super().__init__()
-        self.device = device
-        self.ran = 0
-
-    def reduce(self, x: torch.Tensor) -> None:
-        self.ran += 1
-        x.mul_(2)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]
-        if func is torch.ops._c10d_functional.all_reduce_.default:
-            self.device.launch(self.reduce, args[0])
-            return args[0]
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            gathered = self.device.empty_strided((16,), (1,), torch.float32)
-            self.device.launch(self.gather, gathered, args[0])
-            return gathered
-        return func(*args, **(kwargs or {}))
-
-    def gather(self, gathered: torch.Tensor, x: torch.Tensor) -> None:
-        self.ran += 1
-        gathered.view(2, 8)[:] = x
-
-
-@dataclasses.dataclass
-class HeldByName:
-    tensor: torch.Tensor
-
-    def activation(self) -> torch.Tensor:
-        return self.tensor
-
-
-class RecordTest(TestCase):
-    compiled = native.compiled
-
-    def setUp(self):
-        super().setUp()
-        patch = mock.patch.object(native, "compiled", self.compiled)
-        patch.start()
-        self.addCleanup(patch.stop)
-        counters.clear()
-        reset_report()
-        trees.reset_cudagraph_trees()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.device = stack.enter_context(modelled_device())
-        self.hook: Callable[[], Any] = lambda: None
-        self.groups = ("0",)
-        self.forward: Deployed | None = None
-        self.backward: Deployed | None = None
-        self.addCleanup(trees.reset_cudagraph_trees)
-
-    def randn(self, *size: int) -> torch.Tensor:
-        return self.device.tensor(torch.randn(*(size or (8,))))
-
-    def generated(self, body: str) -> Any:
-        "A function as Inductor writes it, of ``args``."
-        module = {
-            "torch": torch,
-            "empty": lambda: self.device.empty_strided((8,), (1,), torch.float32),
-            "launch": self.device.launch,
-            "hook": lambda: self.hook(),
-            ALLOCATOR: self.device.empty_strided,
-            **{k.__name__: k for k in (sin, add, mul)},
-        }
-        lines = (
-            body.replace("new()", f"{ALLOCATOR}((8,), (1,), torch.float32)")
-            .strip()
-            .splitlines()
-        )
-        exec(
-            f"def call(args, {ALLOCATOR}={ALLOCATOR}):\n"
-            + "\n".join("    " + line.strip() for line in lines),
-            module,
-        )
-        return module["call"]
-
-    def deploy(
-        self,
-        body: str,
-        inputs: Sequence[Any],
-        *,
-        mode: str = "inference",
-        force: str | None = "node_update",
-        returned: Sequence[int] = (0,),
-        mutated: tuple[int, ...] = (),
-        static: Sequence[int] = (),
-        names: Sequence[str] = (),
-        reused: Sequence[int] = (),
-        code_hash: str | None = None,
-    ) -> Deployed:
-        model = self.generated(body)
-        names = names or [f"arg{i}_1" for i in range(len(inputs))]
-        return Deployed(
-            model,
-            inputs,
-            static,
-            device_index=0,
-            is_backward=mode == "backward",
-            is_inference=mode == "inference",
-            info=PartitionInfo(
-                "call",
-                inputs=tuple(
-                    Input(n, ORIGINS.get(n.partition("_")[0].rstrip("0123456789"), "saved"))
-                    for n in names
-                ),
-                allocator=ALLOCATOR,
-                delivers=tuple(re.findall(r"(\w+)\.launch\(\)", body)),
-                groups=self.groups,
-                has_collectives="c10d" in body,
-                returned_output_idxs=tuple(returned),
-                reused_input_idxs=tuple(reused),
-                code_hash=code_hash,
-            ),
-            objects=model.__globals__,
-            mutated_input_idxs=mutated,
-            placeholders=tuple(PlaceholderInfo(name, None, [], None) for name in names),
-            force=force,
-        )
-
-    def expected(self, fn: Deployed, inputs: Sequence[Any]) -> list[Any]:
-        "The outputs and inputs of the uncaptured function, on the host."
-        copies = [
-            self.device.clone(i) if isinstance(i, torch.Tensor) else i for i in inputs
-        ]
-        outputs = fn.model(list(copies))
-        return self.values([*outputs, *copies])
-
-    def values(self, tensors: Sequence[Any]) -> list[Any]:
-        return [
-            on_host(t).clone() if isinstance(t, torch.Tensor) else t for t in tensors
-        ]
-
-    def check(
-        self,
-        body: str,
-        make: Callable[[], list[Any]] | None = None,
-        calls: int = 7,
-        **kwargs: Any,
-    ) -> Deployed:
-        "All calls' outputs are kept, and compared after each and after the last."
-        make = make or (lambda: [self.randn(), self.randn()])
-        fn = None
-        kept: list[tuple[list[Any], list[Any]]] = []
-        for _ in range(calls):
-            inputs = make()
-            fn = fn or self.deploy(body, inputs, **kwargs)
-            expected = self.expected(fn, inputs)
-            outputs = fn(*inputs)
-            kept.append(([*outputs, *inputs], expected))
-            del outputs, inputs
-            for actual, expected in kept:
-                self.assertEqual(self.values(actual), expected)
-        return fn
-
-    ADD = """
-        x, y = args; args.clear()
-        a = new(); launch(sin, a, x)
-        b = new(); launch(add, b, a, y)
-        return (b,)
-    """
-
+class RecordTest(RecordTestCase):
     @parametrize("force", ("node_update", "copy", None))
     def test_outputs_are_kept(self, force):
         self.check(self.ADD, force=force, calls=7 if force else 40)
@@ -1259,7 +465,7 @@ class RecordTest(TestCase):
 
         refused = DriverError("refused")
         here = {
-            "proof": mock.patch.object(ModelledBinding, "hidden", 0),
+            "proof": hiding(0),
             "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
         }
         with (
@@ -1592,7 +798,7 @@ class RecordTest(TestCase):
 
     def test_output_that_is_not_written_beside_one_that_differs(self):
         "An operator leaves it so, and all that it launches is captured."
-        with mock.patch.object(ModelledBinding, "hidden", 0):
+        with hiding(0):
             fn = self.deploy(
                 "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, empty())",
                 [self.randn(), self.randn()],
@@ -1634,7 +840,7 @@ class RecordTest(TestCase):
                 force=force,
                 mutated=(0,) if "(x, x)" in body else (),
             )
-            fn.model.__globals__.update(operator=operator, copy=host_copy)
+            fn.model.__globals__.update(operator=operator, copy=torch.Tensor.copy_)
             (out,) = fn(x)
             self.assertEqual(on_host(out), expected)
         (entry,) = report()
@@ -1661,7 +867,7 @@ class RecordTest(TestCase):
             )
             stride = (1,) * len(size)
             number = functools.partial(self.device.empty_strided, size, stride, torch.int64)
-            fn.model.__globals__.update(operator=operator, copy=host_copy, number=number)
+            fn.model.__globals__.update(operator=operator, copy=torch.Tensor.copy_, number=number)
             out, _ = fn(x)
             self.assertEqual(on_host(out), expected)
         (entry,) = report()
@@ -1719,7 +925,7 @@ class RecordTest(TestCase):
             f"launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); {body}",
             [self.randn()],
         )
-        fn.model.__globals__.update(copy=host_copy)
+        fn.model.__globals__.update(copy=torch.Tensor.copy_)
         for _ in range(6):
             x = self.randn()
             self.assertEqual(on_host(fn(x)[0])[::2], on_host(x)[::2].sin())
@@ -1739,12 +945,12 @@ class RecordTest(TestCase):
     def test_output_that_is_written_elsewhere(self):
         "In memory that is neither a placeholder nor an output."
         elsewhere = self.randn()
-        bind = ModelledBinding.update
+        bind = NodeUpdateBinding.update
 
-        def update(binding: ModelledBinding, pointers: Sequence[int]) -> None:
+        def update(binding: NodeUpdateBinding, pointers: Sequence[int]) -> None:
             bind(binding, [*pointers[:-1], elsewhere.data_ptr()])
 
-        with mock.patch.object(ModelledBinding, "update", update):
+        with mock.patch.object(NodeUpdateBinding, "update", update):
             self.check(self.ADD)
         self.assertEqual(counters["pygraph"]["unbound"], 1)
         (entry,) = report()
@@ -2149,7 +1355,7 @@ class RecordTest(TestCase):
     @parametrize("hidden", (0, 1, 2))
     def test_hidden_word(self, hidden):
         "The proof fails, the call is right, and so are those that copy."
-        with mock.patch.object(ModelledBinding, "hidden", hidden):
+        with hiding(hidden):
             self.check(self.ADD)
         self.assertEqual(counters["pygraph"]["unbound"], 1)
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
@@ -2167,7 +1373,7 @@ class RecordTest(TestCase):
     def test_remembered(self, hidden):
         "It is bound again at the second call, or decided anew where it can not be."
         with (
-            mock.patch.object(ModelledBinding, "hidden", hidden),
+            hiding(hidden),
             self.remembered() as entry,
         ):
             calls = 3 if hidden is None else 200
@@ -2190,17 +1396,17 @@ class RecordTest(TestCase):
 
     def test_remembered_and_not_bound_later(self):
         "A recording for inputs that are less aligned can not be bound."
-        memory, calls = self.randn(64), itertools.count()
+        memory, calls, hidden = self.randn(64), itertools.count(), [None]
 
         def make():
             call = next(calls)
-            ModelledBinding.hidden = 0 if call > 3 else None
+            hidden.append(0 if call > 3 else None)
             offset = 4 if call > 3 else 0
             x = torch.as_strided(memory, (8,), (1,), offset)
             return [x, self.randn()]
 
         with (
-            mock.patch.object(ModelledBinding, "hidden", None),
+            hiding(lambda: hidden[-1]),
             self.remembered() as entry,
         ):
             self.check(self.ADD, make, force=None, code_hash="c", calls=120)
@@ -2210,17 +1416,18 @@ class RecordTest(TestCase):
         self.assertEqual(function.choice, kept.choice)
         self.assertEqual(counters["pygraph"]["reselected"], 1)
 
+    def refusing(self, refuses: Callable[[int], bool]) -> Any:
+        return mock.patch.object(self.device.driver, "refuses", refuses)
+
+    def is_of_backward(self, node: int) -> bool:
+        nodes, graphs = self.device.driver.nodes, self.device.driver.graphs.values()
+        return any(node in graph and nodes[graph[0]].launch.kernel.name == "cos_" for graph in graphs)
+
     @parametrize("force", ("node_update", None))
     def test_node_that_refuses_later(self, force):
         "The program goes on without a graph."
-        update, refuses = ModelledBinding.update, itertools.count()
-
-        def refuse(binding, pointers):
-            if next(refuses) > 3:
-                raise DriverError("a node of the graph could not be set")
-            update(binding, pointers)
-
-        with mock.patch.object(ModelledBinding, "update", refuse):
+        sets = itertools.count()
+        with self.refusing(lambda node: next(sets) > 7):
             fn = self.check(self.ADD, force=force, calls=120)
         (function,) = report()
         self.assertEqual(function.choice, "no_graph")
@@ -2261,15 +1468,9 @@ class RecordTest(TestCase):
     def test_graph_of_a_node_that_refuses_is_dropped(self, force, is_alone):
         other = None if is_alone else self.check(self.ADD)
         reset_report()
-        update, refuses = ModelledBinding.update, itertools.count()
-
-        def refuse(binding, pointers):
-            if next(refuses) > 8:
-                raise DriverError("a node of the graph could not be set")
-            update(binding, pointers)
-
+        sets = itertools.count()
         with (
-            mock.patch.object(ModelledBinding, "update", refuse),
+            self.refusing(lambda node: next(sets) > 17),
             self.selects_at_once(99.0, 9.0),
         ):
             fn = self.check(self.ADD, force=force, calls=60)
@@ -2285,7 +1486,7 @@ class RecordTest(TestCase):
         (manager, w, moved) = (trees.get_manager(0), self.randn(), self.randn())
         before = sum(map(len, manager.roots.values()))
         reset_report()
-        with mock.patch.object(ModelledBinding, "hidden", hidden):
+        with hiding(hidden):
             fn = self.deploy(self.ADD, [w, self.randn()], force=None, static=[0])
 
             def call(w: torch.Tensor) -> None:
@@ -2324,16 +1525,8 @@ class RecordTest(TestCase):
     def test_node_that_refuses_in_a_backward(self):
         "Whose activation was let go by then."
         self.weight = self.randn()
-        update, refuses = ModelledBinding.update, itertools.count()
-
-        def refuse(binding, pointers):
-            # The tangent alone is bound, and of the forward an input and an output.
-            if len(pointers) == 1 and next(refuses) > 2:
-                raise DriverError("a node of the graph could not be set")
-            update(binding, pointers)
-
-        held = []
-        with mock.patch.object(ModelledBinding, "update", refuse):
+        held, sets = [], itertools.count()
+        with self.refusing(lambda node: self.is_of_backward(node) and next(sets) > 2):
             for _ in range(9):
                 # So that the tangent moves.
                 held.append(self.randn())
@@ -2346,13 +1539,7 @@ class RecordTest(TestCase):
     def test_gradient_of_a_backward_that_is_not_replayed(self, how):
         "It lies where the activation did, which was let go, and the program keeps it."
         self.weight = self.randn()
-        update, calls = ModelledBinding.update, itertools.count()
-
-        def refuse(binding, pointers):
-            # Of the functions, the backward alone has one that is bound.
-            if len(pointers) == 1 and next(calls) > 2:
-                raise DriverError("a node of the graph could not be set")
-            update(binding, pointers)
+        calls = itertools.count()
 
         def no_memory(t):
             # A copy of the forward's input, and then of the tangent.
@@ -2363,7 +1550,7 @@ class RecordTest(TestCase):
         kept, copied = [], trees.static_input
         force = "copy" if how == "no_memory" else "node_update"
         with (
-            mock.patch.object(ModelledBinding, "update", refuse),
+            self.refusing(lambda node: self.is_of_backward(node) and next(calls) > 2),
             mock.patch.object(trees, "static_input", no_memory),
         ):
             for _ in range(9):
@@ -2379,7 +1566,6 @@ class RecordTest(TestCase):
 
     def test_node_that_refuses_a_misaligned_input(self):
         "The clone in its place is what was mutated."
-        update = ModelledBinding.update
         body = "x, y = args; args.clear(); launch(add, x, x, y); a = new(); launch(sin, a, x); return (a,)"
         fn = None
         for i in range(9):
@@ -2387,13 +1573,7 @@ class RecordTest(TestCase):
             y = self.randn()
             expected = on_host(x) + on_host(y)
             fn = fn or self.deploy(body, [x, y], mutated=(0,))
-
-            def refuse(binding, pointers):
-                if i > 5:
-                    raise DriverError("a node of the graph could not be set")
-                update(binding, pointers)
-
-            with mock.patch.object(ModelledBinding, "update", refuse):
+            with self.refusing(lambda node: i > 5):
                 (out,) = fn(x, y)
             self.assertEqual(on_host(x), expected)
             self.assertEqual(on_host(out), expected.sin())
@@ -2464,7 +1644,7 @@ class RecordTest(TestCase):
 
     def test_activations_of_a_forward_without_a_graph(self):
         "They move from step to step, also where the backward copies its inputs."
-        with mock.patch.object(ModelledBinding, "hidden", 0):
+        with hiding(0):
             kept, fn = [], None
             for _ in range(8):
                 x, y = inputs = [self.randn(), self.randn()]
@@ -2920,7 +2100,7 @@ class RecordTest(TestCase):
 
         stays = True
         with (
-            mock.patch.object(ModelledBinding, "hidden", 0),
+            hiding(0),
             mock.patch.object(
                 selection,
                 "judge",
@@ -3323,7 +2503,7 @@ class RecordTest(TestCase):
                 del a
                 backwards[k] = backwards[k] or self.deploy_backward(inputs)
                 hidden = 1 if k else None
-                with mock.patch.object(ModelledBinding, "hidden", hidden):
+                with hiding(hidden):
                     grad, _ = backwards[k].call(inputs)
                 self.assertEqual(on_host(grad), expected_a.cos() * on_host(t))
                 del grad, _
@@ -3531,7 +2711,7 @@ class RecordTest(TestCase):
 
     def test_proof_that_fails_in_little_memory(self):
         "What was captured is gone when the call runs uncaptured."
-        with mock.patch.object(ModelledBinding, "hidden", 0):
+        with hiding(0):
             choices = self.check_fits(self.run_deep, "node_update")
         self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "copy"])
 
@@ -3784,35 +2964,6 @@ class ProgramTest(RecordTest):
 for name in dir(RecordTest):
     if name.startswith("test_"):
         setattr(ProgramTest, name, None)
-
-
-def new_generation() -> None:
-    "As each call of a compiled function does."
-    from torch._dynamo.mutation_guard import GenerationTracker
-
-    GenerationTracker.generation += 1
-
-
-class Deployed:
-    "What deferred_cudagraphify makes of a function: what was deployed last is called."
-
-    def __init__(
-        self, model: Any, inputs: Sequence[Any], static: Sequence[int], **kwargs: Any
-    ) -> None:
-        self.model = model
-        self.current = deploy.deploy(
-            model, list(inputs), static, self.replace, stack_traces=None, **kwargs
-        )
-
-    def replace(self, fn: Any) -> None:
-        self.current = fn
-
-    def call(self, inputs: list[Any]) -> Any:
-        return self.current(inputs)
-
-    def __call__(self, *inputs: Any) -> Any:
-        new_generation()
-        return self.call(list(inputs))
 
 
 if __name__ == "__main__":
