@@ -322,7 +322,7 @@ class Recording:
 
         found: Entry = {}
 
-        class Run(self.module.RecordTest):
+        class Run(self.module.RecordTestCase):
             def runTest(self) -> None:
                 trees.MarkStepBox.mark_step_counter = 0
                 program = module.Program(self, force)

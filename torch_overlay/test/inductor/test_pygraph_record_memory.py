@@ -1,0 +1,492 @@
+# Owner(s): ["module: inductor"]
+"""
+The pool and liveness: what lies where, what is freed when, and little memory.
+
+Functions as Inductor writes them are deployed on the modelled device of modelled_cuda.py.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import types
+import weakref
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import config, cudagraph_trees as trees
+from torch._inductor.pygraph import native, report, reset_report
+from torch._inductor.pygraph.capture import bound, copying
+from torch._inductor.pygraph.replay import interpreter
+from torch._inductor.pygraph.select import timing
+from torch._inductor.test_case import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.modelled_cuda import (
+    on_host,
+)
+from torch.testing._internal.pygraph_functions import (
+    Deployed,
+    hiding,
+    new_generation,
+    RecordTestCase,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+class MemoryTest(RecordTestCase):
+    @parametrize("force", ("node_update", "copy", None))
+    def test_outputs_are_kept(self, force):
+        self.check(self.ADD, force=force, calls=7 if force else 40)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+        if force:
+            self.assertEqual(
+                counters["pygraph"]["bound_outputs"], force == "node_update"
+            )
+            self.assertEqual(counters["pygraph"]["copied_outputs"], force == "copy")
+
+    def test_steady_state_of_dynamic_shapes(self):
+        "The function is recorded for its sizes, which nothing copies."
+        sizes = """
+            s0, x, s1, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            b = new(); launch(add, b, a, y)
+            return (b, s0 + s1)
+        """
+        fn = self.check(sizes, lambda: [3, self.randn(), 5, self.randn()])
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+        manager = trees.get_manager(0)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("searched")):
+            x, y = self.randn(), self.randn()
+            out, size = fn(3, x, 5, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+            self.assertEqual(size, 8)
+
+    def test_no_memory_for_what_is_not_rehearsed(self):
+        for (a, _), result in self.not_rehearsed(
+            "launch(mul, a, a, a); c = new(); launch(add, c, a, a); return (c,)", 4096
+        ):
+            self.assertEqual(result, 2 * a * a)
+        self.assertIn("out of memory", report()[1].reason)
+
+    def test_no_memory_to_stage(self):
+        "What was staged by then is not written back by a later call."
+        body = """
+            a, b = args; args.clear(); launch(add, a, a, a); launch(add, b, b, b)
+            c = new(); launch(add, c, a, b)
+            return (c,)
+        """
+        self.check(body, mutated=(0, 1))
+        node = trees.get_manager(0).current_node
+        pooled = [self.randn(), self.randn()]
+        before = self.values(pooled)
+        copies = iter([self.device.clone(pooled[0])])
+
+        def staged(t: torch.Tensor) -> torch.Tensor:
+            for copy in copies:
+                return copy
+            raise torch.OutOfMemoryError("no memory")
+
+        with (
+            mock.patch.object(node, "pool_ranges", [t.data_ptr() for t in pooled]),
+            mock.patch.object(bound, "clone_preserve_strides", staged),
+            self.assertRaises(torch.OutOfMemoryError),
+        ):
+            tensors = [*pooled, self.randn()]
+            node.move(tensors, [t.data_ptr() for t in tensors])
+        on_host(pooled[0]).fill_(7.0)
+        node.run([self.randn(), self.randn()])
+        self.assertEqual(self.values(pooled), [torch.full((8,), 7.0), before[1]])
+
+    @parametrize("force", ("node_update", "copy", None))
+    def test_graphs_go_with_the_functions(self, force):
+        with self.selects_at_once(99.0, 9.0):
+            fn = self.check(self.ADD, force=force, calls=40)
+        (function,) = report()
+        self.assertIn(function.choice, ("node_update", "copy"))
+        manager = weakref.ref(trees.get_manager(0))
+        del fn
+        gc.collect()
+        self.assertIsNone(trees.get_manager(0, create_if_none_exists=False))
+        self.assertIsNone(manager())
+
+    @parametrize("force", ("node_update", None))
+    @parametrize("is_alone", (True, False))
+    def test_graph_of_a_node_that_refuses_is_dropped(self, force, is_alone):
+        other = None if is_alone else self.check(self.ADD)
+        reset_report()
+        sets = itertools.count()
+        with (
+            self.refusing(lambda node: next(sets) > 17),
+            self.selects_at_once(99.0, 9.0),
+        ):
+            fn = self.check(self.ADD, force=force, calls=60)
+        self.assertEqual(report()[0].choice, "no_graph")
+        recorded = sum(map(len, trees.get_manager(0).roots.values()))
+        self.assertEqual(recorded, int(not is_alone))
+        del fn, other
+
+    @parametrize("hidden,choice", ((None, "node_update"), (1, "copy")))
+    def test_no_memory_for_another_recording(self, hidden, choice):
+        "Of a weight that moved. Those that there are go, as there is no graph any more."
+        other = self.check(self.ADD)
+        (manager, w, moved) = (trees.get_manager(0), self.randn(), self.randn())
+        before = sum(map(len, manager.roots.values()))
+        reset_report()
+        with hiding(hidden):
+            fn = self.deploy(self.ADD, [w, self.randn()], force=None, static=[0])
+
+            def call(w: torch.Tensor) -> None:
+                y = self.randn()
+                (out,) = fn(w, y)
+                self.assertEqual(on_host(out), on_host(w).sin() + on_host(y))
+
+            with self.selects_at_once(99.0, 9.0):
+                for _ in range(20):
+                    call(w)
+            self.assertEqual(report()[0].choice, choice)
+            with self.selects_at_once(99.0):
+                with mock.patch.object(copying, "room", lambda *_: 0):
+                    call(moved)
+                for _ in range(20):
+                    call(w)
+        self.assertEqual(report()[0].choice, "no_graph")
+        self.assertEqual(sum(map(len, manager.roots.values())), before)
+        with mock.patch.object(manager, "_run", side_effect=AssertionError("by trees")):
+            call(w)
+        del other
+
+    def test_backward_that_lost_behind_a_graph_is_dropped(self):
+        "Its call always begins with activations that are alive."
+        self.weight = self.randn()
+        self.forward = self.deploy_forward(self.randn(), self.weight, "node_update")
+        with self.selects_at_once(9.0, 99.0, 99.0, 9.0):
+            for _ in range(40):
+                for actual, expected in self.step(self.randn(), force=None):
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual(report()[-1].choice, "no_graph")
+        (forward,) = trees.get_manager(0).get_roots()
+        self.assertFalse(any(forward.children.values()))
+
+    @parametrize("is_dropped", (False, True))
+    def test_as_many_recordings_as_a_chain_tries(self, is_dropped):
+        manager = types.SimpleNamespace(_current_node=None)
+        function = mock.Mock(binds_inputs=True, node_type=lambda: types.SimpleNamespace)
+        replays = interpreter.ReplayChain(function, manager, None, object())
+
+        def record() -> types.SimpleNamespace:
+            node = types.SimpleNamespace(graph=object())
+            node.wrapped_function = types.SimpleNamespace(pygraph=function)
+            node._path_to_root = [node]
+            manager._current_node = node
+            return node
+
+        with (
+            mock.patch.object(interpreter, "replay_plan", lambda *_: None),
+            mock.patch.object(interpreter, "make_replay", lambda *_: mock.Mock()),
+        ):
+            nodes = []
+            for _ in range(interpreter.MAX_REPLAYS):
+                nodes.append(record())
+                replays.add(mock.Mock())
+            if is_dropped:
+                for node in nodes:
+                    node.graph = None
+            record()
+            self.assertEqual(replays.add(mock.Mock()) is not None, is_dropped)
+        self.assertEqual(len(replays.replays), 1 if is_dropped else len(nodes))
+
+    def test_static_input_moves(self):
+        weight = self.randn()
+        fn = None
+        for i in range(9):
+            if i == 5:
+                weight = self.randn()
+            x = self.randn()
+            fn = fn or self.deploy(self.ADD, [x, weight], static=[1])
+            (out,) = fn(x, weight)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(weight))
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_weight_that_is_new_in_each_call(self, force):
+        "From some recordings on it is an external input. Another one stays static."
+        limit, bias, fn, kept = 3, self.randn(), None, []
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", limit):
+            for _ in range(20):
+                inputs = [self.randn(), self.randn(), bias]
+                fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                expected = sum(map(on_host, inputs))
+                (out,) = fn(*inputs)
+                self.assertEqual(on_host(out), expected)
+                del inputs, out
+                # The next weight lies elsewhere.
+                kept.append(self.randn())
+        (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
+        external = [*node.bound_input_idxs, *node.non_static_input_idx]
+        self.assertEqual(external, [0, 1])
+        # The first, as many more as may be, the one that tells, and the last.
+        self.assertEqual(node.wrapped_function.pygraph.state.recordings, limit + 3)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_state_of_which_the_last_one_is_kept(self, force):
+        "It is gone a call later: ``self.before, self.state = self.state, new``."
+        before, state, fn, kept = self.randn(), self.randn(), None, []
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(40):
+                inputs = [self.randn(), before, state]
+                fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                expected = sum(map(on_host, inputs))
+                (out,) = fn(*inputs)
+                self.assertEqual(on_host(out), expected)
+                del inputs
+                before, state = state, self.randn()
+                # The next one lies elsewhere.
+                kept.append(self.randn())
+        (node,) = itertools.chain.from_iterable(trees.get_manager(0).roots.values())
+        external = [*node.bound_input_idxs, *node.non_static_input_idx]
+        self.assertEqual(external, [0, 1, 2])
+        self.assertLess(node.wrapped_function.pygraph.state.recordings, 12)
+
+    @parametrize("force,choice", (("node_update", "node_update"), ("copy", "no_graph")))
+    def test_buffer_that_is_new_in_each_call(self, force, choice):
+        "What the function writes to it is the caller's, and not a copy's."
+        fn, kept = None, []
+        body = (
+            "x, s = args; args.clear(); launch(add, s, s, x); "
+            "a = new(); launch(sin, a, s); return (a,)"
+        )
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(12):
+                inputs = x, s = [self.randn(), self.randn()]
+                expected = on_host(x) + on_host(s)
+                fn = fn or self.deploy(body, inputs, force=force, static=[1], mutated=(1,))
+                (out,) = fn(*inputs)
+                self.assertEqual((on_host(s), on_host(out)), (expected, expected.sin()))
+                del inputs, x, s, out
+                # The next buffer lies elsewhere.
+                kept.append(self.randn())
+        self.assertEqual(report()[0].choice, choice)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_layers_of_one_code(self, force):
+        "As many as there are, each with weights that stay."
+        layers, fn = 6, None
+        weights = [[self.randn(), self.randn()] for _ in range(layers)]
+        with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
+            for _ in range(4):
+                for w, b in weights:
+                    inputs = [self.randn(), w, b]
+                    fn = fn or self.deploy(self.LAYER, inputs, force=force, static=[1, 2])
+                    (out,) = fn(*inputs)
+                    self.assertEqual(on_host(out), sum(map(on_host, inputs)))
+        nodes = [*itertools.chain.from_iterable(trees.get_manager(0).roots.values())]
+        self.assertEqual(len(nodes), layers)
+        for node in nodes:
+            external = [*node.bound_input_idxs, *node.non_static_input_idx]
+            self.assertEqual(external, [0])
+
+    def test_weight_that_is_saved(self):
+        "Is the call's: others may have its memory by now, and autograd asks for its version."
+        body = "x, w = args; args.clear(); a = new(); launch(mul, a, x, w); return (a, w)"
+        for force in ("node_update", "copy"):
+            with self.subTest(force=force):
+                weights = [
+                    torch.nn.Parameter(self.randn(), requires_grad=False)
+                    for _ in range(2)
+                ]
+                fn = None
+                for i in range(6):
+                    if i == 4:
+                        first, second = weights
+                        first.data, second.data = second.data, first.data
+                    for weight in weights:
+                        x = self.randn()
+                        fn = fn or self.deploy(
+                            body, [x, weight], force=force, mode="forward", static=[1]
+                        )
+                        out, saved = fn(x, weight)
+                        self.assertEqual(on_host(out), on_host(x) * on_host(weight))
+                        self.assertIs(saved, weight)
+                        del out
+                ref = weakref.ref(weights.pop())
+                del weight, saved, first, second
+                self.assertIsNone(ref())
+
+    def test_result_that_is_saved(self):
+        "One tensor, so that a write to it is seen by the backward."
+        for result in ("empty()", "new()"):
+            for force in ("node_update", "copy"):
+                with self.subTest(result=result, force=force):
+                    fn = None
+                    for _ in range(5):
+                        x, y = self.randn(), self.randn()
+                        fn = fn or self.deploy(
+                            f"x, y = args; args.clear(); a = {result}; launch(mul, a, x, y); return (a, a, x)",
+                            [x, y],
+                            force=force,
+                            mode="forward",
+                        )
+                        out, saved, _ = fn(x, y)
+                        self.assertEqual(on_host(out), on_host(x) * on_host(y))
+                        self.assertIs(out, saved)
+                        del out, saved
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradient_that_is_held_for_some_steps(self, force):
+        "Of a backward with no other graph, whose run would end the path."
+        self.weight, kept = self.randn(), []
+        for i in range(20):
+            grad = self.gradient(force)
+            if i == 8:
+                kept.append((grad, on_host(grad).clone()))
+            del grad
+            if kept:
+                self.assertEqual(on_host(kept[0][0]), kept[0][1])
+            if i == 12:
+                kept.clear()
+        # Of the steps 9 to 12.
+        self.assertEqual(counters["pygraph"]["held_gradients"], 3)
+        self.assertEqual(counters["pygraph"]["held_activations"], 1)
+        if force == "node_update":
+            # The first recording is in no call's way.
+            replay = self.backward.current
+            replay_type = getattr(native.compiled, "Replay", interpreter.Replay)
+            self.assertIsInstance(replay, replay_type)
+            self.assertNotIsInstance(replay.general, replay_type)
+
+    def test_activations_that_are_kept(self):
+        "Without a look at what is held, the next forward would write them."
+        self.weight = self.randn()
+        kept, retained = [], []
+        for i in range(12):
+            kept += self.step(self.randn(), retained if i in (5, 8) else None)
+            trees.get_manager(0).running_forwards_with_pending_backwards = False
+            for actual, expected in (*kept, *retained):
+                self.assertEqual(on_host(actual), expected)
+            if i == 10:
+                retained.clear()
+        self.assertGreater(counters["pygraph"]["held_activations"], 0)
+
+    def test_recording_that_is_abandoned_after_replays(self):
+        "What the path left alive is not made the allocator's twice."
+        weight = self.randn()
+        forwards: list[Deployed | None] = [None, None]
+        backwards: list[Deployed | None] = [None, None]
+        for step in range(8):
+            pending = []
+            h = self.randn()
+            for k in range(2):
+                new_generation()
+                forwards[k] = forwards[k] or self.deploy_forward(h, weight)
+                out, a, _ = forwards[k].call([h, weight])
+                pending.append((a, on_host(h) * on_host(weight)))
+                h = out
+                del out, a
+            while pending:
+                k = len(pending) - 1
+                a, expected_a = pending.pop()
+                if step < 3:
+                    trees.get_manager(0).running_forwards_with_pending_backwards = False
+                    continue
+                inputs = [a, weight, t := self.randn()]
+                del a
+                backwards[k] = backwards[k] or self.deploy_backward(inputs)
+                hidden = 1 if k else None
+                with hiding(hidden):
+                    grad, _ = backwards[k].call(inputs)
+                self.assertEqual(on_host(grad), expected_a.cos() * on_host(t))
+                del grad, _
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+
+    def test_reset(self):
+        "torch._dynamo.reset, of functions that the program still has."
+        fn = self.check(self.ADD)
+        trees.reset_cudagraph_trees()
+        for _ in range(3):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+
+    def test_reset_before_a_backward(self):
+        self.weight = self.randn()
+        for _ in range(7):
+            self.step(self.randn())
+        x, t = self.randn(), self.randn()
+        new_generation()
+        _, a, w = self.forward.call([x, self.weight])
+        expected = (on_host(x) * on_host(self.weight)).cos() * on_host(t)
+        # What has the pool until the backward ran.
+        pool = weakref.ref(trees.get_manager(0).graph)
+        trees.reset_cudagraph_trees()
+        self.assertIsNotNone(pool())
+        inputs = [a, w, t]
+        del a
+        grad, _ = self.backward.call(inputs)
+        self.assertEqual(on_host(grad), expected)
+        self.forward = self.backward = None
+        gc.collect()
+        self.assertIsNone(pool())
+
+    def test_training_in_little_memory(self):
+        choices = self.check_fits(self.train, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
+    def test_inference_in_little_memory(self):
+        choices = self.check_fits(self.run_deep, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
+    def test_copied_outputs_in_little_memory(self):
+        "They are in the pool, and once more outside, from the call that records on."
+        choices = self.check_fits(self.run_shared, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "node_update"])
+
+    def test_proof_that_fails_in_little_memory(self):
+        "What was captured is gone when the call runs uncaptured."
+        with hiding(0):
+            choices = self.check_fits(self.run_deep, "node_update")
+        self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "copy"])
+
+    def test_selection_in_little_memory(self):
+        "A graph that seems to lose is timed again if there is memory for both."
+        timed = []
+
+        def run(force: str | None, inputs: Iterator[Any]) -> None:
+            costs = [timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)]
+            with (
+                mock.patch.object(timing.Samples, "cost", lambda samples: costs.pop(0)),
+                mock.patch.object(timing.Samples, "_suffices", lambda samples: True),
+            ):
+                self.run_deep(force, inputs, calls=40)
+            timed.append(4 - len(costs))
+
+        self.assertEqual({*self.check_fits(run, None)}, {"no_graph"})
+        # First those of which it was found where the program fits.
+        self.assertEqual([*dict.fromkeys(timed)], [0, 1, 2, 4])
+
+    def test_graph_that_lost_gives_its_memory_back(self):
+        costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])
+        with mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)):
+            self.check(self.ADD, force=None, calls=120)
+        self.assertEqual(report()[0].choice, "no_graph")
+        self.assertFalse(any(trees.get_manager(0).roots.values()))
+
+
+instantiate_parametrized_tests(MemoryTest)
+
+
+class MemoryPythonTest(MemoryTest):
+    "Without compiled code."
+
+    compiled = None
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,489 @@
+# Owner(s): ["module: inductor"]
+"""
+Refusals: graphs that cannot be captured, bound or proven.
+
+Functions as Inductor writes them are deployed on the modelled device of modelled_cuda.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import random
+from typing import TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees as trees
+from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.capture import bound, collectives, copying
+from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.types.reason import Code
+from torch._inductor.pygraph.verify import diagnose, rehearsal
+from torch._inductor.pygraph.verify.rehearsal import HostGenerators
+from torch._inductor.test_case import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.modelled_cuda import (
+    on_host,
+)
+from torch.testing._internal.pygraph_functions import (
+    hiding,
+    RecordTestCase,
+    sin,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class RefusalTest(RecordTestCase):
+    @parametrize(
+        "failure, choice",
+        (
+            ("proof", "no_graph"),
+            ("nodes", "no_graph"),
+            ("deploy", "no_graph"),
+            ("capture", "copy"),
+        ),
+    )
+    def test_collectives_of_a_graph_that_fails(self, failure, choice):
+        "Here, or on another rank."
+        asked = []
+
+        def agree(group, what, ready):
+            asked.append((group, what.rpartition("/")[2], ready))
+            return ready and what.rpartition("/")[2] != failure
+
+        refused = DriverError("refused")
+        here = {
+            "proof": hiding(0),
+            "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
+        }
+        with (
+            mock.patch.object(collectives, "agree", agree),
+            here.get(failure, contextlib.nullcontext()),
+        ):
+            self.check_collectives("in_between")
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))
+        ready = failure == "deploy"
+        both = [("0", "capture", True), ("0", "deploy", ready)]
+        self.assertEqual(asked, both[:1] if failure == "capture" else both)
+
+    @parametrize("repeats", (True, False))
+    def test_results_that_are_only_close(self, repeats):
+        """
+        As those of a function that is not deterministic are. One that is has to be
+        reproduced to the bit: what is wrong may be a small part of the result.
+        """
+        runs, is_python = itertools.count(1), [False]
+
+        def near(out: torch.Tensor, x: torch.Tensor) -> None:
+            wrong = not is_python[0] if repeats else next(runs) % 3
+            torch.mul(x, 1 + 1e-5 * wrong, out=out)
+
+        fn = self.deploy(
+            "x, y = args; args.clear(); is_python[0] = True; a = new(); "
+            "launch(near, a, x); is_python[0] = False; return (a,)",
+            [self.randn(), self.randn()],
+        )
+        fn.model.__globals__.update(near=near, is_python=is_python)
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x), atol=1e-4, rtol=1e-4)
+        self.assertEqual(counters["pygraph"]["unbound"], repeats, str(report()))
+
+    @parametrize("force", ("node_update", None))
+    def test_host_that_varies(self, force):
+        "As of an operator that counts its calls: a graph would have the first number."
+        count = itertools.count().__next__
+        seen = self.numbers_of_the_host(count, 6 if force else 130, force)
+        self.assertEqual(seen, sorted(set(seen)))
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @parametrize("method", ("repeats_itself", "room"))
+    def test_host_that_may_vary(self, method):
+        "There is no memory to see whether it does, once the function was rehearsed."
+        failures = {
+            "repeats_itself": mock.patch.object(
+                rehearsal.Rehearsal,
+                "repeats_itself",
+                side_effect=torch.OutOfMemoryError("out of memory"),
+            ),
+            "room": mock.patch.object(diagnose, "room", lambda *args: 0),
+        }
+
+        def failing(*args):
+            failures[method].start()
+            self.addCleanup(failures[method].stop)
+            return diagnose.verify(*args)
+
+        with mock.patch.object(bound, "verify", failing):
+            count = itertools.count().__next__
+            seen = self.numbers_of_the_host(count, 6, "node_update")
+        self.assertEqual(seen, sorted(set(seen)))
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIs(entry.reasons[-1].code, Code.NO_MEMORY_FOR_PROOF)
+
+    @parametrize("source", ("torch", "random", "numpy"))
+    @parametrize("force", ("node_update", None))
+    def test_random_numbers_of_the_host(self, force, source):
+        draw = {
+            "torch": lambda: torch.rand(()).item(),
+            "random": random.random,
+            "numpy": np.random.rand,
+        }[source]
+        calls = 6 if force else 130
+        before = HostGenerators()
+        expected = torch.tensor([draw() for _ in range(calls)], dtype=torch.float32)
+        before.restore()
+        seen = self.numbers_of_the_host(draw, calls, force)
+        self.assertEqual(torch.tensor(seen), expected)
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    def test_random_numbers_of_another_bit_generator(self):
+        before = np.random.get_bit_generator()
+        self.addCleanup(np.random.set_bit_generator, before)
+        np.random.set_bit_generator(np.random.PCG64(1))
+        first = HostGenerators()
+        drawn = np.random.rand(3)
+        self.assertFalse(first.equals(HostGenerators()))
+        first.restore()
+        self.assertTrue(first.equals(HostGenerators()))
+        self.assertEqual(np.random.rand(3), drawn)
+
+    def test_random_numbers_of_what_is_not_rehearsed(self):
+        drawn: list[float] = []
+        self.hook = lambda: drawn.append(random.random())
+        before = HostGenerators()
+        expected = [random.random() for _ in range(7)]
+        before.restore()
+        for (a, y), result in self.not_rehearsed(
+            "launch(add, a, a, a); c = new(); launch(add, c, a, y); return (c,)"
+        ):
+            self.assertEqual(result, 2 * a + y)
+            self.assertEqual(drawn.pop(), expected.pop(0))
+        self.assertEqual(report()[1].choice, "no_graph")
+        self.assertIn("on the host", report()[1].reason)
+
+    @parametrize("by", ("new", "empty"))
+    def test_output_that_is_not_written(self, by):
+        fn = self.deploy(
+            f"x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, {by}())",
+            [self.randn(), self.randn()],
+            returned=[0, 1],
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    def test_output_that_is_not_written_beside_one_that_differs(self):
+        "An operator leaves it so, and all that it launches is captured."
+        with hiding(0):
+            fn = self.deploy(
+                "x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a, empty())",
+                [self.randn(), self.randn()],
+                returned=[0, 1],
+            )
+            for _ in range(6):
+                x, y = self.randn(), self.randn()
+                self.assertEqual(on_host(fn(x, y)[0]), on_host(x) + on_host(y))
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+        self.assertIn("output 0", entry.reason)
+
+    @parametrize("force", ("node_update", None))
+    @parametrize(
+        "body",
+        (
+            "a = empty(); operator(a, x); return (a,)",
+            "a = empty(); operator(a, x); b = new(); launch(copy, b, a); return (b,)",
+            "a = new(); operator(a, x); return (a,)",
+            "a = new(); launch(copy, a, x); operator(x, x); return (x,)",
+        ),
+    )
+    def test_operator_that_is_not_captured(self, force, body):
+        """
+        It launches on a stream of its own, or on the default one, as libraries for custom
+        kernels do, while another is captured: at once, on what the capture was given.
+        """
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        fn = None
+        for _ in range(6 if force else 130):
+            x = self.randn()
+            expected = on_host(x).sin()
+            fn = fn or self.deploy(
+                f"x, = args; args.clear(); {body}",
+                [x],
+                force=force,
+                mutated=(0,) if "(x, x)" in body else (),
+            )
+            fn.model.__globals__.update(operator=operator, copy=torch.Tensor.copy_)
+            (out,) = fn(x)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("not captured" if force else "", entry.reason)
+
+    @parametrize("size", ((), (2,)))
+    @parametrize("returned", ([0], [0, 1]))
+    def test_operator_that_is_not_captured_beside_a_seed(self, size, returned):
+        "That nobody wrote it, as of attention that draws nothing, says nothing of the other one."
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        fn = None
+        for _ in range(6):
+            x = self.randn()
+            expected = on_host(x).sin()
+            fn = fn or self.deploy(
+                "x, = args; args.clear(); a = empty(); operator(a, x); seed = number(); "
+                "b = new(); launch(copy, b, a); return (b, seed)",
+                [x],
+                returned=returned,
+            )
+            stride = (1,) * len(size)
+            number = functools.partial(self.device.empty_strided, size, stride, torch.int64)
+            fn.model.__globals__.update(operator=operator, copy=torch.Tensor.copy_, number=number)
+            out, _ = fn(x)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("not captured", entry.reason)
+
+    def test_operator_that_returns_what_it_keeps(self):
+        "A table, for instance, that it computed in its first call."
+        table = self.randn()
+        expected = on_host(table).clone()
+        fn = self.deploy(
+            "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a, table)",
+            [self.randn()],
+            returned=[0, 1],
+        )
+        fn.model.__globals__.update(table=table)
+        for _ in range(6):
+            x = self.randn()
+            out, given = fn(x)
+            self.assertEqual(on_host(out), on_host(x).sin())
+            self.assertEqual(on_host(given), expected)
+            self.assertEqual(on_host(table), expected)
+        self.assertEqual(counters["pygraph"]["unbound"], 0)
+
+    def test_indices_of_an_operator_that_is_not_captured(self):
+        "Those that the graph is given instead are in bounds, or the device would fail."
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            on_host(out).copy_(on_host(x).argsort())
+
+        def take(out: torch.Tensor, y: torch.Tensor, at: torch.Tensor) -> None:
+            torch.index_select(y, 0, at, out=out)
+
+        fn = None
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            expected = on_host(y)[on_host(x).argsort()]
+            fn = fn or self.deploy(
+                "x, y = args; args.clear(); i = numbers(); operator(i, x); "
+                "b = new(); launch(take, b, y, i); return (b,)",
+                [x, y],
+            )
+            numbers = functools.partial(self.device.empty_strided, (8,), (1,), torch.int64)
+            fn.model.__globals__.update(operator=operator, take=take, numbers=numbers)
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), expected)
+        (entry,) = report()
+        self.assertIn("not captured", entry.reason)
+
+    @parametrize("body", ("return (a,)", "b = new(); launch(copy, b, a); return (b,)"))
+    def test_operator_that_writes_in_part(self, body):
+        "The rest is what lay there, captured or not. All that it launches is captured."
+        fn = self.deploy(
+            "x, = args; args.clear(); a = empty(); "
+            f"launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); {body}",
+            [self.randn()],
+        )
+        fn.model.__globals__.update(copy=torch.Tensor.copy_)
+        for _ in range(6):
+            x = self.randn()
+            self.assertEqual(on_host(fn(x)[0])[::2], on_host(x)[::2].sin())
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+
+    def test_output_that_is_written_in_part(self):
+        fn = self.deploy(
+            "x, y = args; args.clear(); a = new(); launch(sin, torch.as_strided(a, (4,), (2,)), torch.as_strided(x, (4,), (2,))); return (a,)",
+            [self.randn(), self.randn()],
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            self.assertEqual(on_host(fn(x, y)[0])[::2], on_host(x)[::2].sin())
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
+    def test_output_that_is_written_elsewhere(self):
+        "In memory that is neither a placeholder nor an output."
+        elsewhere = self.randn()
+        bind = NodeUpdateBinding.update
+
+        def update(binding: NodeUpdateBinding, pointers: Sequence[int]) -> None:
+            bind(binding, [*pointers[:-1], elsewhere.data_ptr()])
+
+        with mock.patch.object(NodeUpdateBinding, "update", update):
+            self.check(self.ADD)
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+        (entry,) = report()
+        self.assertIn("not captured", entry.reason)
+
+    @parametrize("method", ("instantiate", "replay"))
+    def test_graph_that_fails_once_bound(self, method):
+        with self.failing_once(method):
+            self.check(self.ADD)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "copy")
+        self.assertIn("no memory", entry.reason)
+        self.assertNotIn("advice", entry.reason)
+
+    def test_copied_graph_that_can_not_be_launched(self):
+        with self.failing_once("replay"):
+            self.check(self.ADD, force="copy")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("no memory", entry.reason)
+
+    @parametrize("hidden", (0, 1, 2))
+    def test_hidden_word(self, hidden):
+        "The proof fails, the call is right, and so are those that copy."
+        with hiding(hidden):
+            self.check(self.ADD)
+        self.assertEqual(counters["pygraph"]["unbound"], 1)
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    @parametrize("force", ("node_update", None))
+    def test_node_that_refuses_later(self, force):
+        "The program goes on without a graph."
+        sets = itertools.count()
+        with self.refusing(lambda node: next(sets) > 7):
+            fn = self.check(self.ADD, force=force, calls=120)
+        (function,) = report()
+        self.assertEqual(function.choice, "no_graph")
+        self.assertIn("could not be set", function.reason)
+        self.assertNotIn("replay", getattr(fn.current, "__qualname__", ""))
+
+    def test_node_that_refuses_a_misaligned_input(self):
+        "The clone in its place is what was mutated."
+        body = "x, y = args; args.clear(); launch(add, x, x, y); a = new(); launch(sin, a, x); return (a,)"
+        fn = None
+        for i in range(9):
+            x = torch.as_strided(self.randn(64), (8,), (1,), int(i > 2))
+            y = self.randn()
+            expected = on_host(x) + on_host(y)
+            fn = fn or self.deploy(body, [x, y], mutated=(0,))
+            with self.refusing(lambda node: i > 5):
+                (out,) = fn(x, y)
+            self.assertEqual(on_host(x), expected)
+            self.assertEqual(on_host(out), expected.sin())
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_capture_that_fails(self, force):
+        def fails(out, x):
+            if self.device.captured is not None:
+                raise RuntimeError("not while capturing")
+            sin(out, x)
+
+        body = "args.clear(); a = new(); launch(torch.Tensor.zero_, a); b = new(); fails(b, a); return (b,)"
+        with mock.patch.object(copying, "clean_up_failed_capture"):
+            fn = None
+            for _ in range(5):
+                fn = fn or self.deploy(body, [], force=force)
+                fn.model.__globals__["fails"] = lambda out, x: fails(
+                    on_host(out), on_host(x)
+                )
+                (out,) = fn()
+                self.assertEqual(on_host(out), torch.zeros(8))
+        self.assertIn("capture failed: not while capturing", report()[0].reason)
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    def test_conjugate_is_returned(self):
+        body = "x, y = args; args.clear(); a = operator_mul(x, y); return (torch.ops.aten._conj(a),)"
+        for force in ("node_update", "copy"):
+            for mode in ("inference", "backward"):
+                with (
+                    self.subTest(force=force, mode=mode),
+                    mock.patch.object(self, "generated", self.conjugating),
+                ):
+                    reset_report()
+                    self.check_complex(body, force, mode, conjugated_from=8)
+                    (entry,) = report()
+                    self.assertEqual(
+                        entry.reason, "it returns a conjugate that is not computed"
+                    )
+
+    def test_tangent_becomes_a_conjugate(self):
+        "No guard asks for it."
+        body = "x, y = args; args.clear(); a = operator_mul(x, y); return (a,)"
+        for force in ("node_update", "copy"):
+            with (
+                self.subTest(force=force),
+                mock.patch.object(self, "generated", self.conjugating),
+            ):
+                self.check_complex(body, force, "backward", conjugated_from=5)
+
+    def test_interrupted_recording(self):
+        "As by Ctrl-C. The allocator knows by then what the path left alive."
+        self.weight, interrupts = self.randn(), iter([KeyboardInterrupt])
+        traceback = []
+
+        def hook():
+            if self.device.captured is not None:
+                for interrupt in interrupts:
+                    raise interrupt
+
+        self.hook = hook
+        with mock.patch.object(
+            self, "BACKWARD", f"hook(); {self.BACKWARD.strip()}"
+        ):
+            for _ in range(3):
+                # Only the forward is recorded, and replayed.
+                self.step(self.randn(), [])
+                trees.get_manager(0).running_forwards_with_pending_backwards = False
+            for _ in range(8):
+                try:
+                    kept = self.step(self.randn())
+                except KeyboardInterrupt as interrupt:
+                    traceback.append(interrupt)
+                    continue
+                for actual, expected in kept:
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual(len(traceback), 1)
+        # It holds the activation.
+        traceback.clear()
+
+
+instantiate_parametrized_tests(RefusalTest)
+
+
+class RefusalPythonTest(RefusalTest):
+    "Without compiled code."
+
+    compiled = None
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,630 @@
+# Owner(s): ["module: inductor"]
+"""
+Training: activations, gradients, and graphs that follow one another.
+
+Functions as Inductor writes them are deployed on the modelled device of modelled_cuda.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import types
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor import cudagraph_trees as trees
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.capture import collectives
+from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.trees.manager import drop, policies_around
+from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.test_case import run_tests
+from torch.testing._internal.common_utils import (
+    instantiate_parametrized_tests,
+    parametrize,
+)
+from torch.testing._internal.modelled_cuda import (
+    on_host,
+)
+from torch.testing._internal.pygraph_functions import (
+    Deployed,
+    HeldByAutograd,
+    hiding,
+    new_generation,
+    Ranks,
+    RecordTestCase,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class TrainingTest(RecordTestCase):
+    def test_collectives_of_a_backward(self):
+        "What the forward left in the pool is gone after the proof."
+        forward = self.deploy(
+            "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a,)",
+            [self.randn()],
+            mode="forward",
+            returned=(),
+        )
+        reduce = "torch.ops._c10d_functional.all_reduce_.default"
+        backward = self.deploy(
+            f"a, = args; args.clear(); launch(sin, a, a); {reduce}(a, 'sum', '0')\n"
+            "b = new(); launch(sin, b, a); return (b,)",
+            [self.randn()],
+            mode="backward",
+            names=("sin",),
+            force=None,
+        )
+        asked = []
+
+        def agree(group, what, ready):
+            asked.append((what.rpartition("/")[2], ready))
+            return ready
+
+        with (
+            Ranks(self.device) as ranks,
+            mock.patch.object(collectives, "agree", agree),
+        ):
+            for _ in range(9):
+                x = self.randn()
+                expected = on_host(x).sin().sin().mul(2).sin()
+                ranks.ran = 0
+                activations = list(forward(x))
+                (out,) = backward.call(activations)
+                self.assertEqual(on_host(out), expected)
+                self.assertEqual(ranks.ran, 1)
+                del out
+        self.assertEqual([entry.choice for entry in report()], ["node_update", "copy"])
+        # A rank on which the forward is no graph would wait.
+        self.assertEqual(asked, [("capture", False)])
+
+    def test_node_that_refuses_in_a_backward(self):
+        "Whose activation was let go by then."
+        self.weight = self.randn()
+        held, sets = [], itertools.count()
+        with self.refusing(lambda node: self.is_of_backward(node) and next(sets) > 2):
+            for _ in range(9):
+                # So that the tangent moves.
+                held.append(self.randn())
+                for actual, expected in self.step(self.randn()):
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+        self.assertEqual([f.choice for f in report()].count("no_graph"), 1)
+
+    @parametrize("how", ("refuses", "no_memory"))
+    def test_gradient_of_a_backward_that_is_not_replayed(self, how):
+        "It lies where the activation did, which was let go, and the program keeps it."
+        self.weight = self.randn()
+        calls = itertools.count()
+
+        def no_memory(t):
+            # A copy of the forward's input, and then of the tangent.
+            if next(calls) > 0:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            return copied(t)
+
+        kept, copied = [], trees.static_input
+        force = "copy" if how == "no_memory" else "node_update"
+        with (
+            self.refusing(lambda node: self.is_of_backward(node) and next(calls) > 2),
+            mock.patch.object(trees, "static_input", no_memory),
+        ):
+            for _ in range(9):
+                x, y = self.randn(), self.randn()
+                step = self.step(x, force=force)
+                # Into the next steps, as where gradients are accumulated.
+                if not kept and report()[-1].choice == "no_graph":
+                    kept = step
+                for actual, expected in [*step, *kept]:
+                    self.assertEqual(on_host(actual), expected)
+                del step, actual, y
+        self.assertEqual(len(kept), 3)
+
+    def test_activations_of_a_forward_without_a_graph(self):
+        "They move from step to step, also where the backward copies its inputs."
+        with hiding(0):
+            kept, fn = [], None
+            for _ in range(8):
+                x, y = inputs = [self.randn(), self.randn()]
+                kept.append(x)
+                fn = fn or self.deploy(
+                    "x, y = args; args.clear(); a = new(); launch(mul, a, x, y); return (a,)",
+                    inputs,
+                    mode="backward",
+                    static=[0],
+                    names=["mul", "tangents_1"],
+                )
+                (out,) = fn(x, y)
+                self.assertEqual(on_host(out), on_host(x) * on_host(y))
+                del out
+        self.assertEqual(report()[0].choice, "copy")
+        (recordings,) = trees.get_manager(0).roots.values()
+        self.assertEqual(len(recordings), 1)
+
+    def test_partitions(self):
+        "What one passes on to the next lies in the pool, and is not copied."
+        first = second = None
+        kept = []
+        for _ in range(7):
+            new_generation()
+            x, y = self.randn(), self.randn()
+            first = first or self.deploy(
+                "x, y = args; args.clear(); a = new(); launch(sin, a, x); b = new(); launch(add, b, x, y); return (a, b)",
+                [x, y],
+                returned=[1],
+            )
+            a, b = first.call([x, y])
+            second = second or self.deploy(
+                "a, y = args; args.clear(); launch(mul, a, a, y); c = new(); launch(add, c, a, y); return (c,)",
+                [a, y],
+                names=["partition_1_placeholder_0", "arg1_1"],
+                reused=[0],
+            )
+            inputs = [a, y]
+            del a
+            (c,) = second.call(inputs)
+            del inputs
+            kept.append(
+                (
+                    b,
+                    c,
+                    on_host(x) + on_host(y),
+                    on_host(x).sin() * on_host(y) + on_host(y),
+                )
+            )
+            for b, c, expected_b, expected_c in kept:
+                self.assertEqual((on_host(b), on_host(c)), (expected_b, expected_c))
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
+        self.assertEqual([e.external_inputs for e in report()], [2, 1])
+
+    def test_training(self):
+        self.weight = self.randn()
+        kept = []
+        for _ in range(7):
+            kept += self.step(self.randn())
+            for actual, expected in kept:
+                self.assertEqual(on_host(actual), expected)
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+        # The gradient in the activation's memory.
+        self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+
+    def test_functions_around(self):
+        "Those of one path, seen from either."
+        self.weight = self.randn()
+        for _ in range(4):
+            self.step(self.randn())
+        other = self.check(self.ADD)
+        manager = trees.get_manager(0)
+        (forward,) = [node for node in manager.get_roots() if node.children]
+        ((backward,),) = forward.children.values()
+        functions = [node.wrapped_function for node in (forward, backward)]
+        for f, g in (functions, functions[::-1]):
+            self.assertEqual(list(policies_around(manager, f.id)), [g.pygraph])
+        (alone,) = [node for node in manager.get_roots() if not node.children]
+        self.assertEqual(alone.wrapped_function.model, other.model)
+        around = policies_around(manager, alone.wrapped_function.id)
+        self.assertEqual(len(around), 0)
+        # A graph takes those that follow it with it. They are recorded anew.
+        manager.current_node = None
+        drop(manager, functions[0].id)
+        self.assertIsNone(policies_around(manager, functions[1].id))
+
+    def test_even_graph_that_is_timed_in_fewer_calls(self):
+        "The others become graphs when it is timed without one."
+        weight, even = self.randn(), []
+        forwards: list[Deployed | None] = [None, None]
+        backwards: list[Deployed | None] = [None, None]
+
+        def complete(samples: timing.Samples) -> bool:
+            return samples.calls >= (4 if samples.state in even else 16)
+
+        def cost(samples: timing.Samples) -> timing.Cost:
+            us = 10.0 if samples.state.report.timings_us else 90.0
+            us = 50.0 if samples.state in even else us
+            return timing.Cost(*[timing.Estimate(us)] * 3)
+
+        with (
+            mock.patch.object(timing.Samples, "complete", property(complete)),
+            mock.patch.object(timing.Samples, "cost", cost),
+        ):
+            for _ in range(60):
+                new_generation()
+                h, pending = self.randn(), []
+                for k in range(2):
+                    if forwards[k] is None:
+                        forwards[k] = self.deploy_forward(h, weight, None)
+                        even += [forwards[k].current.state] * k
+                    h, a, _ = forwards[k].call([h, weight])
+                    pending.append(a)
+                    del a
+                for k in (1, 0):
+                    inputs = [pending.pop(), weight, self.randn()]
+                    if backwards[k] is None:
+                        backwards[k] = self.deploy_backward(inputs, None)
+                        even += [backwards[k].current.state] * k
+                    backwards[k].call(inputs)
+        self.assertEqual([e.choice for e in report()], ["node_update"] * 4)
+        reasons = [f.report.reason for f in even]
+        self.assertEqual(
+            reasons, ["not measured faster; it shares the memory of neighbouring graphs"] * 2
+        )
+
+    def test_backward_copies_more_without_its_forward(self):
+        "As a graph it was timed behind another graph, and is decided anew when that goes."
+        self.weight = self.randn()
+        x = self.randn()
+        uncaptured = self.deploy_forward(x, self.weight, "no_graph")
+        graph = self.deploy_forward(x, self.weight, "copy")
+        entry = None
+
+        def run(forward: Deployed, until: Callable[[], bool]) -> None:
+            nonlocal entry
+            self.forward = forward
+            for _ in range(900):
+                for actual, expected in self.step(self.randn(), force=None):
+                    self.assertEqual(on_host(actual), expected)
+                entry = report()[-1]
+                if until():
+                    return
+            self.fail("it never came to that")
+
+        stays = True
+        with (
+            hiding(0),
+            mock.patch.object(
+                selection,
+                "judge",
+                lambda *args: (stays, Reason.of(Code.NOT_FASTER)),
+            ),
+        ):
+            # It is recorded for both.
+            run(uncaptured, lambda: entry.external_inputs > 0)
+            run(graph, lambda: entry.choice != "undecided")
+            # The gradient, and not the activation.
+            self.assertEqual((entry.choice, entry.copied_bytes), ("copy", 32))
+            run(graph, lambda: True)
+            self.assertEqual(counters["pygraph"]["reselected"], 0)
+            stays = False
+            run(uncaptured, lambda: entry.choice == "undecided")
+            self.assertEqual(entry.reason, "it copies 64 bytes, not 32 as timed")
+            run(uncaptured, lambda: entry.choice != "undecided")
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertEqual(counters["pygraph"]["reselected"], 1)
+
+    @parametrize("error", (5e-4, 1.0))
+    def test_gradients_that_do_not_repeat(self, error):
+        "By more than a tolerance, as sums do that cancel out; or by far more than they do."
+        self.weight, runs, is_python = self.randn(), itertools.count(1), [False]
+
+        def noisy(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
+            by_run = (5e-4, -5e-4)[next(runs) % 2] if is_python[0] else error
+            torch.add(torch.mul(x, by), by_run, out=out)
+
+        forward = backward = None
+        for _ in range(7):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, self.weight)
+            out, a, w = forward.call([x, self.weight])
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                "a, t = args; args.clear(); is_python[0] = True; c = new(); "
+                "launch(noisy, c, a, t); is_python[0] = False; return (c,)",
+                inputs,
+                mode="backward",
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            backward.model.__globals__.update(noisy=noisy, is_python=is_python)
+            del a
+            (grad,) = backward.call(inputs)
+            expected = on_host(x) * on_host(self.weight) * on_host(t)
+            self.assertEqual(on_host(grad), expected, atol=2 * error, rtol=0)
+        self.assertEqual(counters["pygraph"]["unbound"], error > 1e-2, str(report()))
+
+    @parametrize("error,is_bound", ((5e-4, True), (5e-2, True), (10.0, False)))
+    def test_results_that_do_not_repeat(self, error, is_bound):
+        """
+        The graph differs by as much as uncaptured runs do, or by far more. What is mutated is
+        looked at before another run writes it.
+        """
+        runs, is_python = itertools.count(1), [False]
+
+        def noisy(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
+            run = next(runs)
+            by_run = 5e-2 * (run % 3 == 0) if is_python[0] else error * (1 + run % 2 / 100)
+            torch.add(torch.mul(x, by), by_run, out=out)
+
+        fn = None
+        for _ in range(7):
+            x, t = (self.device.tensor(torch.randn(8).abs() + 1) for _ in range(2))
+            m = self.randn()
+            inputs = [x, t, m]
+            fn = fn or self.deploy(
+                "x, t, m = args; args.clear(); is_python[0] = True; c = new(); "
+                "launch(mul, c, x, t); launch(noisy, m, x, t); "
+                "is_python[0] = False; return (c,)",
+                inputs,
+                mutated=(2,),
+            )
+            fn.model.__globals__.update(noisy=noisy, is_python=is_python)
+            (out,) = fn.call(inputs)
+            expected = on_host(x) * on_host(t)
+            for actual in (out, m):
+                self.assertEqual(on_host(actual), expected, atol=0.06, rtol=0)
+        self.assertEqual(counters["pygraph"]["unbound"], not is_bound, str(report()))
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradients_of_a_step(self, force):
+        "In the pool, unless the program has them when it begins the next step."
+        self.weight = self.randn()
+
+        def outcome() -> tuple[int, ...]:
+            return tuple(
+                counters["pygraph"][name]
+                for name in ("held_gradients", "held_activations", "copied_outputs")
+            )
+
+        def steps(number: int, *, held: bool) -> None:
+            kept: list[Any] = []
+            for _ in range(number):
+                if not held:
+                    kept.clear()
+                kept += self.step(self.randn(), force=force)
+                for actual, expected in kept:
+                    self.assertEqual(on_host(actual), expected)
+                del actual
+
+        copied = force == "copy"
+        steps(6, held=False)
+        self.assertEqual(outcome(), (0, 0, copied))
+        # The second step and the third run uncaptured: gradients of the first lie where
+        # a replay would write.
+        steps(3, held=True)
+        self.assertEqual(outcome(), (2, 2, copied))
+        # The backward is recorded again. One gradient lies in the activation's memory.
+        steps(2, held=False)
+        self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
+        steps(4, held=True)
+        self.assertEqual(outcome(), (2, 2, 3 if copied else 1))
+
+    @parametrize("layers", (1, 2, 3))
+    @parametrize("held", (False, True))
+    def test_gradients_of_layers(self, layers, held):
+        "Those of one code are called one after the other, which is no new step."
+        weight, forward, backward = self.randn(), None, None
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for step in range(8):
+            h, pending, grads = self.randn(), [], []
+            for _ in range(layers):
+                new_generation()
+                forward = forward or self.deploy_forward(h, weight)
+                value = on_host(h) * on_host(weight)
+                h, a, _ = forward.call([h, weight])
+                pending.append((a, value))
+                del a
+            while pending:
+                a, value = pending.pop()
+                inputs = [a, weight, t := self.randn()]
+                del a
+                if backward is None:
+                    backward = self.deploy_backward(inputs)
+                    function = backward.current.state
+                grad, grad_x = backward.call(inputs)
+                expected = value.cos() * on_host(t)
+                grads += [(grad, expected), (grad_x, expected * on_host(weight))]
+                del grad, grad_x
+            for actual, expected in (*kept, *grads):
+                self.assertEqual(on_host(actual), expected)
+            # Into the next step, where gradients are accumulated.
+            kept = grads if held else []
+            del actual, grads
+        self.assertEqual(function.outputs_outlive, held)
+        self.assertEqual(bool(counters["pygraph"]["copied_outputs"]), held)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradient_that_was_used(self, force):
+        "The next one is the same tensor, without what the program made of it."
+        self.weight, seen = self.randn(), []
+        for i in range(7):
+            grad = self.gradient(force)
+            seen.append(id(grad))
+            self.assertFalse(grad.requires_grad)
+            self.assertEqual(grad._version, 0)
+            self.assertIsNone(grad.grad)
+            self.assertEqual(grad.__dict__, {})
+            grad.requires_grad_()
+            grad.grad, grad.step = self.randn(), i
+            torch.autograd.graph.increment_version(grad)
+            del grad
+        self.assertEqual(seen[-3:], seen[-1:] * 3)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_gradient_in_inference_mode(self, force):
+        "What is cached then is returned outside of it later, where it is no inference tensor."
+        self.weight = self.randn()
+        for i in range(6):
+            with torch.inference_mode(i == 2):
+                grad = self.gradient(force)
+            self.assertFalse(i != 2 and grad.is_inference())
+            del grad
+
+    @parametrize("force", ("node_update", "copy"))
+    @parametrize("change", ("unsqueeze_", "resize_", "data"))
+    def test_gradient_that_was_changed_in_place(self, change, force):
+        self.weight = self.randn()
+        for _ in range(8):
+            grad = self.gradient(force)
+            self.assertEqual(grad.shape, (8,))
+            if change == "data":
+                grad.data = self.weight
+            else:
+                getattr(grad, change)(0)
+            del grad
+
+    @parametrize("force", ("node_update", "copy"))
+    @parametrize("first", (0, 4))
+    def test_activation_that_outlives_its_backward(self, first, force):
+        "As retain_graph=True has it in some steps, the recorded one or a later one."
+        weight = self.randn()
+        forward = backward = None
+        kept = []
+        for i in range(first + 8):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, weight, force)
+            out, a, w = forward.call([x, weight])
+            expected_a = on_host(x) * on_host(weight)
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                """
+                a, t = args; args.clear()
+                b = new(); launch(sin, b, a)
+                c = new(); launch(mul, c, b, t)
+                return (c,)
+                """,
+                inputs,
+                mode="backward",
+                force=force,
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            held = [(a, expected_a)] if first <= i < first + 4 else []
+            del a
+            (grad,) = backward.call(inputs)
+            kept += [(out, expected_a.sin()), (grad, expected_a.sin() * on_host(t))]
+            for actual, expected in (*kept, *held):
+                self.assertEqual(on_host(actual), expected)
+            del held, actual, expected
+        self.assertEqual(
+            counters["pygraph"]["held_activations"] > 0, first > 0, dict(counters)
+        )
+
+    def test_training_goes_around_trees(self):
+        "A backward too, after the graph that it follows, unless an activation is held."
+        weight = self.randn()
+        forward = backward = None
+        by_trees = []
+        run = trees.CUDAGraphTreeManager.run
+
+        def counted(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            by_trees.append(manager)
+            return run(manager, *args, **kwargs)
+
+        with mock.patch.object(trees.CUDAGraphTreeManager, "run", counted):
+            for i in range(18):
+                if i == 6:
+                    by_trees.clear()
+                new_generation()
+                x, t = self.randn(), self.randn()
+                forward = forward or self.deploy_forward(x, weight)
+                out, a, w = forward.call([x, weight])
+                expected_a = on_host(x) * on_host(weight)
+                inputs = [a, t]
+                backward = backward or self.deploy(
+                    """
+                    a, t = args; args.clear()
+                    b = new(); launch(sin, b, a); del a
+                    c = new(); launch(mul, c, b, t)
+                    return (c,)
+                    """,
+                    inputs,
+                    mode="backward",
+                    static=[0],
+                    names=["mul", "tangents_1"],
+                )
+                held = HeldByAutograd(a) if i in (9, 11) else None
+                retained = {13: a, 14: a.detach()}.get(i)
+                del a
+                (grad,) = backward.call(inputs)
+                self.assertEqual(inputs, [])
+                self.assertEqual(on_host(out), expected_a.sin())
+                self.assertEqual(on_host(grad), expected_a.sin() * on_host(t))
+                for kept in (held.activation() if held else None, retained):
+                    if kept is not None:
+                        self.assertEqual(on_host(kept), expected_a)
+                if i == 8:
+                    self.assertEqual(by_trees, [])
+                del held, retained, kept
+        self.assertGreater(len(by_trees), 0)
+        self.assertGreater(counters["pygraph"]["held_activations"], 0)
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_activation_that_only_autograd_holds(self, force):
+        "Two forwards before a backward, after steps of one each."
+
+        weight = self.randn()
+        forward = None
+        for calls in (1, 1, 1, 1, 2, 1, 3, 2, 2):
+            pending, expected = [], []
+            for _ in range(calls):
+                new_generation()
+                x = self.randn()
+                forward = forward or self.deploy_forward(x, weight, force)
+                out, a, w = forward.call([x, weight])
+                pending.append(HeldByAutograd(a))
+                del a
+                expected.append(on_host(x) * on_host(weight))
+            seen = [on_host(held.activation()).clone() for held in pending]
+            self.assertEqual(seen, expected)
+            trees.get_manager(0).set_to_running_backward()
+
+    def test_activations_in_the_pool_and_outside(self):
+        """
+        Beyond MAX_TIMES_ON_PATH forwards run uncaptured. Their backward, recorded with an
+        activation that moves, is later given one that lies in the pool, and writes over it.
+        """
+        weight = self.randn()
+        forward = backward = None
+        for length in (18, 18, 18, 17, 17, 18, 20, 19, 16):
+            pending = []
+            for _ in range(length):
+                new_generation()
+                x = self.randn()
+                forward = forward or self.deploy_forward(x, weight)
+                _, a, _ = forward.call([x, weight])
+                pending.append((a, on_host(x) * on_host(weight)))
+                del a
+            while pending:
+                a, expected_a = pending.pop()
+                inputs = [a, weight, t := self.randn()]
+                del a
+                backward = backward or self.deploy_backward(inputs)
+                grad, grad_x = backward.call(inputs)
+                expected = expected_a.cos() * on_host(t)
+                self.assertEqual(on_host(grad), expected)
+                self.assertEqual(on_host(grad_x), expected * on_host(weight))
+                del grad, grad_x
+        self.assertGreater(counters["pygraph"]["staged_inputs"], 0)
+
+    def test_skipped_backward_before_its_forward_is_recorded(self):
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.output_code import maybe_handle_backward_generation
+
+        graph = types.SimpleNamespace(
+            current_callable=lambda inputs: inputs, fx_kwargs={"is_backward": True}
+        )
+        maybe_handle_backward_generation(graph, BoxedDeviceIndex(0))
+        manager = trees.get_manager(0, create_if_none_exists=False)
+        manager.running_forwards_with_pending_backwards = True
+        self.assertEqual(graph.current_callable([1]), [1])
+        self.assertFalse(manager.running_forwards_with_pending_backwards)
+
+
+instantiate_parametrized_tests(TrainingTest)
+
+
+class TrainingPythonTest(TrainingTest):
+    "Without compiled code."
+
+    compiled = None
+    test_training_goes_around_trees = None
+
+
+if __name__ == "__main__":
+    run_tests()
