@@ -458,6 +458,21 @@ class InspectionTest(InfoTestCase):
         self.assertEqual(topk.kind, "extern")
         self.assertIn(cos.reads[0], topk.writes)
 
+    def test_mix_order_reduction(self):
+        """A sum over the other dimension of what a kernel reduces is a result of that kernel."""
+
+        def fn(x, weight):
+            return (torch.nn.functional.layer_norm(x, (1024,), weight).sum(),)
+
+        sizes = ((32768, 1024), (1024,))
+        inputs = [functools.partial(torch.randn, size, device="cuda", requires_grad=True) for size in sizes]
+        _, backward = self.compile(fn, *inputs)
+        self.assertIn("# Call mix order reduction kernel", backward.source)
+        (function,) = backward.info.functions
+        # Statements behind its launch call operators.
+        (call,) = (call for call in function.calls if not call.is_declared)
+        self.assertLessEqual({*function.outputs}, {*call.writes})
+
     def test_operator_with_effects_is_not_declared(self):
         @torch.library.custom_op("pygraph_info_test::effect", mutates_args=())
         def effect(x: torch.Tensor) -> torch.Tensor:

@@ -181,26 +181,35 @@ def _calls(wrapper: codegen.PythonWrapperCodegen, nodes: Iterable[BaseSchedulerN
         if isinstance(line, codegen.KernelCallLine):
             launches.setdefault(line.scheduler_node, []).append(line)
     calls: list[Call] = []
-    # What gives a list of buffers, and where in ``calls`` it is.
+    # The call that gives each buffer, by its place in ``calls``.
     makers: dict[str, int] = {}
+
+    def add_result(node: BaseSchedulerNode, source: str, **changes: Any) -> None:
+        """Add to the call that gives ``source`` what ``node`` takes of it without a call."""
+        if (maker := makers.get(source)) is not None:
+            call = calls[maker]
+            calls[maker] = dataclasses.replace(call, writes=(*call.writes, *_writes(node)), **changes)
+            makers.update(dict.fromkeys(node.get_buffer_names(), maker))
+
     for node in nodes:
         operation = node.node
         if isinstance(operation, ir.MultiOutput):
-            # It is no call but an element of what one gives.
-            maker = makers.get(operation.input_name(0))
-            makers[operation.get_name()] = maker
-            if maker is not None:
-                call = calls[maker]
-                writes = (*call.writes, operation.get_name())
-                calls[maker] = dataclasses.replace(call, writes=writes)
+            add_result(node, operation.input_name(0))
             continue
         if isinstance(node, NopKernelSchedulerNode):
+            continue
+        if node.get_name() in V.graph.scheduler.removed_ops:
+            # The last step of a mix-order reduction: a statement behind the kernel's launch
+            # adds up what the kernel left in its workspace.
+            for dependency in node.read_writes.reads:
+                add_result(node, dependency.name, is_declared=False)
             continue
         reads, writes = _reads(node), _writes(node)
         if node in launches:
             for line in launches[node]:
                 kind = "triton" if line.triton else "extern"
                 kernels = (line.kernel_name,) if line.triton else ()
+                makers.update(dict.fromkeys(node.get_buffer_names(), len(calls)))
                 calls.append(Call(kind, line.kernel_name, reads, writes, kernels=kernels))
         elif operation is not None:
             makers[operation.get_name()] = len(calls)
