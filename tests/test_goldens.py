@@ -25,7 +25,9 @@ sys.path.insert(0, str(HERE))
 import goldens  # noqa: E402
 
 
-KINDS = ("^program/0[0-2]", "^program/0[3-5]", "^model/[a-g]", "^model/[^a-g]", "^(selection|prelude)", "^record")
+KINDS = ("^program/00", "^(selection|prelude)", "^model/[a-c]", "^record", "^program/0[^0]", "^model/[^a-c]")
+# The rest takes minutes: PYGRAPH_GOLDENS=all compares it too.
+SAMPLE = KINDS[:4]
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +37,8 @@ def golden() -> dict:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nothing_differs_but_what_is_allowed(kind: str, tmp_path: Path) -> None:
+    if kind not in SAMPLE and os.environ.get("PYGRAPH_GOLDENS") != "all":
+        pytest.skip("PYGRAPH_GOLDENS=all compares these")
     # A process for each kind: what others compiled or patched is not there.
     command = [sys.executable, HERE / "goldens.py", "--check", GOLDENS, "--only", kind]
     environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
