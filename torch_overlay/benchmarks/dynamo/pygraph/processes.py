@@ -14,13 +14,9 @@ if TYPE_CHECKING:
 
 
 @contextlib.contextmanager
-def process_group(
-    command: list[str], output: Any, environment: dict[str, str] | None = None
-) -> Iterator[subprocess.Popen]:
+def process_group(command: list[str], output: Any) -> Iterator[subprocess.Popen]:
     """Start a command in a group of its own, and kill the group at the end."""
-    process = subprocess.Popen(
-        command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-    )
+    process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:

@@ -20,7 +20,6 @@ import sys
 import tempfile
 import threading
 import time
-import types
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ from .timing import Interval, MAX_SLOWDOWN
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from .case import Case, Suite
     from .report import Row
@@ -81,12 +80,10 @@ class Worker:
         threads: int,
         cold: bool = False,
         caches: str | None = None,
-        variables: Mapping[str, str] = types.MappingProxyType({}),
     ) -> None:
         """
         With caches of its own if ``cold``, or else the case's in the folder ``caches``, or where
         they are kept: of cases that share kernels, one would get what another one tuned meanwhile.
-        The process also has the environment ``variables``.
         """
         self.case = case
         # The variant it was last heard to begin with.
@@ -101,7 +98,6 @@ class Worker:
             "TEARDOWN_CUPTI": "0",
             "TORCHINDUCTOR_CACHE_DIR": self.folder,
             "TRITON_CACHE_DIR": os.path.join(self.folder, "triton"),
-            **variables,
         }
         with open(logs / f"{case.name}.log", "a") as output:
             self.process = subprocess.Popen(
