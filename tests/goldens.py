@@ -784,7 +784,7 @@ def leaves(old: Any, new: Any, place: str = "") -> Iterator[tuple[str, Any, Any]
 
 
 def unexplained(found: list[list[Any]], allowed: list[list[Any]]) -> tuple[list[list[Any]], list[list[Any]]]:
-    """Return the differences that are not allowed, and those that are and are not found."""
+    """Return the differences that no patch explains, and the explanations that no difference needs."""
     return [d for d in found if d not in allowed], [d for d in allowed if d not in found]
 
 

@@ -42,7 +42,7 @@ TIMEOUT = 900
 
 @dataclass(frozen=True)
 class PullRequest:
-    """``transcripts`` maps each of STATES to the commands of PR.md with what they printed."""
+    """``transcripts`` maps each of STATES to pairs of a command in PR.md and its output."""
 
     name: str
     patch: Path
@@ -244,7 +244,7 @@ def table(results: dict[str, Result], found: dict[str, list[str]]) -> str:
 
 
 def record(request: PullRequest, result: Result) -> PullRequest:
-    """Writes what was printed into PR.md, and returns it as it is then."""
+    """Write the printed transcripts into PR.md, and return its new text."""
     printed = iter(result.transcripts[state] for state in STATES)
     text = _TRANSCRIPT.sub(lambda match: f"```console\n{next(printed)}```", request.text)
     (request.patch.parent / "PR.md").write_text(text)

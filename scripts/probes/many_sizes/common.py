@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 
 FAKE = os.environ.get("PROBE_FAKE") == "1"  # On the CPU, with made-up graphs.
-OUT = os.environ.get("OUT", "/tmp/sizes_probe")
+OUT = os.environ.get("OUT", "sizes_probe_out")
 START = time.monotonic()
 BUDGET = float(os.environ.get("PART_BUDGET", "60"))
 

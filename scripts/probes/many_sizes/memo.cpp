@@ -117,7 +117,7 @@ struct Case {
   int64_t m, n, k, b;
 };
 
-// The operands are made outside of the timed part; what is returned is the call.
+// Makes the operands, which is not timed, and returns a function that makes the call.
 static std::function<std::vector<at::Tensor>()> prepare(const Case& c, bool displaced, std::vector<Operand>& o) {
   auto t = c.t;
   if (c.op == "mm") {

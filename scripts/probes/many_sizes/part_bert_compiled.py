@@ -7,7 +7,7 @@ import time
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "8")
 os.environ.setdefault(
-    "TORCHINDUCTOR_CACHE_DIR", os.path.join(os.environ.get("OUT", "/tmp"), "..", "sizes_probe_inductor")
+    "TORCHINDUCTOR_CACHE_DIR", os.path.join(os.environ.get("OUT", "sizes_probe_out"), "..", "sizes_probe_inductor")
 )
 
 from common import backends, DEVICE, FAKE, left, Result, survey  # noqa: E402

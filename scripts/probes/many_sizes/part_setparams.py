@@ -9,7 +9,7 @@ import time
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-OUT = os.environ.get("OUT", "/tmp/sizes_probe")
+OUT = os.environ.get("OUT", "sizes_probe_out")
 START = time.monotonic()
 
 

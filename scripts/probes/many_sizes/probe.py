@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import table
@@ -15,8 +16,8 @@ import table
 
 START = time.monotonic()
 HERE = os.path.dirname(os.path.abspath(__file__))
-OUT = os.environ.get("OUT") or "/tmp/sizes_probe_out"
-PARTS = "/tmp/sizes_probe_parts"
+OUT = os.environ.get("OUT") or "sizes_probe_out"
+PARTS = tempfile.mkdtemp()
 BUDGET = float(os.environ.get("BUDGET", "265")) - float(os.environ.get("USED", "0"))
 ONLY = [p for p in os.environ.get("ONLY", "").split(",") if p]
 

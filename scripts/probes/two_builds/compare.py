@@ -19,12 +19,14 @@ import os
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 
 here = Path(__file__).resolve().parent
+SCRATCH = tempfile.mkdtemp()
 old, new, out, budget = Path(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), float(sys.argv[4])
 parts = sys.argv[5].split(",") if len(sys.argv) > 5 else ["compile", "layers", "measure"]
 LIMIT = int(os.environ.get("OLD_NEW_LIMIT", "0"))
@@ -43,7 +45,7 @@ paths = {}
 
 
 def overlay(build, root):
-    d = Path(f"/tmp/old_new_{build}")
+    d = Path(f"{SCRATCH}/{build}")
     done = subprocess.run([sys.executable, str(root / "scripts" / "overlay"), str(d)], capture_output=True, text=True)
     if done.returncode:
         print(done.stdout, done.stderr)
@@ -57,14 +59,14 @@ log("overlays")
 
 class Child:
     def __init__(self, build, tag, threads=2):
-        cache = f"/tmp/old_new_cache_{build}"
+        cache = f"{SCRATCH}/cache_{build}"
         env = {
             **os.environ,
             "PYTHONPATH": paths[build],
             "TORCHINDUCTOR_CACHE_DIR": cache,
             "TRITON_CACHE_DIR": cache + "/triton",
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-            "PYTHONPYCACHEPREFIX": f"/tmp/old_new_pyc_{build}",
+            "PYTHONPYCACHEPREFIX": f"{SCRATCH}/pyc_{build}",
             "OMP_NUM_THREADS": "4",
         }
         self.p = subprocess.Popen(
@@ -74,7 +76,7 @@ class Child:
             stderr=open(out / f"{build}_{tag}.log", "w"),
             env=env,
             text=True,
-            cwd="/tmp",
+            cwd=SCRATCH,
         )
 
     def ask(self, op, *args):

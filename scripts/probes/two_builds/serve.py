@@ -58,7 +58,7 @@ def compile_(suite, name, variants):
     clean()
     out = {"failed": failed, "s": round(time.time() - t, 1)}
     if DEVICE == "cuda":
-        # PyGraph alone with a forced graph: what it reserves and copies.
+        # A graph is forced, so that reserved memory and copied bytes depend on no timing.
         run = make(suite, name, ["forced_node_update"], 3)
         clean()
         base = torch.cuda.memory_reserved()
