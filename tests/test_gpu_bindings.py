@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "torch_overlay" 
 
 pytest.importorskip("torch")
 
-from pygraph import bindings, catalogue, program, suite  # noqa: E402
+from pygraph import bindings, catalogue, program, report, suite  # noqa: E402
 
 
 def _points(**ways):
@@ -49,39 +49,7 @@ def test_no_crossover():
 def test_ways_that_failed():
     points = _points(node_update=lambda n: 5 + n, prelude=lambda n: None, copies=lambda n: 1 if n == 1 else 8 * n)
     assert _by_time(points) == {("node_update", "copies"): 2}
-    assert "-" in bindings.format_figure8(points)
-
-
-def test_shown(capsys):
-    kernels = [
-        {"model": "m", "kernel": "k", **{form: {"registers": r, "spilled_bytes": 0, "us": us} for form, r, us in of}}
-        for of in ([("plain", 32, 2.0), ("indirect", 40, 2.2)], [("plain", 16, 1.0), ("indirect", 16, 1.0)])
-    ]
-    kernels += [{"model": "m", "kernel": "j", "error": "it has no indirect form"}, {"model": "o", "error": "needs x"}]
-    points = _points(node_update=lambda n: 5 + n, table=lambda n: 20 + n / 2)
-    bindings._show({"figure8": points, "kernels": kernels})
-    shown = capsys.readouterr().out
-    assert "table is faster than node_update (us) from 32 parameters" in shown
-    assert "m: 2 kernels measured, 1 not" in shown and "o: 0 kernels measured, 1 not" in shown
-    assert "registers +0 to +8, median +4; more spills in 0; time x 1.000 to 1.100" in shown
-
-
-def test_binding_that_fell_back_is_named():
-    row = {
-        "name": "mlp",
-        **{f"{name}_us": 10.04 for name in catalogue.SUITES["bindings"].variants if name != "forced_prelude"},
-        "forced": {"copy": "copy", "table": "2 node_update"},
-        "failed": {"forced_prelude": "wrong result"},
-    }
-    shown = bindings.format_cases([row, {"name": "conv", "error": "out of time"}])
-    header, first, *notes, last, error = (line.split() for line in shown.splitlines())
-    assert len(header) == len(first) == len(last) == 8
-    assert first[header.index("prelude")] == "failed" and first[header.index("table")] == "10.0"
-    assert [" ".join(note) for note in notes] == [
-        "table ran as 2 node_update",
-        "forced_prelude: wrong result",
-    ]
-    assert " ".join(error) == "out of time"
+    assert "-" in "\n".join(report.beside_cases({"figure8": points}))
 
 
 def test_bindings_copy_nothing():

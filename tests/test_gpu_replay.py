@@ -19,7 +19,7 @@ from pygraph.compare import Difference  # noqa: E402
 def _times(pygraph: float, stock: float, **more: float) -> dict[str, dict[str, float]]:
     return {
         "no_cg": {"host": 40.0, "total": 41.0},
-        "stock": {"trees": 9.0, "inputs": 6.0, "launch": 6.0, "host": stock, "total": stock + 1},
+        "stock_cg": {"trees": 9.0, "inputs": 6.0, "launch": 6.0, "host": stock, "total": stock + 1},
         "pygraph": {"trees": 3.0, "inputs": 1.5, "launch": 2.5, "host": pygraph, "total": pygraph + 1} | more,
     }
 

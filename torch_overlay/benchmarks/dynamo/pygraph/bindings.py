@@ -1,14 +1,15 @@
 """
 What each way to give a graph new addresses costs, on a GPU.
 
-    python -m pygraph.bindings --output bindings.json --budget 400 [--parts figure8,kernels,cases]
+    python -m pygraph.bindings --output bindings.json --budget 400
 
 figure8   the paper's figure 8, redone: a graph of n small kernels, each with an input of its
           own that moves in every call, for n from 1 to 256. The time of a call in a row of
           them, its latency with an idle device, and the host's part of that
 kernels   each Triton kernel of three models, plain and with all pointers loaded from slots:
           registers, bytes spilled, time in a graph
-cases     the suite "bindings": the small cases with each binding forced
+
+The suite "bindings" times the small cases with each binding forced.
 
 The ways of figure 8:
 
@@ -31,7 +32,6 @@ import functools
 import itertools
 import logging
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -41,22 +41,17 @@ import torch
 from torch._inductor.pygraph.graph.binding import kernel_function, kernels_that_read, NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
-from torch._inductor.pygraph.graph.prelude import (
-    Prelude,
-)
+from torch._inductor.pygraph.graph.prelude import Prelude
 from torch._inductor.pygraph.graph.table import Table
 
-from .catalogue import select, SUITES
+from .catalogue import select
 from .program import build, seed
-from .report import write_rows
-from .suite import run_suite
+from .report import beside_cases, write_rows
 from .timing import time_interleaved
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    from .report import Row
 
 
 log = logging.getLogger(__name__)
@@ -70,14 +65,13 @@ ELEMENTS = 1024
 # Sets of inputs that calls take in turn.
 RING = 4
 LATENCIES = 200
+ROUNDS = 11
 # Pinned tables: more than calls are enqueued before the device is waited for.
 PINNED = 2048
 
 MODELS = ("bert_inference", "llama_inference", "resnet18_inference")
 # Of one kernel in a graph.
 LAUNCHES = 20
-
-PARTS = ("figure8", "kernels", "cases")
 
 
 # Figure 8
@@ -263,7 +257,7 @@ def _latency(way: Way) -> float:
     return statistics.median(samples)
 
 
-def measure_point(n: int, rounds: int) -> dict[str, Any]:
+def measure_point(n: int) -> dict[str, Any]:
     """One n: for each way microseconds, or why there are none."""
     ways, point = {}, {"parameters": n, "ways": {}}
     for name in WAYS:
@@ -276,9 +270,8 @@ def measure_point(n: int, rounds: int) -> dict[str, Any]:
         except Exception as e:
             log.exception("%s, %d parameters", name, n)
             point["ways"][name] = {"error": f"{type(e).__name__}: {e}".partition("\n")[0]}
-    timings = time_interleaved(
-        {name: way.loop for name, way in ways.items()}, torch.cuda.synchronize, rounds=rounds
-    )
+    loops = {name: way.loop for name, way in ways.items()}
+    timings = time_interleaved(loops, torch.cuda.synchronize, rounds=ROUNDS)
     for name, timing in timings.items():
         point["ways"][name] = {
             "us": round(timing.median_us, 2),
@@ -306,20 +299,6 @@ def crossovers(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if tail and len(tail) < len(faster):
                 found.append({"faster": a, "than": b, "by": time_of, "from": tail[-1][0]})
     return found
-
-
-def format_figure8(points: list[dict[str, Any]]) -> str:
-    lines = []
-    for key, title in (("us", "in a row"), ("latency_us", "latency"), ("host_us", "host")):
-        lines += [f"microseconds a call, {title}", f"{'parameters':>10}  " + "  ".join(f"{w:>12}" for w in WAYS)]
-        for point in points:
-            cells = [point["ways"].get(way, {}).get(key) for way in WAYS]
-            shown = "  ".join(f"{c:>12.2f}" if c is not None else f"{'-':>12}" for c in cells)
-            lines.append(f"{point['parameters']:>10}  {shown}")
-    lines += [
-        f"{c['faster']} is faster than {c['than']} ({c['by']}) from {c['from']} parameters" for c in crossovers(points)
-    ]
-    return "\n".join(lines)
 
 
 # Kernels
@@ -405,120 +384,29 @@ def measure_kernels(small: bool) -> Iterator[dict[str, Any]]:
                 yield {"model": name, "kernel": kernel.fn.__name__, "error": f"{type(e).__name__}: {e}"}
 
 
-def format_kernels(rows: list[dict[str, Any]]) -> str:
-    lines = []
-    for model in dict.fromkeys(row["model"] for row in rows):
-        of_model = [row for row in rows if row["model"] == model]
-        done = [row for row in of_model if "indirect" in row and "us" in row["indirect"]]
-        lines.append(f"{model}: {len(done)} kernels measured, {len(of_model) - len(done)} not")
-        if not done:
-            continue
-        added = [row["indirect"]["registers"] - row["plain"]["registers"] for row in done]
-        spills = sum(row["indirect"]["spilled_bytes"] > row["plain"]["spilled_bytes"] for row in done)
-        ratios = [row["indirect"]["us"] / row["plain"]["us"] for row in done]
-        lines.append(
-            f"  registers {min(added):+d} to {max(added):+d}, median {statistics.median(added):+g}; more spills in "
-            f"{spills}; time x {min(ratios):.3f} to {max(ratios):.3f}, geomean {statistics.geometric_mean(ratios):.3f}"
-        )
-    return "\n".join(lines)
-
-
-# Cases
-
-
-def format_cases(rows: list[Row]) -> str:
-    """Microseconds a call with each binding forced, and what was bound otherwise."""
-    variants = SUITES["bindings"].variants
-    lines = [f"{'case':<20}" + "".join(f"{name.removeprefix('forced_'):>13}" for name in variants)]
-    for row in rows:
-        failed = row.get("failed", {})
-        cells = ["failed" if name in failed else row.get(f"{name}_us") for name in variants]
-        shown = [cell if isinstance(cell, str) else "-" if cell is None else f"{cell:.1f}" for cell in cells]
-        other = {name: choice for name, choice in row.get("forced", {}).items() if choice != name}
-        notes = [*(f"{name} ran as {choice}" for name, choice in other.items()), *(f"{name}: {why}" for name, why in failed.items())]
-        lines.append(f"{row['name']:<20}" + "".join(f"{cell:>13}" for cell in shown))
-        lines += [f"    {note}" for note in [*notes, *([row["error"]] if "error" in row else [])]]
-    return "\n".join(lines)
-
-
-def _show(result: dict[str, Any]) -> None:
-    if "figure8" in result:
-        print(format_figure8(result["figure8"]), flush=True)
-    if "kernels" in result:
-        print(format_kernels(result["kernels"]), flush=True)
-    if "cases" in result:
-        print(format_cases(result["cases"]), flush=True)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="pygraph.bindings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--output", type=Path, help="a JSON file")
+    parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds")
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--logs", type=Path, default=Path("."))
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--small", action="store_true", help="shrunk models and cases")
+    parser.add_argument("--small", action="store_true", help="shrunk models")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     # Why a kernel has no indirect form, or a node no device-side update.
     logging.getLogger("torch._inductor.pygraph").setLevel(logging.INFO)
     deadline = time.monotonic() + args.budget
-    result: dict[str, Any] = {}
-
-    def save() -> None:
-        if args.output:
+    result: dict[str, Any] = {"figure8": [], "kernels": []}
+    for part, rows in (("figure8", map(measure_point, POINTS)), ("kernels", measure_kernels(args.small))):
+        for row in rows:
+            result[part].append(row)
+            result["crossovers"] = crossovers(result["figure8"])
             write_rows(args.output, result)
-
-    def is_late(part: str) -> bool:
-        late = time.monotonic() > deadline
-        if late:
-            print(f"{part}: out of time", flush=True)
-        return late
-
-    parts = args.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"no part {', '.join(sorted(unknown))}")
-    if "figure8" in parts:
-        points = result["figure8"] = []
-        for n in POINTS:
-            if is_late("figure8"):
+            if time.monotonic() > deadline:
+                print(f"{part}: out of time", flush=True)
                 break
-            points.append(measure_point(n, args.rounds))
-            result["crossovers"] = crossovers(points)
-            save()
-        _show({"figure8": points})
-    if "kernels" in parts:
-        kernels = result["kernels"] = []
-        for row in measure_kernels(args.small):
-            kernels.append(row)
-            save()
-            if is_late("kernels"):
-                break
-        _show({"kernels": kernels})
-    if "cases" in parts and not is_late("cases"):
-        rows: list[Row] = []
-        result["cases"] = rows
-
-        def on_row(row: Row) -> None:
-            rows.append(row)
-            save()
-            _show({"cases": [row]})
-
-        args.logs.mkdir(parents=True, exist_ok=True)
-        result["cases"], skipped = run_suite(
-            select("bindings"),
-            options=["--small"] if args.small else [],
-            logs=args.logs,
-            budget_s=deadline - time.monotonic(),
-            solo=False,
-            on_row=on_row,
-        )
-        if skipped:
-            print(f"out of time, not run: {', '.join(skipped)}")
-    save()
+    print("\n\n".join(beside_cases(result)))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

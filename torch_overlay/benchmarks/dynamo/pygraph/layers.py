@@ -1,10 +1,8 @@
 """
 Where the host's time of a call goes, layer by layer, for stock CUDA graphs and PyGraph.
 
-    python -m pygraph.layers --output layers.json [--cases a,b]
-
-Each layer is timed with all that lies below it replaced by what it returned before; the
-difference between neighbours is what the layer itself takes. In a case that trains, the
+The suite replay measures them. Each layer is timed with all that lies below it replaced by
+what it returned before; the difference between neighbours is what the layer itself takes. In a case that trains, the
 layers of forward and backward are timed together, and "aot" holds autograd too. Where compiled
 bytecode calls a replay directly, "aot" and "inductor" are not run, and "trees" holds what
 stands for them. "compiled" says how many of PyGraph's graphs compiled code replays; Python
@@ -13,15 +11,12 @@ replays the others.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import gc
 import itertools
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -40,7 +35,7 @@ LAYERS = ("dynamo", "aot", "inductor", "trees", "inputs", "launch")
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "no_cg": {},
-    "stock": {"triton.cudagraphs": True},
+    "stock_cg": {"triton.cudagraphs": True},
     "pygraph": {"pygraph": True, "pygraph_force": "node_update"},
 }
 
@@ -320,39 +315,3 @@ def measure(case: Case, device: str, rounds: int) -> dict[str, dict[str, float]]
         if variants[name].is_graph and "pygraph" in VARIANTS[name]:
             rows[name]["compiled"] = len(variants[name].compiled_replays())
     return rows
-
-
-def format_layers(rows: dict[str, dict[str, dict[str, float]]]) -> str:
-    columns = [*LAYERS, "kernels", "host", "total"]
-    lines = [
-        f"| case | variant | {' | '.join(columns)} | compiled |",
-        f"| --- | --- |{' --- |' * len(columns)} --- |",
-    ]
-    for case, variants in rows.items():
-        for variant, times in variants.items():
-            cells = [f"{times[c]:.1f}" if c in times else "" for c in columns]
-            lines.append(f"| {case} | {variant} | {' | '.join(cells)} | {times.get('compiled', '')} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="pygraph.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--rounds", type=int, default=21)
-    parser.add_argument("--output", type=Path, help="a JSON file")
-    args = parser.parse_args()
-    rows = {}
-    # Variants share code objects.
-    with torch._dynamo.config.patch(recompile_limit=64):
-        for name in args.cases.split(","):
-            rows[name] = measure(CASES[name], args.device, args.rounds)
-            if args.output:
-                args.output.write_text(json.dumps(rows, indent=1) + "\n")
-    print(format_layers(rows))
-
-
-if __name__ == "__main__":
-    main()

@@ -279,8 +279,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--budget", type=float, help="seconds")
     parser.add_argument("--output", type=Path, help="a JSON file for the rows")
-    # As other suites have it. What fails is on the terminal.
-    parser.add_argument("--logs", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     names = args.cases.split(",")
     if unknown := set(names) - {*CASES}:

@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 CHECKED_CALLS = 24
 # The graph that the other two of three_graphs are like.
 ONE_GRAPH = "linear_relu"
-NAMES = {"stock": "stock_cg"}
 
 
 @dataclass(frozen=True)
@@ -96,7 +95,7 @@ def musts(name: str, times: dict[str, Times], one_graph: dict[str, Times] | None
 
 
 def _held(must: Must, times: dict[str, Times]) -> Row:
-    ours, theirs = must.value(times["pygraph"]), must.value(times["stock"])
+    ours, theirs = must.value(times["pygraph"]), must.value(times["stock_cg"])
     limit = must.limit * theirs if must.of_stock else must.limit
     text = f"{must.what}: {ours:.1f} us, must {limit:.1f} us"
     if must.of_stock:
@@ -138,7 +137,7 @@ def _observed(call: Callable[..., Any], module: Any, args: Any, trains: bool) ->
 
 def row(name: str, times: dict[str, Times], differences: dict[str, Difference], held: list[Row]) -> Row:
     failed = {
-        NAMES.get(variant, variant): f"wrong result: {found.where} differs from eager's"
+        variant: f"wrong result: {found.where} differs from eager's"
         for variant, found in differences.items()
         if not found.close
     }
@@ -146,12 +145,9 @@ def row(name: str, times: dict[str, Times], differences: dict[str, Difference], 
     return {
         "suite": "replay",
         "name": name,
-        **{f"{NAMES.get(variant, variant)}_us": round(own["total"], 2) for variant, own in times.items()},
-        "host_us": {NAMES.get(variant, variant): round(own["host"], 2) for variant, own in times.items()},
-        "layers": {
-            NAMES.get(variant, variant): {layer: round(us, 2) for layer, us in own.items()}
-            for variant, own in times.items()
-        },
+        **{f"{variant}_us": round(own["total"], 2) for variant, own in times.items()},
+        "host_us": {variant: round(own["host"], 2) for variant, own in times.items()},
+        "layers": {variant: {layer: round(us, 2) for layer, us in own.items()} for variant, own in times.items()},
         "choice": VARIANTS["pygraph"].get("pygraph_force"),
         "equal": pygraph.close,
         "bitwise": pygraph.bitwise,

@@ -662,7 +662,7 @@ def ways(points: list[Row]) -> list[str]:
     return list(dict.fromkeys(way for point in points for way in point["ways"]))
 
 
-def _beside_cases(more: Row) -> list[str]:
+def beside_cases(more: Row) -> list[str]:
     """What the suite bindings has beside its cases."""
     parts = []
     points = more.get("figure8", ())
@@ -730,7 +730,7 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
         having = [row for row in ran if row.get(key)]
         if having:
             parts += [f"## {title}", text, as_table(having, columns, True)]
-    parts += _beside_cases(more or {})
+    parts += beside_cases(more or {})
     if rows and not small:
         parts += ["## The workloads", as_table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
