@@ -88,7 +88,7 @@ def topologies(title, part):
     for name, e in part.get("transplants", {}).items():
         yield (
             f"  {name:34s} {e['pairs']} pairs: other topology {e['other_topology']}, EQUAL {e['equal']}, different {len(e['different'])}, set failed {len(e['set_failed'])}, launch failed {len(e['launch_failed'])};"
-            f" attributes differ {e['attributes_differ']} (equal nonetheless {e['equal_despite_attributes']}); exec update {e['exec_update']}; unstable uncaptured {e['uncaptured_unstable']}"
+            f" attributes differ {e['attributes_differ']} (equal nonetheless {e['equal_despite_attributes']}); exec update {e['exec_update']}, with other attributes {e['exec_update_attributes']}; unstable uncaptured {e['uncaptured_unstable']}"
         )
         for kind in ("different", "set_failed", "launch_failed"):
             for x in e[kind][:2]:
