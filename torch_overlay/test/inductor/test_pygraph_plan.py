@@ -207,7 +207,7 @@ class World:
                 lambda i=i: self.allocate(i) for i in range(shape.allocators)
             ),
             words=None if shape.words is None else self.words,
-            nodes=types.SimpleNamespace(update=self.update),
+            nodes=self.update,
             launch=self.launch,
             cached=self.cached,
             outputs=tuple(map(self.output, range(len(shape.kinds)), shape.kinds)),

@@ -1552,7 +1552,7 @@ class DeliverTest(TestCase):
         words = captured.words_for_replay()
         for _ in range(3):
             self.assertEqual(words(), captured.words())
-            nodes.update(captured.words())
+            nodes(captured.words())
             for (sizes, destination, _), p in zip(graph, params):
                 self.driver.run(sizes, destination, p.raw)
             self.assertGiven(outputs[0], first)

@@ -71,20 +71,6 @@ def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[
     ]
 
 
-def find_kernel_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
-    """
-    find_words of a parameter of a kernel.
-
-    Raises:
-        RefusedError: the kernel may have been chosen for an alignment that another call's
-            input does not have.
-    """
-    words = find_words(buffer, placeholders)
-    if any(placeholders.is_better_aligned(w.input, w.offset) for w in words):
-        raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
-    return words
-
-
 def kernel_function(params: Any) -> Any:
     """Return what a kernel node launches, as a CUfunction."""
     if int(params.func) == 0:
@@ -169,25 +155,33 @@ class ReadParameters(NamedTuple):
     params: Any
     # (offset in bytes, value) of each parameter.
     parameters: list[tuple[int, ctypes.Array[Any]]]
-    # (parameter, offset in it, input, delta) of each word.
-    words: list[tuple[int, int, int, int]]
+    # (parameter, offset in it, word)
+    words: list[tuple[int, int, Word]]
+
+
+def read_kernel(node: Any, placeholders: PlaceholderMap) -> ReadParameters:
+    """
+    Raises:
+        RefusedError: the kernel may have been chosen for an alignment that another call's
+            input does not have.
+    """
+    params = check(bindings().cuGraphKernelNodeGetParams(node))
+    parameters = kernel_parameters(params)
+    words = [
+        (i, ctypes.addressof(word.value) - ctypes.addressof(buffer), word)
+        for i, (_, buffer) in enumerate(parameters)
+        for word in find_words(buffer, placeholders)
+    ]
+    if any(placeholders.is_better_aligned(w.input, w.offset) for *_, w in words):
+        raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
+    return ReadParameters(node, params, parameters, words)
 
 
 def kernels_that_read(graph: Any, placeholders: PlaceholderMap) -> Iterator[ReadParameters]:
-    """Yield the kernel nodes whose parameters hold an input. Raises as find_kernel_words."""
-    cu = bindings()
-    for node, node_type in graph_nodes(graph):
-        if node_type != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
-            continue
-        params = check(cu.cuGraphKernelNodeGetParams(node))
-        parameters = kernel_parameters(params)
-        words = [
-            (i, ctypes.addressof(value) - ctypes.addressof(buffer), k, delta)
-            for i, (_, buffer) in enumerate(parameters)
-            for k, delta, value in find_kernel_words(buffer, placeholders)
-        ]
-        if words:
-            yield ReadParameters(node, params, parameters, words)
+    """Yield the kernel nodes whose parameters hold an input. Raises as read_kernel."""
+    kernel = bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+    kernels = (read_kernel(node, placeholders) for node, kind in graph_nodes(graph) if kind == kernel)
+    return (read for read in kernels if read.words)
 
 
 class NodeUpdate(NamedTuple):
@@ -205,15 +199,12 @@ class NodeUpdate(NamedTuple):
 
 
 def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
-    cu = bindings()
-    params = check(cu.cuGraphKernelNodeGetParams(node))
-    buffers = [buffer for _, buffer in kernel_parameters(params)]
-    words = [word for b in buffers for word in find_kernel_words(b, placeholders)]
+    _, params, parameters, words = read_kernel(node, placeholders)
     if not words:
         return None
-    keep = set_kernel_parameters(params, buffers)
+    keep = set_kernel_parameters(params, [buffer for _, buffer in parameters])
     args = (executable, node, params)
-    return NodeUpdate(words, cu.cuGraphExecKernelNodeSetParams, args, keep)
+    return NodeUpdate([word for *_, word in words], bindings().cuGraphExecKernelNodeSetParams, args, keep)
 
 
 def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
@@ -234,41 +225,30 @@ def struct_buffer(params: Any, nbytes: int) -> ctypes.Array[Any]:
     return (ctypes.c_char * nbytes).from_address(int(params.getPtr()))
 
 
-def struct_update(
-    executable: Any, node: Any, params: Any, nbytes: int, placeholders: PlaceholderMap, set: Callable[..., Any]
-) -> NodeUpdate | None:
-    """Return the update of a node whose parameters are one struct, which holds the words."""
-    words = find_words(struct_buffer(params, nbytes), placeholders)
-    if not words:
-        return None
-    context = check(bindings().cuCtxGetCurrent())
-    return NodeUpdate(words, set, (executable, node, params, context))
-
-
 # sizeof(CUDA_MEMCPY3D) and sizeof(CUDA_MEMSET_NODE_PARAMS) on 64-bit hosts
 MEMCPY_BYTES = 200
 MEMSET_BYTES = 40
 
 
-def memcpy_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
+def memory_update(executable: Any, node: Any, kind: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
+    """Return the update of a copy or a fill, whose parameters are one struct."""
     cu = bindings()
-    params = check(cu.cuGraphMemcpyNodeGetParams(node))
-    if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
-        rows = params.Height * params.Depth
-        nbytes = params.srcPitch * (rows - 1) + params.WidthInBytes
-        if nbytes <= MAX_HOST_COPY_BYTES:
-            host = read_host_memory(int(params.srcHost), nbytes)
-            if find_words(host, placeholders):
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+        params, nbytes = check(cu.cuGraphMemsetNodeGetParams(node)), MEMSET_BYTES
+        set = cu.cuGraphExecMemsetNodeSetParams
+    else:
+        params, nbytes = check(cu.cuGraphMemcpyNodeGetParams(node)), MEMCPY_BYTES
+        set = cu.cuGraphExecMemcpyNodeSetParams
+        if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
+            copied = params.srcPitch * (params.Height * params.Depth - 1) + params.WidthInBytes
+            if copied <= MAX_HOST_COPY_BYTES and find_words(
+                read_host_memory(int(params.srcHost), copied), placeholders
+            ):
                 raise RefusedError(Reason.of(Code.HOST_COPY_OF_ADDRESS))
-    set = cu.cuGraphExecMemcpyNodeSetParams
-    return struct_update(executable, node, params, MEMCPY_BYTES, placeholders, set)
-
-
-def memset_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
-    cu = bindings()
-    params = check(cu.cuGraphMemsetNodeGetParams(node))
-    set = cu.cuGraphExecMemsetNodeSetParams
-    return struct_update(executable, node, params, MEMSET_BYTES, placeholders, set)
+    words = find_words(struct_buffer(params, nbytes), placeholders)
+    if not words:
+        return None
+    return NodeUpdate(words, set, (executable, node, params, check(cu.cuCtxGetCurrent())))
 
 
 class Nodes:
@@ -286,7 +266,7 @@ class Nodes:
         self.updates = updates
         self.nodes_of = nodes_of
 
-    def update(self, pointers: Sequence[int]) -> bool:
+    def __call__(self, pointers: Sequence[int]) -> bool:
         """
         Move the inputs to new addresses. Return False if a node refused: the graph must not be
         launched then.
@@ -345,11 +325,6 @@ class NodeUpdateBinding:
         """
         cu = bindings()
         kind = cu.CUgraphNodeType
-        find = {
-            kind.CU_GRAPH_NODE_TYPE_KERNEL: kernel_update,
-            kind.CU_GRAPH_NODE_TYPE_MEMCPY: memcpy_update,
-            kind.CU_GRAPH_NODE_TYPE_MEMSET: memset_update,
-        }
         no_parameters = (
             kind.CU_GRAPH_NODE_TYPE_EMPTY,
             kind.CU_GRAPH_NODE_TYPE_EVENT_RECORD,
@@ -362,14 +337,16 @@ class NodeUpdateBinding:
         self.num_nodes = 0
         for node, node_type in graph_nodes(cu.CUgraph(raw_graph)):
             self.num_nodes += 1
-            if int(node) in set_on_device:
+            if int(node) in set_on_device or node_type in no_parameters:
                 continue
-            if node_type in find:
-                update = find[node_type](executable, node, placeholders)
-                if update is not None:
-                    self.updates.append(update)
-            elif node_type not in no_parameters:
+            if node_type == kind.CU_GRAPH_NODE_TYPE_KERNEL:
+                update = kernel_update(executable, node, placeholders)
+            elif node_type in (kind.CU_GRAPH_NODE_TYPE_MEMCPY, kind.CU_GRAPH_NODE_TYPE_MEMSET):
+                update = memory_update(executable, node, node_type, placeholders)
+            else:
                 raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=node_type.name))
+            if update is not None:
+                self.updates.append(update)
         pointers = [p.address for p in placeholders.placeholders]
         # For each input the nodes to set when it moves.
         self.nodes_of: list[list[int]] = [[] for _ in pointers]
@@ -390,5 +367,5 @@ class NodeUpdateBinding:
         Raises:
             DriverError: a node refused. The graph must not be launched then.
         """
-        if not self.nodes.update(pointers):
+        if not self.nodes(pointers):
             raise DriverError("a node of the graph could not be set")

@@ -227,23 +227,20 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
         raise PreludeUnavailable(f"it can not be compiled: {reason}") from e
 
 
-def _make_updatable(node: Any) -> None:
-    """Make a kernel node device-updatable, for good. It may refuse with a DriverError."""
+def _make_updatable(node: Any) -> int:
+    """
+    Make a kernel node device-updatable, for good. Return its handle in device code.
+
+    Raises:
+        DriverError: the node refused.
+    """
     cu = bindings()
+    attribute = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
     value = cu.CUkernelNodeAttrValue()
     value.deviceUpdatableKernelNode.deviceUpdatable = 1
-    check(cu.cuGraphKernelNodeSetAttribute(node, _updatable(), value))
-
-
-def _device_node(node: Any) -> int:
-    "What device code knows such a node by."
-    value = check(bindings().cuGraphKernelNodeGetAttribute(node, _updatable()))
+    check(cu.cuGraphKernelNodeSetAttribute(node, attribute, value))
+    value = check(cu.cuGraphKernelNodeGetAttribute(node, attribute))
     return int(value.deviceUpdatableKernelNode.devNode)
-
-
-def _updatable() -> Any:
-    attribute = bindings().CUkernelNodeAttrID
-    return attribute.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
 
 
 def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
@@ -317,61 +314,48 @@ class Prelude:
             return []
         for reader in readers:
             try:
-                _make_updatable(reader.node)
+                target = _make_updatable(reader.node)
             except DriverError as e:
                 name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
                 log.info("%s is updated by the host: %s", name.decode(), e)
                 continue
             self.nodes.add(int(reader.node))
-            target = _device_node(reader.node)
-            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, k, delta in reader.words]
+            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, _) in reader.words]
         return writes
 
     def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:
         cu = bindings()
         _, count = check(cu.cuGraphGetRootNodes(self.graph))
         roots = list(check(cu.cuGraphGetRootNodes(self.graph, count))[0][:count])
-        inputs = sorted({w.input for w in writes})
-        node = None
-        for start in range(0, len(inputs), CAPACITIES[-1]):
-            chunk = inputs[start : start + CAPACITIES[-1]]
-            behind = [] if node is None else [node]
-            node = self._add_node(kernels, placeholders, chunk, writes, behind)
+        on_device: Callable[..., torch.Tensor] = functools.partial(torch.tensor, device=self._device)
+        written = sorted({w.input for w in writes})
+        last: list[Any] = []
+        for start in range(0, len(written), CAPACITIES[-1]):
+            inputs = written[start : start + CAPACITIES[-1]]
+            capacity = next(n for n in CAPACITIES if n >= len(inputs))
+            word_of = {k: n for n, k in enumerate(inputs)}
+            chosen = sorted((w for w in writes if w.input in word_of), key=lambda w: w.target)
+            first = [n for n, w in enumerate(chosen) if n == 0 or chosen[n - 1].target != w.target]
+            rows = [[w.target, w.offset, word_of[w.input], w.delta] for w in chosen]
+            ends = on_device([*first, len(chosen)], dtype=torch.int32)
+            arrays = (on_device(rows, dtype=torch.int64), ends, self.error)
+            words = (ctypes.c_uint64 * capacity)(*[placeholders.placeholders[k].address for k in inputs])
+            buffers = [*[ctypes.c_uint64(a.data_ptr()) for a in arrays], ctypes.c_int32(len(first)), words]
+            params = cu.CUDA_KERNEL_NODE_PARAMS()
+            params.func = kernels[capacity]
+            params.gridDimX = -(-len(first) // THREADS)
+            params.blockDimX = THREADS
+            params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
+            # The node has a copy of what is kept here until it is added.
+            keep = set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
+            last = [check(cu.cuGraphAddKernelNode(self.graph, last, len(last), params))]
+            del keep
+            self.arrays.append(arrays)
         if roots:
-            arguments: list[Any] = [self.graph, [node] * count, roots]
+            arguments: list[Any] = [self.graph, last * count, roots]
             if cu.CUDA_VERSION >= 13000:
                 arguments.append(None)
             check(cu.cuGraphAddDependencies(*arguments, count))
-
-    def _add_node(
-        self,
-        kernels: dict[int, Any],
-        placeholders: PlaceholderMap,
-        inputs: list[int],
-        writes: list[Write],
-        behind: list[Any],
-    ) -> Any:
-        cu = bindings()
-        capacity = next(n for n in CAPACITIES if n >= len(inputs))
-        word_of = {k: n for n, k in enumerate(inputs)}
-        chosen = sorted((w for w in writes if w.input in word_of), key=lambda w: w.target)
-        first = [n for n, w in enumerate(chosen) if n == 0 or chosen[n - 1].target != w.target]
-        on_device: Callable[..., torch.Tensor] = functools.partial(torch.tensor, device=self._device)
-        rows = [[w.target, w.offset, word_of[w.input], w.delta] for w in chosen]
-        arrays = (on_device(rows, dtype=torch.int64), on_device([*first, len(chosen)], dtype=torch.int32), self.error)
-        words = (ctypes.c_uint64 * capacity)(*[placeholders.placeholders[k].address for k in inputs])
-        buffers = [*[ctypes.c_uint64(a.data_ptr()) for a in arrays], ctypes.c_int32(len(first)), words]
-        params = cu.CUDA_KERNEL_NODE_PARAMS()
-        params.func = kernels[capacity]
-        params.gridDimX = -(-len(first) // THREADS)
-        params.blockDimX = THREADS
-        params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
-        # The node has a copy of what is kept here until it is added.
-        keep = set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
-        node = check(cu.cuGraphAddKernelNode(self.graph, behind, len(behind), params))
-        del keep
-        self.arrays.append(arrays)
-        return node
 
     def upload(self, raw_executable: int) -> None:
         """Before the first launch. A graph that updates its own nodes has to be."""

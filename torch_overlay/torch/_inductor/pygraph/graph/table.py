@@ -114,11 +114,6 @@ def _load(compiled: Any, device_index: int) -> int:
     return _loaded[key]
 
 
-def launched_function(launcher: Any) -> int | None:
-    """The CUfunction that a launcher of a CachingAutotuner launches."""
-    return launcher.kernel.function
-
-
 class Table:
     """
     The slots of one graph.
@@ -149,45 +144,35 @@ class Table:
         return [Write(k, delta, a, SLOT) for (k, delta), a in self.slots.items()]
 
     def _slot(self, input: int, delta: int) -> int:
-        if (input, delta) in self.slots:
-            return self.slots[input, delta]
-        place = len(self.slots) % PAGE_SLOTS
-        if place == 0:
-            device = torch.device("cuda", self.device_index)
-            self.pages.append(torch.zeros(PAGE_SLOTS, dtype=torch.int64, device=device))
-        address = self.pages[-1].data_ptr() + place * WORD_BYTES
-        self.slots[input, delta] = address
-        return address
+        if (input, delta) not in self.slots:
+            place = len(self.slots) % PAGE_SLOTS
+            if place == 0:
+                device = torch.device("cuda", self.device_index)
+                self.pages.append(torch.zeros(PAGE_SLOTS, dtype=torch.int64, device=device))
+            self.slots[input, delta] = self.pages[-1].data_ptr() + place * WORD_BYTES
+        return self.slots[input, delta]
 
     def takes(self, reader: ReadParameters) -> bool:
         """
-        Replaces the kernel of a captured node by its indirect form, which reads slots.
-        Returns whether it could; if not, the node is as it was.
+        Replace the kernel of a captured node by its indirect form, which reads slots.
+        Return whether it could; if not, the node is as it was.
         """
-        name = check(bindings().cuFuncGetName(kernel_function(reader.params))).decode()
+        function = kernel_function(reader.params)
+        name = check(bindings().cuFuncGetName(function)).decode()
         try:
-            autotuner = self._autotuner(name, reader.params)
-            if autotuner is None:
+            # What an operator launches may have the name of one of the module's kernels, and so
+            # has a user's kernel that is specialized in several ways.
+            named = self.autotuners.get(name, ())
+            found = [a for a in named if int(function) in (launcher.kernel.function for launcher in a.launchers)]
+            if len(found) != 1:
                 return False
-            self._replace(autotuner, reader)
+            self._replace(found[0], reader)
         except Exception as e:
             reason = f"{type(e).__name__}: {e}".partition("\n")[0]
             log.info("%s has no indirect form: %s", name, reason)
             return False
         self.num_kernels += 1
         return True
-
-    def _autotuner(self, name: str, params: Any) -> CachingAutotuner | None:
-        """
-        None for a kernel that is not one of the module's. What an operator launches may have
-        the name of one, and so has a user's kernel that is specialized in several ways.
-        """
-        named = self.autotuners.get(name)
-        if named is None:
-            return None
-        handle = int(kernel_function(params))
-        found = [a for a in named if handle in map(launched_function, a.launchers)]
-        return found[0] if len(found) == 1 else None
 
     def _replace(self, autotuner: CachingAutotuner, reader: ReadParameters) -> None:
         params = reader.params
@@ -208,7 +193,7 @@ class Table:
         if parameter_layout(function) != layout:
             raise NoIndirectForm("it has other parameters")
         values = [value.raw for _, value in reader.parameters]
-        for i, _, k, delta in reader.words:
+        for i, _, (k, delta, _) in reader.words:
             values[i] = self._slot(k, delta).to_bytes(WORD_BYTES, "little")
         params.func = function
         params.sharedMemBytes = compiled.metadata.shared

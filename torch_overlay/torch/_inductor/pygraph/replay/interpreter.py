@@ -89,7 +89,7 @@ class Replay:
             return None
         for i in plan.dropped:
             inputs[i] = None
-        if not are_dead(plan.dead_after) or not plan.nodes.update(pointers):
+        if not are_dead(plan.dead_after) or not plan.nodes(pointers):
             return None
         manager = plan.manager
         if last is not plan.node:

@@ -113,8 +113,8 @@ class ReplayPlan:
         restore: rebuilds these, given the inputs, where the call takes the general path
         allocators: each makes memory for an output
         words: returns the words of CPU values
-        nodes: their ``update`` takes addresses of bound inputs and allocations, and words. It
-            returns False if a node refused
+        nodes: sets the addresses of bound inputs and allocations, and the words. Returns False
+            if a node refused
         launch: launches the graph that it is given
         cached: tensors that the node caches, by output
     """
@@ -144,7 +144,7 @@ class ReplayPlan:
     restore: Callable[[list[InputType]], None]
     allocators: tuple[Callable[[], torch.Tensor], ...]
     words: Callable[[], list[int]] | None
-    nodes: Any
+    nodes: Callable[[list[int]], bool]
     launch: Callable[[Any], None]
     cached: list[torch.Tensor | None]
     outputs: tuple[Output, ...]

@@ -27,19 +27,18 @@ const struct {
   PyObject* detach = PyUnicode_InternFromString("detach");
 } names;
 
-// A keyword argument.
-PyObject* given(PyObject* kwargs, const char* name) {
-  PyObject* value =
-      kwargs == nullptr ? nullptr : PyDict_GetItemString(kwargs, name);
-  if (value == nullptr) {
-    raise(PyExc_KeyError, name);
+// Keyword arguments, for the members of what is made of them.
+struct Keywords {
+  Ref of(const char* name) const {
+    return checked(PyMapping_GetItemString(all.get(), name));
   }
-  return value;
-}
 
-Ref shared(PyObject* kwargs, const char* name) {
-  return Ref::share(given(kwargs, name));
-}
+  Py_ssize_t number(const char* name) const {
+    return static_cast<Py_ssize_t>(as_word(of(name).get()));
+  }
+
+  Ref all;
+};
 
 Py_ssize_t as_index(PyObject* value, Py_ssize_t end) {
   const auto i = static_cast<Py_ssize_t>(as_word(value));
@@ -93,15 +92,8 @@ auto without_dynamo(const Ref& set_eval_frame) {
 // calls/shortener.py makes it, and says which layers it leaves out and why they have
 // nothing to do.
 struct Direct {
-  Direct(PyObject* /*args*/, PyObject* kwargs)
-      : slow(shared(kwargs, "slow")),
-        partitions(shared(kwargs, "partitions")),
-        set_eval_frame(shared(kwargs, "set_eval_frame")),
-        profiler(shared(kwargs, "profiler")),
-        debug(shared(kwargs, "debug")),
-        num_args(as_word(given(kwargs, "num_args"))),
-        num_outputs(as_word(given(kwargs, "num_outputs"))) {
-    for_each(given(kwargs, "packs"), [&](PyObject* item) {
+  Direct(PyObject* /*args*/, PyObject* kwargs) : keywords{Ref::share(kwargs)} {
+    for_each(keywords.of("packs").get(), [&](PyObject* item) {
       auto [pack, values] = members<2>(item);
       packs.emplace_back(
           Boxed<Pack>::share(pack), as_indices(values, num_args));
@@ -109,27 +101,25 @@ struct Direct {
         raise(PyExc_ValueError, "not as many values as are packed");
       }
     });
-    for_each(given(kwargs, "stages"), [&](PyObject* item) {
+    for_each(keywords.of("stages").get(), [&](PyObject* item) {
       auto [stage, value] = members<2>(item);
       stages.emplace_back(
           Boxed<Stage>::share(stage), as_index(value, num_args));
     });
     const auto num_values = num_args + static_cast<Py_ssize_t>(stages.size());
-    inputs = as_indices(given(kwargs, "inputs"), num_values);
-    outputs = as_indices(given(kwargs, "outputs"), num_outputs);
+    inputs = as_indices(keywords.of("inputs").get(), num_values);
+    outputs = as_indices(keywords.of("outputs").get(), num_outputs);
     std::vector<Py_ssize_t> in_order(num_outputs);
     std::iota(in_order.begin(), in_order.end(), 0);
     is_in_order = outputs == in_order;
   }
 
   PyObject* call(const Call& call) const {
-    if (call.count() == num_args && has_replay()) {
-      auto done = attempted([&]() { return replay(call.args); });
-      if (done.has_value()) {
-        return *done;
-      }
-    }
-    return call.pass_to(slow);
+    auto run = [&]() {
+      bool is_short = call.count() == num_args && has_replay();
+      return is_short ? replay(call.args) : nullptr;
+    };
+    return attempted(run, [&]() { return call.pass_to(slow); });
   }
 
   // A decision against the graph replaces the replay in the list. With a profiler
@@ -218,7 +208,7 @@ struct Direct {
 
   template <typename F>
   void visit(F&& f) {
-    f(slow, partitions, set_eval_frame, profiler, debug);
+    f(keywords.all, slow, partitions, set_eval_frame, profiler, debug);
     for (auto& pack : packs) {
       f(pack.first);
     }
@@ -227,13 +217,14 @@ struct Direct {
     }
   }
 
-  Ref slow;
-  Ref partitions;
-  Ref set_eval_frame;
-  Ref profiler;
-  Ref debug;
-  Py_ssize_t num_args;
-  Py_ssize_t num_outputs;
+  Keywords keywords;
+  Ref slow = keywords.of("slow");
+  Ref partitions = keywords.of("partitions");
+  Ref set_eval_frame = keywords.of("set_eval_frame");
+  Ref profiler = keywords.of("profiler");
+  Ref debug = keywords.of("debug");
+  Py_ssize_t num_args = keywords.number("num_args");
+  Py_ssize_t num_outputs = keywords.number("num_outputs");
   // Each with the positions of its arguments.
   std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
   std::vector<std::pair<Ref, Py_ssize_t>> stages;
@@ -247,16 +238,7 @@ struct Direct {
 // calls/shortener.py does the same, and explains the arguments.
 struct Training {
   Training(PyObject* /*args*/, PyObject* kwargs)
-      : slow(shared(kwargs, "slow")),
-        apply(shared(kwargs, "apply")),
-        first(shared(kwargs, "first")),
-        has_transforms(shared(kwargs, "has_transforms")),
-        increment_version(shared(kwargs, "increment_version")),
-        set_eval_frame(shared(kwargs, "set_eval_frame")),
-        profiler(shared(kwargs, "profiler")),
-        mutated(as_indices(given(kwargs, "mutated"), PY_SSIZE_T_MAX)),
-        disable_amp(given(kwargs, "disable_amp") == Py_True),
-        num_outputs(as_word(given(kwargs, "num_outputs"))) {}
+      : keywords{Ref::share(kwargs)} {}
 
   PyObject* call(const Call& call) const {
     return guarded([&]() {
@@ -327,20 +309,22 @@ struct Training {
 
   template <typename F>
   void visit(F&& f) {
-    f(slow, apply, first, has_transforms, increment_version);
+    f(keywords.all, slow, apply, first, has_transforms, increment_version);
     f(set_eval_frame, profiler);
   }
 
-  Ref slow;
-  Ref apply;
-  Ref first;
-  Ref has_transforms;
-  Ref increment_version;
-  Ref set_eval_frame;
-  Ref profiler;
-  std::vector<Py_ssize_t> mutated;
-  bool disable_amp;
-  Py_ssize_t num_outputs;
+  Keywords keywords;
+  Ref slow = keywords.of("slow");
+  Ref apply = keywords.of("apply");
+  Ref first = keywords.of("first");
+  Ref has_transforms = keywords.of("has_transforms");
+  Ref increment_version = keywords.of("increment_version");
+  Ref set_eval_frame = keywords.of("set_eval_frame");
+  Ref profiler = keywords.of("profiler");
+  std::vector<Py_ssize_t> mutated =
+      as_indices(keywords.of("mutated").get(), PY_SSIZE_T_MAX);
+  bool disable_amp = keywords.of("disable_amp").get() == Py_True;
+  Py_ssize_t num_outputs = keywords.number("num_outputs");
 };
 
 // saved(outputs, start): returns the same as saved_tensors in calls/shortener.py.
@@ -419,9 +403,9 @@ struct Link {
 };
 
 // A benchmark replaces these two, to leave out what is below them.
-PyGetSetDef direct_getset[] = {
-    attribute_of<Direct, &Direct::slow>("slow"),
-    attribute_of<Direct, &Direct::partitions>("partitions"),
+PyMemberDef direct_members[] = {
+    {"slow", T_OBJECT, offsetof(Boxed<Direct>, value.slow)},
+    {"partitions", T_OBJECT, offsetof(Boxed<Direct>, value.partitions)},
     {}};
 PyMethodDef functions[] = {
     {"as_tensor_fullprec", as_tensor_fullprec, METH_O, nullptr},
@@ -431,6 +415,7 @@ PyMethodDef functions[] = {
 } // namespace
 
 bool add_calls(PyObject* module) {
+  Boxed<Direct>::type.tp_members = direct_members;
   PyTypeObject& link = Boxed<Link>::type;
   link.tp_getattr = Link::getattr;
   link.tp_getattro = Link::getattro;
@@ -439,7 +424,7 @@ bool add_calls(PyObject* module) {
   const char* direct = "torch._inductor.pygraph._replay.Direct";
   const char* training = "torch._inductor.pygraph._replay.Training";
   return PyModule_AddFunctions(module, functions) == 0 &&
-      Boxed<Direct>::ready(module, direct, nullptr, direct_getset) &&
+      Boxed<Direct>::ready(module, direct) &&
       Boxed<Training>::ready(module, training) &&
       Boxed<Link>::ready(module, "torch._inductor.pygraph._replay.Link");
 }

@@ -8,6 +8,7 @@
 // as addresses.
 
 #include <Python.h>
+#include <structmember.h>
 
 #include <ATen/core/TensorBase.h>
 #include <c10/util/SmallVector.h>
@@ -17,7 +18,6 @@
 #include <cstdint>
 #include <exception>
 #include <new>
-#include <optional>
 #include <utility>
 
 // From torch/csrc/autograd/python_variable.h, whose headers take ten times as
@@ -44,7 +44,8 @@ bool add_replay(PyObject* module);
 bool add_trees(PyObject* module);
 bool add_values(PyObject* module);
 
-// Owns a reference, or is empty where a Python call failed.
+// Owns a reference, or is empty where a Python call failed. Python's members
+// of type T_OBJECT are Refs.
 class Ref {
  public:
   explicit Ref(PyObject* object = nullptr) : object_(object) {}
@@ -173,19 +174,22 @@ PyObject* guarded(F&& f) {
   return nullptr;
 }
 
-// Calls f. Returns its result, null with a Python error, or nothing if the
-// general path has to be taken: where memory or a storage is missing, that
-// path raises the error that the program sees.
-template <typename F>
-std::optional<PyObject*> attempted(F&& f) {
+// Calls f, and then `general` if f cannot: if it returns null without a Python
+// error, or throws. Where memory or a storage is missing, `general` raises the
+// error that the program sees.
+template <typename F, typename G>
+PyObject* attempted(F&& f, G&& general) {
   try {
-    return std::optional<PyObject*>(f());
+    PyObject* result = f();
+    if (result != nullptr || PyErr_Occurred()) {
+      return result;
+    }
   } catch (const Error&) {
-    return std::optional<PyObject*>(nullptr);
+    return nullptr;
   } catch (const Unusual&) {
   } catch (const std::exception&) {
   }
-  return std::nullopt;
+  return general();
 }
 
 inline const at::TensorBase& unpack(PyObject* object) {
@@ -215,9 +219,9 @@ struct Call {
     return kwnames == nullptr ? PyVectorcall_NARGS(nargs) : -1;
   }
 
-  // The list that is the only argument, or null.
-  PyObject* list() const {
-    return count() == 1 && PyList_CheckExact(args[0]) ? args[0] : nullptr;
+  // Whether a list is the only argument.
+  bool has_list() const {
+    return count() == 1 && PyList_CheckExact(args[0]);
   }
 
   // Calls f with the same arguments.
@@ -307,14 +311,8 @@ struct Boxed {
   }
 
   // Adds the type to the module.
-  static bool ready(
-      PyObject* module,
-      const char* name,
-      PyMethodDef* methods = nullptr,
-      PyGetSetDef* getset = nullptr) {
+  static bool ready(PyObject* module, const char* name) {
     type.tp_name = name;
-    type.tp_methods = methods;
-    type.tp_getset = getset;
     type.tp_basicsize = sizeof(Boxed);
     type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
         Py_TPFLAGS_HAVE_VECTORCALL;
@@ -327,30 +325,5 @@ struct Boxed {
     return PyModule_AddType(module, &type) == 0;
   }
 };
-
-// Of a type that Python does not call.
-struct NotCallable {
-  PyObject* call(const Call& /*call*/) const {
-    PyErr_SetString(PyExc_TypeError, "not callable");
-    return nullptr;
-  }
-};
-
-// An attribute of Python's, a Ref of a T, that can be read and set.
-template <typename T, Ref T::*member>
-PyGetSetDef attribute_of(const char* name) {
-  auto get = [](PyObject* self, void* /*closure*/) {
-    return Ref::share((Boxed<T>::of(self).*member).get()).release();
-  };
-  auto set = [](PyObject* self, PyObject* value, void* /*closure*/) {
-    if (value == nullptr) {
-      PyErr_SetString(PyExc_AttributeError, "it cannot be deleted");
-      return -1;
-    }
-    Boxed<T>::of(self).*member = Ref::share(value);
-    return 0;
-  };
-  return {name, get, set, nullptr, nullptr};
-}
 
 } // namespace torch::inductor::pygraph

@@ -56,6 +56,16 @@ Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
   keep = Ref::share(owner);
 }
 
+PyObject* Nodes::call(const Call& call) {
+  return guarded([&]() -> PyObject* {
+    auto to = as_words(call.count() == 1 ? call.args[0] : Py_None);
+    if (to.size() != pointers.size()) {
+      raise(PyExc_ValueError, "expected a pointer for each input");
+    }
+    return PyBool_FromLong(update(to.data()));
+  });
+}
+
 bool Nodes::update(const uint64_t* to) {
   if (is_known && std::equal(pointers.begin(), pointers.end(), to)) {
     return true;
@@ -80,17 +90,6 @@ bool Nodes::update(const uint64_t* to) {
 
 namespace {
 
-PyObject* update(PyObject* self, PyObject* values) {
-  return guarded([&]() -> PyObject* {
-    Nodes& nodes = Boxed<Nodes>::of(self);
-    auto to = as_words(values);
-    if (to.size() != nodes.pointers.size()) {
-      raise(PyExc_ValueError, "expected a pointer for each input");
-    }
-    return PyBool_FromLong(nodes.update(to.data()));
-  });
-}
-
 PyObject* pointers(PyObject* self, void* /*closure*/) {
   return guarded([&]() -> PyObject* {
     const Nodes& nodes = Boxed<Nodes>::of(self);
@@ -102,7 +101,6 @@ PyObject* pointers(PyObject* self, void* /*closure*/) {
   });
 }
 
-PyMethodDef nodes_methods[] = {{"update", update, METH_O, nullptr}, {}};
 PyGetSetDef nodes_getset[] = {
     {"pointers", pointers, nullptr, nullptr, nullptr},
     {}};
@@ -166,40 +164,16 @@ PyObject* Allocator::call(const Call& /*call*/) const {
 }
 
 Replay::Replay(PyObject* args, PyObject* /*kwargs*/)
-    : trees(members<3>(args)[0]) {
-  auto [of_plan, of_state, function] = members<3>(args);
-  auto of = [plan = of_plan](const char* name) { return field_of(plan, name); };
-  plan = Ref::share(of_plan);
-  state = Boxed<TreeState>::share(of_state);
-  general = Ref::share(function);
-  graph = of("graph");
-  is_outdated = of("is_outdated");
+    : plan(Ref::share(members<3>(args)[0])),
+      state(Boxed<TreeState>::share(members<3>(args)[1])),
+      general(Ref::share(members<3>(args)[2])) {
   if (!PyCell_Check(graph.get()) || !PyCell_Check(is_outdated.get())) {
     raise(PyExc_TypeError, "expected a cell");
   }
-  node = of("node");
-  parent = of("parent");
-  live_outputs = of("live_outputs");
-  is_capturing = of("is_capturing");
-  restore = of("restore");
-  launch = of("launch");
-  nodes = of("nodes");
-  if (!Boxed<Nodes>::is(nodes.get())) {
-    nodes = field_of(nodes.get(), "update");
-  }
-  words = of("words");
-  cached = of("cached");
-  dead_before = path_outputs(of("dead_before"));
-  dead_after = path_outputs(of("dead_after"));
   for_each(of("static").get(), [&](PyObject* input) {
     auto [i, address] = members<2>(input);
     static_inputs.emplace_back(as_word(i), as_word(address));
   });
-  bound = as_words(of("bound").get());
-  dropped = as_words(of("dropped").get());
-  num_inputs = as_word(of("num_inputs").get());
-  alignment = as_word(of("alignment").get());
-  pool = as_words(of("pool").get());
   for_each(of("allocators").get(), [&](PyObject* allocate) {
     allocators.push_back(Ref::share(allocate));
   });
@@ -238,24 +212,18 @@ void Replay::add_output(PyObject* output) {
 }
 
 PyObject* Replay::call(const Call& call) {
-  PyObject* inputs = call.list();
-  if (inputs != nullptr) {
-    bool has_dropped = false;
-    auto done = attempted([&]() -> PyObject* {
-      if (!fits(inputs)) {
-        return nullptr;
-      }
-      check_not_captured(is_capturing);
-      return run(inputs, has_dropped);
-    });
-    if (done.has_value() && (*done != nullptr || PyErr_Occurred())) {
-      return *done;
-    }
-    if (has_dropped && !Ref(PyObject_CallOneArg(restore.get(), inputs))) {
+  bool has_dropped = false;
+  auto replay = [&]() -> PyObject* {
+    if (!call.has_list() || !fits(call.args[0])) {
       return nullptr;
     }
-  }
-  return call.pass_to(general);
+    check_not_captured(is_capturing);
+    return run(call.args[0], has_dropped);
+  };
+  return attempted(replay, [&]() -> PyObject* {
+    bool is_whole = !has_dropped || Ref(call.pass_to(restore));
+    return is_whole ? call.pass_to(general) : nullptr;
+  });
 }
 
 bool Replay::fits(PyObject* inputs) const {
@@ -446,11 +414,11 @@ Ref Replay::collect(
 namespace {
 
 // A benchmark replaces nodes and launch, to leave them out of a time.
-PyGetSetDef getset[] = {
-    attribute_of<Replay, &Replay::plan>("plan"),
-    attribute_of<Replay, &Replay::general>("general"),
-    attribute_of<Replay, &Replay::nodes>("nodes"),
-    attribute_of<Replay, &Replay::launch>("launch"),
+PyMemberDef replay_members[] = {
+    {"plan", T_OBJECT, offsetof(Boxed<Replay>, value.plan)},
+    {"general", T_OBJECT, offsetof(Boxed<Replay>, value.general)},
+    {"nodes", T_OBJECT, offsetof(Boxed<Replay>, value.nodes)},
+    {"launch", T_OBJECT, offsetof(Boxed<Replay>, value.launch)},
     {}};
 
 } // namespace
@@ -459,9 +427,11 @@ bool add_replay(PyObject* module) {
   const char* replay = "torch._inductor.pygraph._replay.Replay";
   const char* allocator = "torch._inductor.pygraph._replay.Allocator";
   const char* nodes = "torch._inductor.pygraph._replay.Nodes";
+  Boxed<Nodes>::type.tp_getset = nodes_getset;
+  Boxed<Replay>::type.tp_members = replay_members;
   return Boxed<Allocator>::ready(module, allocator) &&
-      Boxed<Nodes>::ready(module, nodes, nodes_methods, nodes_getset) &&
-      Boxed<Replay>::ready(module, replay, nullptr, getset);
+      Boxed<Nodes>::ready(module, nodes) &&
+      Boxed<Replay>::ready(module, replay);
 }
 
 } // namespace torch::inductor::pygraph

@@ -42,9 +42,10 @@ struct Node {
 
 // Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
 // inputs, as graph/binding.py describes them. The graph holds `pointers` now.
-// `keep` owns the memory that the nodes point to.
-struct Nodes : NotCallable {
+// `keep` owns the memory that the nodes point to. A call updates them.
+struct Nodes {
   Nodes(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call);
 
   // Moves the inputs to new addresses. False if a node refused: the graph must
   // not be launched then.
@@ -64,8 +65,12 @@ struct Nodes : NotCallable {
 
 // TreeState(device_index, current_stream, wait): the lock of the trees of one
 // thread, and the stream of their last launch; see PythonTreeState.
-struct TreeState : NotCallable {
+struct TreeState {
   TreeState(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& /*call*/) {
+    PyErr_SetString(PyExc_TypeError, "not callable");
+    return nullptr;
+  }
 
   // Whether nobody had the lock. The caller has it then. Nobody waits for it.
   bool acquire() {
@@ -231,37 +236,40 @@ struct Replay {
     }
   }
 
-  Ref state;
   Ref plan;
+  Ref state;
   Ref general;
-  Trees trees;
-  Ref graph;
-  Ref is_outdated;
-  Ref node;
-  Ref parent;
-  Ref live_outputs;
-  Ref is_capturing;
-  Ref restore;
-  Ref launch;
-  Ref nodes;
-  Ref words;
-  Ref cached;
+  Trees trees{plan.get()};
+  Ref graph = of("graph");
+  Ref is_outdated = of("is_outdated");
+  Ref node = of("node");
+  Ref parent = of("parent");
+  Ref live_outputs = of("live_outputs");
+  Ref is_capturing = of("is_capturing");
+  Ref restore = of("restore");
+  Ref launch = of("launch");
+  Ref nodes = of("nodes");
+  Ref words = of("words");
+  Ref cached = of("cached");
   // The last node of the path when this was called last, and its outputs.
   Ref last_seen;
   std::shared_ptr<std::vector<PathOutput>> live_of_last =
       std::make_shared<std::vector<PathOutput>>();
-  std::vector<PathOutput> dead_before;
-  std::vector<PathOutput> dead_after;
+  std::vector<PathOutput> dead_before = path_outputs(of("dead_before"));
+  std::vector<PathOutput> dead_after = path_outputs(of("dead_after"));
   std::vector<std::pair<size_t, uint64_t>> static_inputs;
-  Pointers bound;
-  Pointers dropped;
-  uint64_t alignment = 1;
-  Pointers pool;
+  Pointers bound = as_words(of("bound").get());
+  Pointers dropped = as_words(of("dropped").get());
+  uint64_t alignment = as_word(of("alignment").get());
+  Pointers pool = as_words(of("pool").get());
   std::vector<Ref> allocators;
   std::vector<Output> outputs;
-  size_t num_inputs = 0;
+  size_t num_inputs = as_word(of("num_inputs").get());
 
  private:
+  Ref of(const char* name) const {
+    return field_of(plan.get(), name);
+  }
   void add_output(PyObject* output);
   void check_path(PyObject* last);
   void check_caches() const;

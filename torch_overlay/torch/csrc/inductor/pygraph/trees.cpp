@@ -204,7 +204,9 @@ PyMethodDef functions[] = {
 
 bool add_trees(PyObject* module) {
   const char* state = "torch._inductor.pygraph._replay.TreeState";
-  return Boxed<TreeState>::ready(module, state, state_methods, state_getset) &&
+  Boxed<TreeState>::type.tp_methods = state_methods;
+  Boxed<TreeState>::type.tp_getset = state_getset;
+  return Boxed<TreeState>::ready(module, state) &&
       PyModule_AddFunctions(module, functions) == 0;
 }
 

@@ -25,24 +25,16 @@ Pack::Pack(PyObject* args, PyObject* /*kwargs*/) {
   });
 }
 
-Pack::Memory* Pack::memory() {
-  auto found = memories.find(PyThread_get_thread_ident());
-  return found == memories.end() ? nullptr : &found->second;
-}
-
 PyObject* Pack::call(const Call& call) {
-  PyObject* values = call.list();
-  if (values != nullptr &&
-      static_cast<size_t>(PyList_GET_SIZE(values)) == places.size()) {
-    auto done = attempted([&]() -> PyObject* {
-      copy([&](size_t i) { return PyList_GET_ITEM(values, i); });
-      Py_RETURN_NONE;
-    });
-    if (done.has_value()) {
-      return *done;
+  auto pack = [&]() -> PyObject* {
+    if (!call.has_list() ||
+        static_cast<size_t>(PyList_GET_SIZE(call.args[0])) != places.size()) {
+      return nullptr;
     }
-  }
-  return call.pass_to(general);
+    copy([&](size_t i) { return PyList_GET_ITEM(call.args[0], i); });
+    Py_RETURN_NONE;
+  };
+  return attempted(pack, [&]() { return call.pass_to(general); });
 }
 
 Stage::Stage(PyObject* args, PyObject* /*kwargs*/) {
@@ -108,16 +100,11 @@ bool Stage::put(PyObject* value, Staged& to, void* stream) const {
 }
 
 PyObject* Stage::call(const Call& call) {
-  if (call.count() == 1) {
-    auto done = attempted([&]() {
-      check_not_captured(is_capturing);
-      return (*this)(call.args[0]).release();
-    });
-    if (done.has_value()) {
-      return *done;
-    }
-  }
-  return call.pass_to(general);
+  auto stage = [&]() -> PyObject* {
+    check_not_captured(is_capturing);
+    return call.count() == 1 ? (*this)(call.args[0]).release() : nullptr;
+  };
+  return attempted(stage, [&]() { return call.pass_to(general); });
 }
 
 Words::Words(PyObject* args, PyObject* /*kwargs*/) {
@@ -222,8 +209,10 @@ PyMethodDef stage_methods[] = {
 bool add_values(PyObject* module) {
   const char* pack = "torch._inductor.pygraph._replay.Pack";
   const char* stage = "torch._inductor.pygraph._replay.Stage";
-  return Boxed<Pack>::ready(module, pack, pack_methods) &&
-      Boxed<Stage>::ready(module, stage, stage_methods) &&
+  Boxed<Pack>::type.tp_methods = pack_methods;
+  Boxed<Stage>::type.tp_methods = stage_methods;
+  return Boxed<Pack>::ready(module, pack) &&
+      Boxed<Stage>::ready(module, stage) &&
       Boxed<Words>::ready(module, "torch._inductor.pygraph._replay.Words");
 }
 

@@ -5,8 +5,7 @@
 #include "object.h"
 
 #include <cstring>
-#include <functional>
-#include <unordered_map>
+#include <map>
 #include <vector>
 
 namespace torch::inductor::pygraph {
@@ -35,7 +34,10 @@ struct Pack {
   PyObject* call(const Call& call);
 
   // The memory of the calling thread, or null.
-  Memory* memory();
+  Memory* memory() {
+    auto found = memories.find(PyThread_get_thread_ident());
+    return found == memories.end() ? nullptr : &found->second;
+  }
 
   // Copies the tensors value(0), value(1), ... Returns where they lie.
   template <typename F>
@@ -66,7 +68,7 @@ struct Pack {
   std::vector<std::pair<size_t, size_t>> places;
   size_t num_words = 0;
   // By thread.
-  std::unordered_map<uint64_t, Memory> memories;
+  std::map<uint64_t, Memory> memories;
 };
 
 // Stage(general, device_index, is_capturing, current_stream, current_device):
@@ -76,12 +78,6 @@ struct Pack {
 // used up. The last three arguments are torch's functions of the CUDA runtime.
 struct Stage {
   using ThreadAndStream = std::pair<uint64_t, uint64_t>;
-
-  struct Hash {
-    size_t operator()(const ThreadAndStream& key) const {
-      return std::hash<uint64_t>()(key.first ^ (key.second * 31));
-    }
-  };
 
   struct Staged {
     Ref copy;
@@ -117,7 +113,7 @@ struct Stage {
   Ref is_capturing;
   Ref current_stream;
   Ref current_device;
-  std::unordered_map<ThreadAndStream, Staged, Hash> staged;
+  std::map<ThreadAndStream, Staged> staged;
   // How often it was called, by all threads.
   uint64_t times = 0;
 };
