@@ -7,6 +7,7 @@ PyGraph extends the analysis of each frame:
 - slices     a slice with tensor bounds breaks the graph where it is used (slices.py)
 - loops      the code before a loop that breaks the graph is compiled (obstacles.py)
 - effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
+- branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 
@@ -17,6 +18,7 @@ from typing import Any, TYPE_CHECKING
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.effects import Effects
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
@@ -45,7 +47,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Effects, PyGraphFrame):
+class MendingFrame(Branches, Effects, PyGraphFrame):
     def __init__(self) -> None:
         PyGraphFrame.__init__(self)
         Effects.__init__(self)
