@@ -178,7 +178,7 @@ if "layers" in parts:
         result["layers"][case] = {"ready": ready, "table": table, "samples": samples}
         save()
         for v, t in table.items():
-            log(case, v, "old", t["old"], "new", t["new"])
+            log(case, v, t)
         d = {
             l: round(table["pygraph"]["new"][l] - table["pygraph"]["old"][l], 2)
             for l in table["pygraph"]["new"]

@@ -14,12 +14,14 @@ import numpy as np
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor.pygraph import reset_report
 from torch.utils import _pytree as pytree
 
 from .case import described
 from .compare import compare, Difference, snapshot
 from .program import build, clone, Program, VARIANTS
-from .worker import blockers, CaseRun, report, reset_report, totals
+from .timing import fields, Timing
+from .worker import blockers, CaseRun, report, totals
 
 
 if TYPE_CHECKING:
@@ -28,8 +30,6 @@ if TYPE_CHECKING:
     from .case import Inputs
     from .cgct import CpuValues
     from .report import Row
-    from .timing import Timing
-
 
 # Calls that are compared, and for how many of them what a call returned must stay as it was.
 CHECKS = 100
@@ -114,10 +114,7 @@ class CpuValuesRun(CaseRun):
         if self.device.type == "cuda" and "forced_node_update" in timings:
             with self._noting("forced_node_update"):
                 self._decide("forced_node_update", ring)
-                loop = self._program("forced_node_update").loop([clone(inputs) for inputs in ring])
-                launches["forced_node_update"] = self._launches(loop)
-        for name in [name for name, found in launches.items() if "error" in found]:
-            self.notes.append(f"{name} was not profiled: {launches.pop(name)['error']}")
+                launches = self._launched(["forced_node_update"], ring)
         held = [name for name in self.suite.must_equal if name in differences]
         difference = Difference()
         for name in held:
@@ -125,9 +122,8 @@ class CpuValuesRun(CaseRun):
         return {
             **described(self.case),
             "program": self.case.program,
-            **{f"{name}_us": round(timings[name].median_us, 2) if name in timings else None for name in self.variants},
-            "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
-            "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **dict.fromkeys(f"{name}_us" for name in self.variants),
+            **fields(timings),
             **totals(graphs.get("pygraph", [])),
             "equal": difference.close and all(name in timings for name in self.suite.must_equal),
             "bitwise": difference.bitwise,

@@ -4,8 +4,9 @@ Cases rewritten in JAX: the same computation, with the weights and inputs that P
     python -m pygraph.jax_peer CASE FILE --rounds 21
 
 A process of its own, without PyTorch, on the device that PyTorch uses meanwhile only to hold
-memory. FILE has the weights and inputs; FILE with the suffix .out.npz gets the outputs for
-each set of inputs; the last line printed is JSON, with microseconds a call. ``jax.jit`` is as
+memory. FILE has the weights and inputs, pickled: NumPy's arrays, and whether they hold the
+bits of bfloat16, which NumPy lacks. FILE with the suffix .out gets the outputs for each set
+of inputs; the last line printed is JSON, with microseconds a call. ``jax.jit`` is as
 it comes, command buffers included, but for the precision of float32 products, which is
 PyTorch's.
 """
@@ -17,6 +18,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import pickle
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -30,10 +32,6 @@ if TYPE_CHECKING:
 
     Arrays = dict[str, Any]
     Model = Callable[..., Any]
-
-
-# Between the parts of an array's name in a file, which NumPy may use as a path.
-SEPARATOR = "|"
 
 
 def available(case: str) -> bool:
@@ -112,58 +110,33 @@ MODELS: dict[str, Model] = {
 }
 
 
-# files of arrays; NumPy has no bfloat16, whose bits are kept as integers
-
-
-def save(file: Path, arrays: dict[tuple[str, ...], np.ndarray], bfloat16: set[tuple[str, ...]]) -> None:
-    """Those in ``bfloat16`` are given as their bits."""
-    np.savez(
-        file,
-        **{SEPARATOR.join([*name, "bfloat16" if name in bfloat16 else ""]): array for name, array in arrays.items()},
-    )
-
-
-def load(file: Path) -> dict[tuple[str, ...], tuple[np.ndarray, bool]]:
-    """Each with whether it is the bits of bfloat16."""
-    with np.load(file) as found:
-        names = {key: key.split(SEPARATOR) for key in found.files}
-        return {tuple(name[:-1]): (found[key], name[-1] == "bfloat16") for key, name in names.items()}
-
-
 def run(case: str, file: Path, rounds: int) -> dict[str, Any]:
     import jax
     from jax import numpy as jnp
 
-    weights: Arrays = {}
-    ring: dict[str, tuple[dict[int, Any], Arrays]] = {}
-    for (kind, *where), (array, is_bfloat16) in load(file).items():
-        value = jnp.asarray(array)
-        if is_bfloat16:
-            value = jax.lax.bitcast_convert_type(value, jnp.bfloat16)
-        if kind == "weights":
-            weights[where[0]] = value
-        else:
-            args, kwargs = ring.setdefault(kind, ({}, {}))
-            if where[0] == "args":
-                args[int(where[1])] = value
-            else:
-                kwargs[where[1]] = value
-    inputs = [([args[i] for i in sorted(args)], kwargs) for args, kwargs in ring.values()]
+    def array(bits: np.ndarray, is_bfloat16: bool) -> Any:
+        value = jnp.asarray(bits)
+        return jax.lax.bitcast_convert_type(value, jnp.bfloat16) if is_bfloat16 else value
+
+    def bits(value: Any) -> tuple[np.ndarray, bool]:
+        is_bfloat16 = value.dtype == jnp.bfloat16
+        return np.asarray(jax.lax.bitcast_convert_type(value, jnp.uint16) if is_bfloat16 else value), is_bfloat16
+
+    def arrays(found: dict[str, tuple[np.ndarray, bool]]) -> Arrays:
+        return {name: array(*value) for name, value in found.items()}
+
+    weights, ring = pickle.loads(file.read_bytes())
+    weights = arrays(weights)
+    inputs = [([array(*value) for value in args], arrays(kwargs)) for args, kwargs in ring]
     # As users do, the weights are arguments of each call.
     call = jax.jit(MODELS[case])
     is_float32 = any(value.dtype == jnp.float32 for value in weights.values())
     with jax.default_matmul_precision("highest") if is_float32 else contextlib.nullcontext():
-        outputs = {
-            (str(i), jax.tree_util.keystr(path)): leaf
-            for i, (args, kwargs) in enumerate(inputs)
-            for path, leaf in jax.tree_util.tree_leaves_with_path({"outputs": call(weights, *args, **kwargs)})
-        }
-        bfloat16 = {name for name, leaf in outputs.items() if leaf.dtype == jnp.bfloat16}
-        arrays = {
-            name: np.asarray(jax.lax.bitcast_convert_type(leaf, jnp.uint16) if name in bfloat16 else leaf)
-            for name, leaf in outputs.items()
-        }
-        save(file.with_suffix(".out.npz"), arrays, bfloat16)
+        outputs = []
+        for args, kwargs in inputs:
+            leaves = jax.tree_util.tree_leaves_with_path({"outputs": call(weights, *args, **kwargs)})
+            outputs.append({jax.tree_util.keystr(path): bits(leaf) for path, leaf in leaves})
+        file.with_suffix(".out").write_bytes(pickle.dumps(outputs))
         last = None
         turns = itertools.cycle(inputs)
 

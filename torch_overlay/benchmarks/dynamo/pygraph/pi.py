@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .case import Cases, Inputs, normal, sized, Suite
+from .models.hub import token_inputs, torchvision_model, transformers_model
 from .models.small import MLP, MutatedInput, Pointwise
 
 
@@ -97,44 +98,12 @@ add(
 
 
 def _bert(layers: int) -> Callable[[bool], nn.Module]:
-    def build(small: bool) -> nn.Module:
-        from transformers import BertConfig, BertForMaskedLM
-
-        return BertForMaskedLM(BertConfig(num_hidden_layers=1 if small else layers))
-
-    return build
+    return lambda small: transformers_model("BertForMaskedLM", small, drops=True, num_hidden_layers=layers)
 
 
 def _llama(layers: int) -> Callable[[bool], nn.Module]:
-    def build(small: bool) -> nn.Module:
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        return LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=32000,
-                hidden_size=768,
-                intermediate_size=2048,
-                num_hidden_layers=1 if small else layers,
-                num_attention_heads=12,
-                use_cache=False,
-            )
-        )
-
-    return build
-
-
-def _resnet(small: bool) -> nn.Module:
-    from torchvision.models import resnet18
-
-    return resnet18()
-
-
-def _tokens(vocabulary: int, batch: int, length: int) -> Callable[[bool], Inputs]:
-    def inputs(small: bool) -> Inputs:
-        shape = (1, 16) if small else (batch, length)
-        return (), {name: torch.randint(vocabulary, shape) for name in ("input_ids", "labels")}
-
-    return inputs
+    sizes = {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_attention_heads": 12}
+    return lambda small: transformers_model("LlamaForCausalLM", small, drops=True, num_hidden_layers=layers, **sizes)
 
 
 def _images(batch: int, dtype: torch.dtype) -> Callable[[bool], Inputs]:
@@ -151,9 +120,9 @@ def _model(name: str, mode: str, *what: Any) -> None:
 
 
 # Half the depth for training: its graphs take several times as long to compile.
-_model("bert", "inference", _bert(12), _tokens(30522, 4, 128))
-_model("bert", "training", _bert(6), _tokens(30522, 8, 128))
-_model("llama", "inference", _llama(12), _tokens(32000, 1, 256))
-_model("llama", "training", _llama(6), _tokens(32000, 4, 256))
-_model("resnet18", "inference", _resnet, _images(16, torch.bfloat16))
-_model("resnet18", "training", _resnet, _images(32, torch.float32))
+_model("bert", "inference", _bert(12), token_inputs(30522, 4, 128))
+_model("bert", "training", _bert(6), token_inputs(30522, 8, 128))
+_model("llama", "inference", _llama(12), token_inputs(32000, 1, 256))
+_model("llama", "training", _llama(6), token_inputs(32000, 4, 256))
+_model("resnet18", "inference", torchvision_model("resnet18"), _images(16, torch.bfloat16))
+_model("resnet18", "training", torchvision_model("resnet18"), _images(32, torch.float32))

@@ -45,12 +45,6 @@ class Variant:
     # Rewritten in JAX, in a process of its own.
     in_jax: bool = False
 
-    @property
-    def available(self) -> bool:
-        """Whether this build has the settings it is expressed in."""
-        options = (self.compile or {}).get("options", {})
-        return {*options, *self.config} <= torch._inductor.config.get_config_copy().keys()
-
 
 def _forced(candidate: str) -> Variant:
     config = {"pygraph": True, "pygraph_force": candidate}

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -60,6 +60,15 @@ class Timing:
     def of(cls, samples_us: list[float], host_us: list[float]) -> Timing:
         low, _, high = statistics.quantiles(samples_us, n=4)
         return cls(statistics.median(samples_us), high - low, statistics.median(host_us), samples_us)
+
+
+def fields(timings: dict[str, Timing]) -> dict[str, Any]:
+    """What a row has of its timings."""
+    return {
+        **{f"{name}_us": round(timing.median_us, 2) for name, timing in timings.items()},
+        "spread": {name: round(timing.iqr_us, 2) for name, timing in timings.items()},
+        "host_us": {name: round(timing.host_us, 2) for name, timing in timings.items()},
+    }
 
 
 class Interval(NamedTuple):

@@ -19,8 +19,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -29,15 +28,14 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 
-from .case import TOLERANCE
+from .case import Case
 from .catalogue import CASES
 from .compare import compare, Difference, snapshot
 from .models.language import CachedDecoder, RelativeEncoder
-from .modern import llama
 from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
-from .timing import LoopFailed, time_interleaved
+from .timing import fields, LoopFailed, time_interleaved
 from .worker import (
     MAX_SETTLE_CALLS,
     reads_cpu_values,
@@ -51,6 +49,8 @@ from .worker import (
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.device_mesh import DeviceMesh
 
     from .case import Inputs
@@ -64,48 +64,22 @@ MAX_CASE_S = 330.0
 NAMES = ("eager", "no_cg", "stock_cg", "pygraph")
 
 
-@dataclass(frozen=True)
-class ParallelCase:
-    module: Callable[[bool], nn.Module]
-    inputs: Callable[[bool], Inputs]
-    about: str
-    dtype: torch.dtype = torch.float16
-    tolerance: float = TOLERANCE[torch.float16]
-    # Of a module whose layers are split.
-    finish: Callable[[nn.Module], nn.Module] = lambda module: module
-    not_as_eager: str = ""
-    ring: int = 4
-
-
-def _tokens(vocabulary: int, batch: int, length: int) -> Callable[[bool], Inputs]:
-    return lambda small: ((torch.randint(256 if small else vocabulary, (2, 16) if small else (batch, length)),), {})
-
-
-def _workload(name: str) -> ParallelCase:
-    case = CASES[name]
-    return ParallelCase(
-        case.module, case.inputs, case.about, case.dtype, case.tolerance, not_as_eager=case.not_as_eager
-    )
+def _tokens(small: bool) -> Inputs:
+    return (torch.randint(256 if small else 32000, (2, 16) if small else (128, 512)),), {}
 
 
 # One sequence or image, as in the paper, but for XLNet.
 PARALLEL_CASES = {
-    "xlnet": ParallelCase(
+    "xlnet": Case(
+        "xlnet",
+        "tp",
         lambda small: RelativeEncoder(256, 64, 2, 4, 128) if small else RelativeEncoder(),
-        _tokens(32000, 128, 512),
-        "own; XLNet's architecture with its CPU position table, batch 128",
+        _tokens,
+        dtype=torch.float16,
         ring=2,
+        about="own; XLNet's architecture with its CPU position table, batch 128",
     ),
-    "speech_transformer": _workload("speech_transformer"),
-    "dalle2": _workload("dalle2"),
-    "llama_decode": ParallelCase(
-        llama,
-        CASES["llama_decode"].inputs,
-        CASES["llama_decode"].about,
-        torch.bfloat16,
-        CASES["llama_decode"].tolerance,
-        finish=lambda decoder: CachedDecoder(decoder, 1),
-    ),
+    **{name: replace(CASES[name], ring=4) for name in ("speech_transformer", "dalle2", "llama_decode")},
 }
 
 
@@ -124,7 +98,8 @@ def shard(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         for name in getattr(part, "tensor_parallel_rows", ()):
             own = getattr(part, name).detach().chunk(ranks)[rank].clone()
             setattr(part, name, nn.Parameter(own))
-    return module
+    # Its cache is for as many heads as it has now.
+    return CachedDecoder(module.decoder, 1) if isinstance(module, CachedDecoder) else module
 
 
 class ParallelRun:
@@ -141,8 +116,7 @@ class ParallelRun:
         whole, split = self.build(), self.build()
         seed()
         with self.device:
-            split, whole = self.case.finish(shard(split, self.mesh)), self.case.finish(whole)
-            split, whole = split.to(self.case.dtype), whole.to(self.case.dtype)
+            split = shard(split, self.mesh).to(self.case.dtype)
             ring = [self.case.inputs(self.small) for _ in range(self.case.ring)]
         # Of the same kernels, and of other ones on one device. Only programs that are
         # compiled alike draw the same random numbers.
@@ -185,9 +159,7 @@ class ParallelRun:
         missed += [f"{name}: {reason}" for name, reason in self.failed.items()]
         return {
             **described(self.name, dist.get_world_size()),
-            **{f"{name}_us": round(t.median_us, 2) for name, t in timings.items()},
-            "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
-            "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **fields(timings),
             **totals(entries),
             "graphs": entries,
             "choices": choices,

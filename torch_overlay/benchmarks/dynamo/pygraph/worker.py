@@ -10,12 +10,12 @@ import contextlib
 import copy
 import dataclasses
 import gc
-import importlib
 import itertools
 import json
 import logging
 import math
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -26,7 +26,10 @@ from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import pygraph
 from torch._inductor.codecache import PyCodeCache
+from torch._inductor.pygraph import reset_report
+from torch._inductor.pygraph.select.timing import Samples
 from torch.utils import _pytree as pytree
 
 from . import jax_peer
@@ -36,12 +39,11 @@ from .compare import compare, Difference
 from .launches import counting_copies, profiled
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
 from .report import as_choice
-from .timing import LoopFailed, ratio, time_interleaved
+from .timing import fields, LoopFailed, ratio, time_interleaved
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from types import ModuleType
 
     from .case import Case, Inputs
     from .report import Row
@@ -155,9 +157,7 @@ class CaseRun:
     def _applies(self, variant: Variant) -> bool:
         if variant.hand_written and not (self.case.capturable and self.device.type == "cuda"):
             return False
-        if variant.in_jax:
-            return jax_peer.available(self.case.name)
-        return variant.available
+        return not variant.in_jax or jax_peer.available(self.case.name)
 
     def prepare(self, seconds: str = "inf") -> None:
         """
@@ -185,7 +185,7 @@ class CaseRun:
                 with self._noting(name):
                     self._program(name).warm(self._inputs())
                     self._synchronize()
-                self.reported[name] = reported()
+                self.reported[name] = list(pygraph.report())
         self.failed.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -291,22 +291,18 @@ class CaseRun:
         # One for which there was no time, or that was not asked for, says nothing of PyGraph.
         asked = [name for name in self.suite.must_equal if name == "pygraph" or name in self.variants]
         succeeded = all(name in timings and name not in self.failed for name in asked)
-        # The last thing in a process, since the profiler stays attached to the device.
-        launches = {
-            name: self._launches(self._program(name).loop([clone(inputs) for inputs in ring[:2]]))
-            for name in self.suite.profiled
-            if name in self.programs and name in timings and name not in self.failed
+        right = [name for name in timings if name in self.programs and name not in self.failed]
+        launches = self._launched([name for name in self.suite.profiled if name in right], ring[:2])
+        times = {
+            name: round(timings[name].median_us, 2)
+            for name in self.suite.candidates
+            if name in timings and name not in self.failed
         }
-        for name in [name for name, found in launches.items() if "error" in found]:
-            self.notes.append(f"{name} was not profiled: {launches.pop(name)['error']}")
-        times = {name: _median(timings[name]) for name in self.suite.candidates if name in timings}
-        times = {name: us for name, us in times.items() if name not in self.failed}
         best = min(times, key=times.__getitem__, default=None)
         return {
             **described(self.case),
-            **{f"{name}_us": _median(timings.get(name)) for name in self.variants if name != "jax"},
-            "spread": {name: round(t.iqr_us, 2) for name, t in timings.items()},
-            "host_us": {name: round(t.host_us, 2) for name, t in timings.items()},
+            **dict.fromkeys(f"{name}_us" for name in self.variants if name != "jax"),
+            **fields(timings),
             "ratios": {name: [round(value, 4) for value in interval] for name, interval in ratios.items()},
             **in_jax,
             **totals(entries),
@@ -367,9 +363,8 @@ class CaseRun:
 
     def again(self) -> dict[str, Any]:
         """What a process decides that need not be the first, and whether its results are right."""
-        timing = importlib.import_module("torch._inductor.pygraph.select.timing")
         timed_calls = 0
-        call = timing.Samples.call
+        call = Samples.call
 
         def counted(*args: Any) -> Any:
             nonlocal timed_calls
@@ -379,7 +374,7 @@ class CaseRun:
         reset_report()
         ring = [self._inputs() for _ in range(self.case.ring)]
         expected = [self._observe("no_cg", inputs) for inputs in ring]
-        with mock.patch.object(timing.Samples, "call", counted):
+        with mock.patch.object(Samples, "call", counted):
             found = self._settle("pygraph", ring, expected)
         entries = report()
         # It may not have been compared while it settled.
@@ -484,19 +479,14 @@ class CaseRun:
     def _in_jax(self, ring: list[Inputs], expected: Expected) -> tuple[dict[str, float], Difference]:
         """Microseconds of its calls, and how far its outputs are from those of no CUDA graphs."""
 
-        def array(t: torch.Tensor) -> Any:
-            return (t.view(torch.uint16) if t.dtype == torch.bfloat16 else t).detach().cpu().numpy()
+        def bits(t: torch.Tensor) -> tuple[Any, bool]:
+            is_bfloat16 = t.dtype == torch.bfloat16
+            return (t.view(torch.uint16) if is_bfloat16 else t).detach().cpu().numpy(), is_bfloat16
 
-        own = itertools.chain(self.original.named_parameters(), self.original.named_buffers())
-        tensors = {("weights", name): t for name, t in own}
-        for i, (args, kwargs) in enumerate(ring):
-            tensors |= {(str(i), "args", str(j)): t for j, t in enumerate(args)}
-            tensors |= {(str(i), "kwargs", name): t for name, t in kwargs.items()}
-        bfloat16 = {name for name, t in tensors.items() if t.dtype == torch.bfloat16}
+        weights = dict(itertools.chain(self.original.named_parameters(), self.original.named_buffers()))
         with tempfile.TemporaryDirectory() as directory:
-            file = Path(directory, "inputs.npz")
-            jax_peer.save(file, {name: array(t) for name, t in tensors.items()}, bfloat16)
-            del tensors
+            file = Path(directory, "inputs")
+            file.write_bytes(pickle.dumps(pytree.tree_map(bits, (weights, ring))))
             command = [sys.executable, "-m", jax_peer.__name__, self.case.name, str(file)]
             # PyTorch holds the rest of the memory.
             environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
@@ -508,16 +498,15 @@ class CaseRun:
             answer = json.loads(done.stdout.splitlines()[-1])
             if (answer["platform"] == "cpu") != (self.device.type == "cpu"):
                 raise RuntimeError(f"jax {answer['version']} ran on {answer['platform']}")
-            outputs = jax_peer.load(file.with_suffix(".out.npz"))
+            outputs = pickle.loads(file.with_suffix(".out").read_bytes())
         self.notes.append(f"jax {answer['version']}")
         difference = Difference()
-        for i, inputs in enumerate(ring[:EAGER_CHECKS]):
+        for inputs, own, found in list(zip(ring, expected, outputs))[:EAGER_CHECKS]:
             result = {}
-            for (number, name), (values, is_bfloat16) in outputs.items():
-                if number == str(i):
-                    t = torch.from_numpy(values).to(self.device)
-                    result[name] = t.view(torch.bfloat16) if is_bfloat16 else t
-            reference = {name: value for name, value in expected[i].items() if name.startswith(OUTPUTS)}
+            for name, (values, is_bfloat16) in found.items():
+                t = torch.from_numpy(values).to(self.device)
+                result[name] = t.view(torch.bfloat16) if is_bfloat16 else t
+            reference = {name: value for name, value in own.items() if name.startswith(OUTPUTS)}
             difference |= compare(reference, result, self.case.tolerance, self._exact(inputs))
         return {"jax_us": round(answer["median_us"], 2), "jax_host_us": round(answer["host_us"], 2)}, difference
 
@@ -568,6 +557,17 @@ class CaseRun:
         """Fewer where even the shortest round takes long."""
         round_s = self.round_s + CALLS_OF_ROUND * self.call_s
         return min(self.rounds, max(MIN_ROUNDS, int(MAX_TIMING_S / round_s)))
+
+    def _launched(self, names: list[str], ring: list[Inputs]) -> dict[str, dict[str, float]]:
+        """What a call of each variant launches. The others have notes."""
+        found = {}
+        for name in names:
+            launches = self._launches(self._program(name).loop([clone(inputs) for inputs in ring]))
+            if "error" in launches:
+                self.notes.append(f"{name} was not profiled: {launches['error']}")
+            else:
+                found[name] = launches
+        return found
 
     def _launches(self, loop: Callable[[int], None]) -> dict[str, float]:
         """Per call; the last thing in a process, since the profiler stays attached to the device."""
@@ -632,28 +632,20 @@ def summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip()[:MAX_SUMMARY] if lines else ''}"
 
 
-def reported() -> list[Any]:
-    """What PyGraph keeps on each function since the last reset."""
-    pygraph = _pygraph()
-    return list(pygraph.report()) if pygraph else []
-
-
 def report(earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     """What PyGraph did with the functions that were reported ``earlier``, and with those since the last reset."""
     return [
         {name: value for name, value in vars(entry).items() if name not in OF_ONE_MACHINE}
         | {"reasons": [reason.as_json() for reason in entry.reasons]}
-        for entry in [*earlier, *reported()]
+        for entry in [*earlier, *pygraph.report()]
     ]
 
 
 def blockers() -> list[str]:
     """What is left out of the graphs since the last reset, and why."""
-    pygraph = _pygraph()
-    graphs = pygraph.report().graphs if pygraph else ()
     found = [
         f"{blocker.op}: {blocker.reason.code.name}"
-        for graph in graphs
+        for graph in pygraph.report().graphs
         for part in (graph, *graph.partitions)
         for blocker in part.blockers
     ]
@@ -662,29 +654,11 @@ def blockers() -> list[str]:
 
 def reads_cpu_values() -> bool:
     """Whether GPU code of a graph since the last reset reads CPU values."""
-    pygraph = _pygraph()
-    return any(graph.cpu_values for graph in pygraph.report().graphs) if pygraph else False
-
-
-def reset_report() -> None:
-    pygraph = _pygraph()
-    if pygraph:
-        pygraph.reset_report()
-
-
-def _pygraph() -> ModuleType | None:
-    # A stock build has none, and its baselines can still be timed.
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("torch._inductor.pygraph")
-    return None
+    return any(graph.cpu_values for graph in pygraph.report().graphs)
 
 
 def _size(tree: Any) -> int:
     return sum(t.numel() * t.element_size() for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor))
-
-
-def _median(timing: Timing | None) -> float | None:
-    return None if timing is None else round(timing.median_us, 2)
 
 
 def undecided(entries: list[dict[str, Any]]) -> int:

@@ -30,11 +30,13 @@ SMALL_VOCABULARY = 1000
 SHRUNK = {"num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"}
 
 
-def transformers_model(class_name: str, small: bool, **options: Any) -> nn.Module:
+def transformers_model(class_name: str, small: bool, *, drops: bool = False, **options: Any) -> nn.Module:
     import transformers
 
     model_class = getattr(transformers, class_name)
-    config = without_dropout(model_class.config_class(**options))
+    config = model_class.config_class(**options)
+    if not drops:
+        config = without_dropout(config)
     config.use_cache = False
     if small:
         config.vocab_size = SMALL_VOCABULARY
