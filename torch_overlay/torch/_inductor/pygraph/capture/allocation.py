@@ -1,15 +1,14 @@
 """
 Memory of what a function returns.
 
-In the graphs' pool it would be overwritten by the next replay, whether the program still
-has it or not. So the buffers that become outputs are bound as external inputs are:
-captured at placeholders, and given memory of their own in each call.
+In the graphs' pool the next replay would overwrite it. So the buffers that become outputs
+are captured at placeholders, and get memory of their own in each call.
 
-Code that is generated with config.pygraph takes its allocator as an argument. The rehearsal
-passes one that notes which allocation each output lies in, the capture one that puts these
-allocations at placeholders. An operator that allocates what it returns is not seen; the graph
-ends with a copy of such an output (Copied), or, where outputs share memory, each call copies it
-out of the pool. Gradients may do without; see Controller.owned_output_idxs.
+Code that is generated with config.pygraph takes its allocator as an argument: an
+AllocationTrace in the rehearsal, a placed_allocator in the capture. An operator that allocates
+what it returns is not seen; the graph ends with a copy of such an output (Copied), or, where
+outputs share memory, each call copies it out of the pool. Gradients may do without; see
+Controller.owned_output_idxs.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from torch._inductor.pygraph.graph.placeholder import (
     arena,
     MAX_ALIGNMENT,
     NAN,
-    Placeholder,
     PlaceholderMap,
     POISONS,
     storage_extent,
@@ -110,8 +108,7 @@ class AllocationTrace:
 
     def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         t = empty_strided_cuda(size, stride, dtype)
-        # As the graph's is. What neither writes is then the same, and what only the graph
-        # does not write is seen.
+        # As the graph's is.
         mark_unwritten(t)
         self.ordinals[StorageWeakRef(t.untyped_storage())] = len(self.allocations)
         self.allocations.append(Allocation(tuple(size), tuple(stride), dtype))
@@ -136,8 +133,7 @@ class AllocationTrace:
             if isinstance(t, torch.Tensor) and t.numel() > 0 and self.can_place(t):
                 n = self.ordinals[StorageWeakRef(t.untyped_storage())]
                 found.setdefault(n, self.allocations[n])
-                nbytes = storage_extent(found[n].like())
-                if t.storage_offset() == 0 and storage_extent(t) == nbytes:
+                if t.storage_offset() == 0 and storage_extent(t) == storage_extent(found[n].like()):
                     found[n] = Allocation.of(t)
         return dict(sorted(found.items()))
 
@@ -238,24 +234,17 @@ class BoundMemory:
         owned = [*layout.allocations.values(), *layout.copies.values()]
         allocators = [a.allocator(device_index) for a in owned]
         outputs = [allocate() for allocate in allocators]
-        # (poison, (bytes, alignment))
-        requests = [
-            (NAN if t.is_floating_point() or t.is_complex() else ZERO, (storage_extent(t), alignment)) for t in inputs
-        ]
-        requests += [(UNWRITTEN, (storage_extent(t), MAX_ALIGNMENT)) for t in outputs]
-        placed: dict[int, Placeholder] = {}
-        for poison in POISONS:
-            ks = [k for k, request in enumerate(requests) if request[0] == poison]
-            places = arena(device_index, poison).place([requests[k][1] for k in ks])
-            placed.update(zip(ks, places))
-        placeholders = [placed[k] for k in range(len(requests))]
+        requests: dict[int, list[tuple[int, int]]] = {poison: [] for poison in POISONS}
+        poisons = [NAN if t.is_floating_point() or t.is_complex() else ZERO for t in inputs]
+        poisons += [UNWRITTEN] * len(outputs)
+        for poison, t in zip(poisons, tensors := [*inputs, *outputs]):
+            requests[poison].append((storage_extent(t), MAX_ALIGNMENT if poison == UNWRITTEN else alignment))
+        places = {poison: iter(arena(device_index, poison).place(sizes)) for poison, sizes in requests.items()}
+        placeholders = [next(places[poison]) for poison in poisons]
         addresses = (p.address for p in placeholders[len(inputs) :])
-        allocations = {
-            n: (storage_extent(allocation.like()), next(addresses)) for n, allocation in layout.allocations.items()
-        }
+        allocations = {n: (storage_extent(a.like()), next(addresses)) for n, a in layout.allocations.items()}
         copies = {i: (copy, next(addresses)) for i, copy in layout.copies.items()}
-        memory = cls(PlaceholderMap(placeholders), allocators, allocations, copies)
-        return memory, [*inputs, *outputs]
+        return cls(PlaceholderMap(placeholders), allocators, allocations, copies), tensors
 
 
 def placed_allocator(placed: Mapping[int, tuple[int, int]], device_index: int) -> Callable[..., torch.Tensor]:

@@ -3,17 +3,13 @@ A node of CUDA graph trees that leaves nothing of the caller's in the graphs' po
 
 A BoundGraphNode captures the function with placeholders in the place of the inputs that trees
 would copy at every replay. A replay sets the nodes whose addresses changed and launches. The
-buffers that become outputs are bound to new memory in each call (allocation.py). Everything
-else is CUDAGraphNode's: liveness, generations, checkpoints of the pool, static and managed
-inputs. The pool holds what partitions, and a forward and its backward, hand on.
+buffers that become outputs are bound to new memory in each call (allocation.py). The graph
+writes a mutated external input where the caller has it. Everything else is CUDAGraphNode's:
+liveness, generations, checkpoints of the pool, static and managed inputs. The pool holds what
+partitions, and a forward and its backward, hand on.
 
-A mutated external input needs no care: the graph writes the caller's memory, as the
-uncaptured function does. An output that aliases an external input is rebuilt on the input of
-the call.
-
-The copies of trees also separate an input from the pool. An external input that lies in the
-pool, such as the output of a function that is not PyGraph's, is staged: it is copied first,
-as trees do.
+An external input that lies in the pool, such as the output of a function that is not
+PyGraph's, is staged: it is copied first, as trees do.
 """
 
 from __future__ import annotations
@@ -26,6 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused, UnaliasedStorage
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.capture.allocation import (
+    Allocation,
     AllocationTrace,
     BoundMemory,
     common_alignment,
@@ -101,10 +98,6 @@ class BoundGraphNode(CopyGraphNode):
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
 
-    def __init__(self, *args: Any) -> None:
-        self.replay_graph = CellType(None)
-        super().__init__(*args)
-
     # Recording, in the order in which CUDAGraphNode's constructor calls it
 
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
@@ -113,6 +106,7 @@ class BoundGraphNode(CopyGraphNode):
         if spec.info.has_collectives:
             self.collectives = Collectives(function.model, spec.info.groups, spec.rank_name, self.device)
         super()._bind_inputs(inputs)
+        self.replay_graph = CellType(None)
         self.staged = []
         # Integers are sizes. Each combination of them has a function of its own, with
         # nothing to copy or bind.
@@ -156,12 +150,10 @@ class BoundGraphNode(CopyGraphNode):
             self._refuse(e.reason, inputs, is_capturable=e.is_capturable)
         except torch.OutOfMemoryError:
             # Copies may not fit either.
-            reason = Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE)
-            self._refuse(reason, inputs, is_capturable=False)
+            self._refuse(Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE), inputs, is_capturable=False)
         except Exception as e:
             # If the error is the program's own, the uncaptured run raises it again.
-            error = f"{type(e).__name__}: {first_line(e)}"
-            self._refuse(Reason.of(Code.ERROR, error=error), inputs)
+            self._refuse(Reason.of(Code.ERROR, error=f"{type(e).__name__}: {first_line(e)}"), inputs)
         return bound
 
     def _leave_pool(self, bound: list[int], inputs: list[InputType]) -> list[torch.Tensor]:
@@ -230,9 +222,8 @@ class BoundGraphNode(CopyGraphNode):
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         if idx not in self.bound_input_idxs:
             return super()._recording_input(idx, inp)
-        k = self.bound_input_idxs.index(idx)
-        address = self.memory.placeholders.placeholders[k].address
-        return tensor_at(address, inp, self.device)
+        place = self.memory.placeholders.placeholders[self.bound_input_idxs.index(idx)]
+        return tensor_at(place.address, inp, self.device)
 
     def _new_graph(self) -> torch.cuda.CUDAGraph:
         # The nodes of the captured graph are the handles of the executable graph's.
@@ -252,13 +243,7 @@ class BoundGraphNode(CopyGraphNode):
             return None
         k, offset = hit
         offset += output.storage_offset() * output.element_size()
-        like = self.call_tensors[k]
-        is_whole = (
-            offset == 0
-            and output.shape == like.shape
-            and output.stride() == like.stride()
-            and output.dtype == like.dtype
-        )
+        is_whole = offset == 0 and Allocation.of(output) == Allocation.of(self.call_tensors[k])
         return AliasesBoundMemory(k, offset, is_whole)
 
     def _first_replay(self) -> None:
@@ -269,9 +254,7 @@ class BoundGraphNode(CopyGraphNode):
             except RefusedError as e:
                 self._refuse(e.reason, self.call_inputs, is_capturable=e.is_capturable)
             except DriverError as e:
-                reason = Reason.of(Code.DRIVER, error=str(e))
-                self._refuse(reason, self.call_inputs)
-        self._count()
+                self._refuse(Reason.of(Code.DRIVER, error=str(e)), self.call_inputs)
         self._recorded()
 
     def _bind_graph(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -287,8 +270,7 @@ class BoundGraphNode(CopyGraphNode):
         try:
             graph.instantiate()
         except RuntimeError as e:
-            reason = Reason.of(Code.INSTANTIATE_FAILED, error=first_line(e))
-            raise RefusedError(reason) from e
+            raise RefusedError(Reason.of(Code.INSTANTIATE_FAILED, error=first_line(e))) from e
         set_on_device: Collection[int] = ()
         if self.prelude is not None:
             self.prelude.upload(graph.raw_cuda_graph_exec())
@@ -303,25 +285,21 @@ class BoundGraphNode(CopyGraphNode):
             self.collectives.set_aside(graph.raw_cuda_graph_exec(), bound)
         # Forget the damage of others.
         take_damage(self.device)
-        pointers = [t.data_ptr() for t in self.call_tensors] + self.values.words()
-        self.binding.update(pointers)
+        self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
 
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
-        if request.binding == NODE_UPDATE:
-            return None
-        if not request.is_decided and not prelude_pays(raw_graph, placeholders):
+        if request.binding == NODE_UPDATE or not (request.is_decided or prelude_pays(raw_graph, placeholders)):
             return None
         table = None
         if request.binding == TABLE:
-            spec = request.spec
-            kernels = [spec.objects[name] for name in spec.info.kernels]
+            kernels = [request.spec.objects[name] for name in request.spec.info.kernels]
             table = Table(kernels, self.device)
         self._learned(has_prelude=True)
         try:
             return Prelude(raw_graph, placeholders, self.device, table)
         except PreludeUnavailable as e:
-            # The graph is as it was captured, and the host can set its nodes.
+            # The host can set the nodes.
             reason = Reason.of(Code.NO_PRELUDE, binding=request.binding, error=str(e))
             self._learned(has_prelude=False, no_prelude=reason)
             return None
@@ -339,18 +317,14 @@ class BoundGraphNode(CopyGraphNode):
         try:
             self.run_graph()
         except RuntimeError as e:
-            reason = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
-            raise RefusedError(reason) from e
+            raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
         for i, alias in enumerate(self.output_storage_alias):
             if isinstance(alias, AliasesBoundMemory):
                 metadata: Any = self.outputs_metadata[i]
-                output = self._alias_of_bound_memory(alias, metadata)
-                self.recording_outputs[i] = output
+                self.recording_outputs[i] = self._alias_of_bound_memory(alias, metadata)
         run = GraphRun(self.recording_outputs, self.run_graph, self.cuda_graphs_pool, self.device)
         verdict = verify(self.rehearsal, run)
-        reason = verdict.reason
-        if (prelude := self.prelude) is not None:
-            reason = prelude.failure() or reason
+        reason = (self.prelude and self.prelude.failure()) or verdict.reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
         if self.collectives is not None:
@@ -366,40 +340,31 @@ class BoundGraphNode(CopyGraphNode):
         if self.cudagraph_managed_idxs:
             # An output may lie where a managed input was, which the graph has yet to read.
             return
-        unaliased = [
-            output
-            for output, alias in zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
-            if alias is UnaliasedStorage and isinstance(output, torch.Tensor)
-        ]
-        for t in (*unaliased, *self.copied.sources):
+        outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
+        for t in (*(t for t, alias in outputs if alias is UnaliasedStorage), *self.copied.sources):
             # Outside of the pool it is an operator's own memory, which the operator may have
             # computed once for all calls.
-            if t.data_ptr() in self.pool_ranges:
+            if isinstance(t, torch.Tensor) and t.data_ptr() in self.pool_ranges:
                 mark_unwritten(t)
 
     def _recorded(self) -> None:
-        function = self.wrapped_function
         # A backward may write over an activation. A gradient that lies there is rebuilt
         # from the input.
-        reused = self.request.spec.reused_input_idxs
-        written = reused | OrderedSet(function.mutated_input_idxs)
+        written = self.request.spec.reused_input_idxs | OrderedSet(self.wrapped_function.mutated_input_idxs)
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
         self.rehearsal = self.collectives = None
         self.call_tensors = []
         del self.memory, self.layout, self.copied
-        binding = self.binding
-        self._learned(num_nodes=binding.num_nodes, updated_nodes=len(binding.updates))
-        super()._recorded()
-
-    def _count(self) -> None:
-        counts = counters["pygraph"]
+        updated_nodes, counts = len(self.binding.updates), counters["pygraph"]
         if (prelude := self.prelude) is not None:
             counts["device_updated_nodes"] += len(prelude.nodes)
             if prelude.table is not None:
                 counts["indirect_kernels"] += prelude.table.num_kernels
         counts["bound_inputs"] += len(self.bound_input_idxs)
         counts["bound_outputs"] += len(self.allocators)
-        counts["updated_nodes"] += len(self.binding.updates)
+        counts["updated_nodes"] += updated_nodes
+        self._learned(num_nodes=self.binding.num_nodes, updated_nodes=updated_nodes)
+        super()._recorded()
 
     # Replay, by trees
 

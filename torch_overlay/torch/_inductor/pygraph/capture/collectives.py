@@ -1,24 +1,17 @@
 """
 Graphs with collectives.
 
-Every rank has to run each collective once a call, as the other ranks do. That holds for a
-call that records, too:
-
-- The rehearsal leaves collectives out. So does the replay that has to reproduce it, for
-  which the nodes of collectives are disabled (cuGraphNodeSetEnabled). An all-reduce in place
-  that is left out changes nothing.
-- Then the call's inputs are restored, and the whole graph runs once, as the call.
+Every rank has to run each collective once a call, also in a call that records. So the rehearsal
+leaves collectives out: an all-reduce in place that is left out changes nothing. The replay that
+has to reproduce the rehearsal runs with their nodes disabled. Then the call's inputs are
+restored, and the whole graph runs once, as the call.
 
 Nodes of collectives are not bound: NCCL may keep addresses where no parameter shows them. So
 the operand of a collective lies in the graphs' pool, or is an input that does not move.
 
-A captured collective needs captured collectives on the other ranks. NCCL may register the
-operand's memory with the other ranks during capture (NCCL_GRAPH_REGISTER), and then uses
-other kernels. So the ranks agree, through the store of their group, that all of them capture
-and that all of them deploy their graphs.
-
-The times that ranks measure agree only on average, so that a function with collectives is
-not selected by time.
+NCCL may register the operand's memory with the other ranks during capture (NCCL_GRAPH_REGISTER),
+and then uses other kernels. So the ranks agree, through the store of their group, that all of
+them capture and that all of them deploy their graphs.
 """
 
 from __future__ import annotations
@@ -84,6 +77,14 @@ class _Mode(TorchDispatchMode):
         return self.handle(func, args, kwargs)
 
 
+def _under(handle: Callable[..., Any], model: ModelType) -> ModelType:
+    def run(inputs: list[InputType]) -> OutputType:
+        with _Mode(handle):
+            return model(inputs)
+
+    return run
+
+
 class Collectives:
     """
     The steps of a recording that all ranks take together.
@@ -105,8 +106,7 @@ class Collectives:
         self.model = model
         self.device_index = device_index
         _recordings[name] += 1
-        name = f"{name}/{_recordings[name]}"
-        self.to_agree_on = [f"{name}/capture", f"{name}/deploy"]
+        self.to_agree_on = [f"{name}/{_recordings[name]}/{step}" for step in ("capture", "deploy")]
         self.is_retryable = True
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
@@ -119,13 +119,10 @@ class Collectives:
             self.operands.add(StorageWeakRef(args[0].untyped_storage()))
             return args[0]
 
-        return self._under(leave_out, model)
+        return _under(leave_out, model)
 
     def agree_to_capture(self) -> None:
-        """
-        Raises:
-            RefusedError: another rank does not capture.
-        """
+        """Raises RefusedError if another rank does not capture."""
         if not self._agree():
             if self._is_known_group():
                 _not_agreed.add(self.model)
@@ -144,7 +141,7 @@ class Collectives:
             self.addresses.add(args[0].data_ptr())
             return result
 
-        return self._under(note, model)
+        return _under(note, model)
 
     def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
         """
@@ -175,14 +172,6 @@ class Collectives:
         for group in self.groups if self.to_agree_on else ():
             agree(group, self.to_agree_on[0], ready=False)
         self.to_agree_on.clear()
-
-    @staticmethod
-    def _under(handle: Callable[..., Any], model: ModelType) -> ModelType:
-        def run(inputs: list[InputType]) -> OutputType:
-            with _Mode(handle):
-                return model(inputs)
-
-        return run
 
     def _is_known_group(self) -> bool:
         # Ranks of one group may agree where those of another do not.

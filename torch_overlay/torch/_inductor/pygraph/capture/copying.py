@@ -135,12 +135,10 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _needed_bytes(self) -> int:
         """Return the device memory that the capture takes, or 0 if that is not known."""
-        request = self.request
-        if not request.needed_bytes:
-            return 0
+        needed = self.request.needed_bytes
         # Inputs get copies in the pool. Outputs, a part of what a call takes, get copies
         # outside of it.
-        return 2 * request.needed_bytes + request.external_bytes
+        return 2 * needed + self.request.external_bytes if needed else 0
 
     def _lack_of_memory(self) -> Reason | None:
         """Return why there is not enough memory for the capture, or None."""
@@ -152,11 +150,9 @@ class CopyGraphNode(CUDAGraphNode):
         return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
 
     def check_invariants(self, inputs: list[InputType]) -> tuple[CheckInvariantStatus, Callable[..., str]]:
-        if self.thread_of_values not in (None, threading.get_ident()):
-            raise NotReplayed
-        if any(
-            isinstance(t := inputs[i], torch.Tensor) and is_lazy(t)
-            for i in (*self.non_static_input_idx, *self.bound_input_idxs)
+        read = (*self.non_static_input_idx, *self.bound_input_idxs)
+        if self.thread_of_values not in (None, threading.get_ident()) or any(
+            isinstance(t := inputs[i], torch.Tensor) and is_lazy(t) for i in read
         ):
             raise NotReplayed
         try:
@@ -166,20 +162,14 @@ class CopyGraphNode(CUDAGraphNode):
             raise NotReplayed(self.restore_managed(inputs)) from None
 
     def restore_managed(self, inputs: list[InputType]) -> frozenset[int]:
-        """
-        Rebuild managed inputs that were let go, whose memory nothing has overwritten. Return
-        their addresses.
-        """
+        """Rebuild managed inputs that were let go, and nothing has overwritten. Return their addresses."""
         for i, metadata in self.managed_metadata:
             inputs[i] = self._reconstruct_from_tensor_metadata(metadata)
         return frozenset(metadata["data_ptr"] for _, metadata in self.managed_metadata)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        copied_bytes = sum(
-            storage_extent(inputs[i])  # type: ignore[arg-type]
-            for i in self.non_static_input_idx
-            if isinstance(inputs[i], torch.Tensor)
-        )
+        copied = (inputs[i] for i in self.non_static_input_idx)
+        copied_bytes = sum(storage_extent(t) for t in copied if isinstance(t, torch.Tensor))
         self._learned(has_captured=True, copied_bytes=copied_bytes)
         stream = torch.cuda.current_stream(self.device)
         spec = self.request.spec
@@ -245,16 +235,13 @@ class CopyGraphNode(CUDAGraphNode):
         super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
         self.returned_inputs, self.empty_outputs = {}, {}
         for i, t in enumerate(self.static_output_tensors):
-            if t is None:
+            same = [j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t]
+            if t is None or (not same and t.numel() > 0):
                 continue
-            static = self.non_managed_static_input_idxs
-            same = [j for j in static if self.call_inputs[j] is t]
             if same:
                 self.returned_inputs[i] = same[0]
-            elif t.numel() == 0:
-                self.empty_outputs[i] = Allocation.of(t).allocator(self.device)
             else:
-                continue
+                self.empty_outputs[i] = Allocation.of(t).allocator(self.device)
             # A stand-in, so that the recording does not keep the tensor alive.
             self.static_output_tensors[i] = torch.empty(0, device="cpu")
 
@@ -290,26 +277,20 @@ class CopyGraphNode(CUDAGraphNode):
 
     @staticmethod
     def _is_only_cached(node_ref: weakref.ref[CopyGraphNode], i: int, check: Callable[[], bool]) -> bool:
-        node = node_ref()
-        return (
-            node is not None
-            # No name for the tensor: ``check`` counts references.
-            and node.cached_tensor_outputs[i]._use_count() == 1  # type: ignore[union-attr]
-            # The program did not give it other memory.
-            and node.cached_tensor_outputs[i].untyped_storage().data_ptr()  # type: ignore[union-attr]
-            == node.outputs_metadata[i]["data_ptr"]  # type: ignore[index]
-            and check()
-        )
+        if (node := node_ref()) is None:
+            return False
+        # No name for the tensor: ``check`` counts references.
+        cached: Any = node.cached_tensor_outputs
+        memory: int = node.outputs_metadata[i]["data_ptr"]  # type: ignore[index]
+        # The program may have given it other memory.
+        return cached[i]._use_count() == 1 and cached[i].untyped_storage().data_ptr() == memory and check()
 
     def run_first_inputs(self, new_inputs: list[InputType]) -> OutputType:
         outputs = super().run_first_inputs(new_inputs)
         sharing: dict[int, list[int]] = {}
-        for i, metadata in enumerate(self.outputs_metadata):
-            if (
-                isinstance(metadata, dict)
-                and self.static_output_tensors[i] is None
-                and not isinstance(self.output_storage_alias[i], AliasesBoundMemory)
-            ):
+        facts = self.outputs_metadata, self.static_output_tensors, self.output_storage_alias
+        for i, (metadata, static, alias) in enumerate(zip(*facts)):
+            if isinstance(metadata, dict) and static is None and not isinstance(alias, AliasesBoundMemory):
                 sharing.setdefault(metadata["data_ptr"], []).append(i)
         owned = self.request.owned_output_idxs
         self.returned_from_pool = [
@@ -335,19 +316,12 @@ class CopyGraphNode(CUDAGraphNode):
             return outputs
         outputs = list(outputs)
         for idxs in self.returned_from_pool:
-            i, _ = idxs[0]
-            storage = outputs[i].untyped_storage().clone()  # type: ignore[union-attr]
+            storage = outputs[idxs[0][0]].untyped_storage().clone()  # type: ignore[union-attr]
             for i, first in idxs:
                 # The same tensor needs one version counter: the program may write an output
                 # that is saved for a backward as well.
-                outputs[i] = (
-                    outputs[first]
-                    if first < i
-                    else self._reconstruct_from_tensor_metadata(
-                        self.outputs_metadata[i],  # type: ignore[arg-type]
-                        storage,
-                    )
-                )
+                metadata: Any = self.outputs_metadata[i]
+                outputs[i] = outputs[first] if first < i else self._reconstruct_from_tensor_metadata(metadata, storage)
         return outputs
 
 

@@ -126,12 +126,9 @@ class CapturedValues:
     The values that a graph under capture takes by value.
 
     While it is active in a thread, kernels are captured with tokens in place of values:
-    words that nothing else holds, which are found in the captured nodes as addresses of
-    placeholders are. A binding then sets them to ``words()`` in each call.
-
-    Of another function, which an operator calls, the values are packed while the operator
-    runs: once, under capture. They are constants of the graph, as what else it computes on
-    the host.
+    words that nothing else holds, found in the captured nodes as placeholders are. A binding
+    then sets them to ``words()`` in each call. Values of another function, which an operator
+    calls, are packed once, under capture: they are constants of the graph.
 
     Args:
         own: those of the function that is captured
@@ -159,8 +156,7 @@ class CapturedValues:
         return range(first, first + deliver.num_words)
 
     def placeholders(self) -> list[Placeholder]:
-        tokens = range(TOKEN, TOKEN + self.num_words)
-        return [Placeholder(t, t + 1, t) for t in tokens]
+        return [Placeholder(t, t + 1, t) for t in range(TOKEN, TOKEN + self.num_words)]
 
     def words(self) -> list[int]:
         """What this thread packed last."""
@@ -238,11 +234,8 @@ class _Target:
     def write(self, stream: int) -> list[torch.Tensor]:
         if self.kernel is not None:
             # Grid and block, shared memory, stream, parameters, extra.
-            check(
-                bindings().cuLaunchKernel(
-                    self.kernel, *(1, 1, 1, self.threads, 1, 1, 0), stream, self.parameters_address, 0
-                )
-            )
+            sizes = 1, 1, 1, self.threads, 1, 1, 0
+            check(bindings().cuLaunchKernel(self.kernel, *sizes, stream, self.parameters_address, 0))
             return self.outputs
         packed = torch.frombuffer(self.packed.memory, dtype=torch.uint8)
         host = pinned_copy(packed)
@@ -335,9 +328,7 @@ class Deliver:
 
 
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:
-    """
-    Copy a contiguous tensor. Freed memory is used again when the copies from it are done.
-    """
+    """Copy a contiguous tensor. Freed memory is used again when the copies from it are done."""
     pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
     # copy_ would share a large copy between OpenMP's threads: where these are more than the
     # CPUs that the process may use, waiting for the last takes longer than the copy.
@@ -365,14 +356,9 @@ class Upload:
         return pinned_copy(value).to(self.device, non_blocking=True)
 
 
+# Unlike ==, it tells -0 from 0.
 _memcmp = ctypes.CDLL(None).memcmp
 _memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Of two contiguous CPU tensors of one size. Unlike ==, it tells -0 from 0."""
-    return _memcmp(a.data_ptr(), b.data_ptr(), a.nbytes) == 0
-
 
 # Of pinned memory that one event tells to be read: more where tensors are small.
 MAX_BATCH_BYTES = 1 << 18
@@ -401,11 +387,12 @@ class _Staged:
         # The oldest first.
         self.batches: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
         # For what is compiled.
-        self.enqueue = _function("cuMemcpyHtoDAsync")
-        self.pointer_attributes = _function("cuPointerGetAttributes")
+        self.functions = _function("cuMemcpyHtoDAsync"), _function("cuPointerGetAttributes")
 
     def holds(self, value: torch.Tensor) -> bool:
-        return self.used > 0 and not self.is_of_pinned and same_bytes(self.batch[self.used - 1], value)
+        if self.used == 0 or self.is_of_pinned:
+            return False
+        return _memcmp(self.batch[self.used - 1].data_ptr(), value.data_ptr(), self.nbytes) == 0
 
     def put(self, value: torch.Tensor) -> None:
         if self.used == self.batch_size:
@@ -419,10 +406,6 @@ class _Staged:
         self._copy(host)
         self.used += 1
         self.is_of_pinned = False
-
-    def put_pinned(self, value: torch.Tensor, non_blocking: bool) -> None:
-        self.is_of_pinned = True
-        self._copy(value, non_blocking)
 
     def _copy(self, host: torch.Tensor, non_blocking: bool = True) -> None:
         self.copy.copy_(host, non_blocking=non_blocking)
@@ -440,23 +423,18 @@ class _Staged:
         self.used = 0
 
 
-class Stage:
+class Stage(Upload):
     """
     Copies a contiguous CPU tensor to the GPU, unless its bytes are those of the last call.
 
     The comparison reads both copies, which is less than copying takes, and ends at the
     first difference. What a pinned tensor will hold is not known yet: it is copied in every
     call.
-
-    Args:
-        device_index: the GPU
-        non_blocking: whether the program's own copy is
     """
 
     def __init__(self, device_index: int, non_blocking: bool = False) -> None:
+        super().__init__(device_index, non_blocking)
         self.device_index = device_index
-        self.device = torch.device("cuda", device_index)
-        self.non_blocking = non_blocking
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
         # What is compiled calls _stage where it takes more than to compare and to copy by
@@ -479,19 +457,17 @@ class Stage:
             return value.to(self.device, non_blocking=self.non_blocking)
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         key = (threading.get_ident(), stream)
-        kept = self.kept.get(key)
-        if kept is None:
-            kept = self.kept[key] = _Staged(value, self.device)
-        if self.compiled is not None:
-            used = self.compiled.take(*key)
-            if used is not None:
-                kept.used = used
+        if key not in self.kept:
+            self.kept[key] = _Staged(value, self.device)
+        kept = self.kept[key]
+        if self.compiled is not None and (used := self.compiled.take(*key)) is not None:
+            kept.used = used
         if value.is_pinned():
-            kept.put_pinned(value, self.non_blocking)
+            kept.is_of_pinned = True
+            kept._copy(value, self.non_blocking)
             return kept.copy
         if not kept.holds(value):
             kept.put(value)
-        functions = (kept.enqueue, kept.pointer_attributes)
-        if self.compiled is not None and None not in functions:
-            self.compiled.add(*key, kept.copy, kept.batch, kept.used, *functions)
+        if self.compiled is not None and None not in kept.functions:
+            self.compiled.add(*key, kept.copy, kept.batch, kept.used, *kept.functions)
         return kept.copy
