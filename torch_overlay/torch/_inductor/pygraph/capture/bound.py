@@ -42,7 +42,7 @@ from torch._inductor.pygraph.graph.table import Table
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
-from torch._inductor.pygraph.verify.diagnose import GraphRun, verify
+from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal, write
 from torch._inductor.utils import clone_preserve_strides
@@ -322,8 +322,7 @@ class BoundGraphNode(CopyGraphNode):
             if isinstance(alias, AliasesBoundMemory):
                 metadata: Any = self.outputs_metadata[i]
                 self.recording_outputs[i] = self._alias_of_bound_memory(alias, metadata)
-        run = GraphRun(self.recording_outputs, self.run_graph, self.cuda_graphs_pool, self.device)
-        verdict = verify(self.rehearsal, run)
+        verdict = verify(self.rehearsal, self.run_graph, self.recording_outputs, self.cuda_graphs_pool)
         reason = (self.prelude and self.prelude.failure()) or verdict.reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)

@@ -37,42 +37,36 @@ class Verdict:
     is_capturable: bool = True
 
 
-@dataclasses.dataclass(frozen=True)
-class GraphRun:
-    """
-    A graph that ran once on the inputs of the call.
-
-    Args:
-        outputs: where the graph's outputs lie, in every run
-        run: runs it again
-        pool: the memory pool that it was captured in
-    """
-
-    outputs: Sequence[Any]
-    run: Callable[[], None]
-    pool: _POOL_HANDLE
-    device_index: int
-
-
-def verify(rehearsal: Rehearsal, graph: GraphRun) -> Verdict:
+def verify(
+    rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE
+) -> Verdict:
     """
     Compare a graph's first run with the rehearsal.
 
     The first run must be the last thing that happened on the stream: what it wrote is
     compared before anything else runs.
+
+    Args:
+        run_graph: runs the graph again
+        outputs: where the graph's outputs lie, in every run
+        pool: the memory pool that it was captured in
     """
-    return _Examination(rehearsal, graph).verdict()
+    return _Examination(rehearsal, run_graph, outputs, pool).verdict()
 
 
+@dataclasses.dataclass
 class _Examination:
-    def __init__(self, rehearsal: Rehearsal, graph: GraphRun) -> None:
-        self.rehearsal = rehearsal
-        self.graph = graph
-        self.wrote_placeholder = take_damage(graph.device_index)
+    rehearsal: Rehearsal
+    run_graph: Callable[[], None]
+    outputs: Sequence[Any]
+    pool: _POOL_HANDLE
+
+    def __post_init__(self) -> None:
+        self.wrote_placeholder = take_damage(self.rehearsal.device_index)
 
     def verdict(self) -> Verdict:
         found = self._difference()
-        if self.wrote_placeholder or take_damage(self.graph.device_index):
+        if self.wrote_placeholder or take_damage(self.rehearsal.device_index):
             return Verdict(Reason.of(Code.WROTE_PLACEHOLDER), found.is_capturable)
         return found
 
@@ -81,7 +75,7 @@ class _Examination:
         actual: Proof | None = None
         try:
             # First, before another run writes over what this one wrote.
-            actual = rehearsal.results(self.graph.outputs, rehearsal.unmarked)
+            actual = rehearsal.results(self.outputs, rehearsal.unmarked)
             if rehearsal.writes_any(actual.unwritten()):
                 return _never(Code.KERNELS_NOT_CAPTURED)
             if expected.is_exact(actual):
@@ -115,8 +109,8 @@ class _Examination:
 
     def _run_graph(self) -> Proof:
         self.rehearsal.restore()
-        self.graph.run()
-        return self.rehearsal.results(self.graph.outputs)
+        self.run_graph()
+        return self.rehearsal.results(self.outputs)
 
     def _leaves_results(self, actual: Proof) -> bool:
         """
@@ -134,7 +128,7 @@ class _Examination:
             for i, output in enumerate(expected.outputs)
             if output is not None and i not in unwritten and not identical(output, actual.outputs[i])
         ]
-        if rehearsal.results(self.graph.outputs, differ).unwritten():
+        if rehearsal.results(self.outputs, differ).unwritten():
             return True
         return any(
             identical(unchanged, now) and not identical(unchanged, after)
@@ -151,9 +145,9 @@ class _Examination:
         first: Proof | None = None
         try:
             for word in FILLS:
-                fill_free(self.graph.pool, self.graph.device_index, word)
+                fill_free(self.pool, self.rehearsal.device_index, word)
                 result = self._run_graph()
-                fill_free(self.graph.pool, self.graph.device_index, word)
+                fill_free(self.pool, self.rehearsal.device_index, word)
                 if not result.is_exact(self._run_graph()):
                     return False
                 first = first or result
@@ -170,7 +164,7 @@ class _Examination:
 
         The order of atomic operations would vary in both.
         """
-        if room(self.graph.device_index) < self.rehearsal.needed_bytes:
+        if room(self.rehearsal.device_index) < self.rehearsal.needed_bytes:
             return Code.NO_MEMORY_FOR_PROOF
         try:
             first = self._run_graph()

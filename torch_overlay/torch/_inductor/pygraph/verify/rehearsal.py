@@ -5,7 +5,6 @@ that it changes, saved so that the function can run again.
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import random
 import sys
@@ -50,12 +49,7 @@ def write(t: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class SavedInput:
-    """
-    A copy of the memory of an input, from its first element to its last.
-
-    It is saved as memory because an expanded or overlapping tensor cannot be written as a
-    tensor.
-    """
+    """A copy of an input's memory. An expanded or overlapping tensor cannot be written as a tensor."""
 
     def __init__(self, t: torch.Tensor) -> None:
         self.memory = self._memory(t).clone()
@@ -68,21 +62,16 @@ class SavedInput:
         write(self._memory(t), self.memory)
 
 
-@dataclasses.dataclass(frozen=True)
 class RngState:
     """States of the device's generators that a function may draw from."""
 
-    generators: list[torch.Generator]
-    states: list[torch.Tensor]
-
-    @classmethod
-    def save(cls, device_index: int, inputs: Sequence[Any]) -> RngState:
+    def __init__(self, device_index: int, inputs: Sequence[Any]) -> None:
         generators = [torch.cuda.default_generators[device_index]]
         generators += [g for g in inputs if isinstance(g, torch.Generator)]
-        return cls(generators, [g.get_state() for g in generators])
+        self.states = [(g, g.get_state()) for g in generators]
 
     def restore(self) -> None:
-        for generator, state in zip(self.generators, self.states):
+        for generator, state in self.states:
             generator.set_state(state)
 
 
@@ -97,15 +86,14 @@ class HostGenerators:
     def __init__(self) -> None:
         state = torch.get_rng_state()
         # (setter, state, what states are compared by)
-        states: list[tuple[Callable[[Any], object], Any, object]] = [
+        self.states: list[tuple[Callable[[Any], object], Any, object]] = [
             (torch.set_rng_state, state, state.tolist()),
             (random.setstate, state := random.getstate(), state),
         ]
         if (numpy := sys.modules.get("numpy.random")) is not None:
             # legacy=False: the program may have set another bit generator.
             state = numpy.get_state(legacy=False)
-            states.append((numpy.set_state, state, pickle.dumps(state)))
-        self.states = states
+            self.states.append((numpy.set_state, state, pickle.dumps(state)))
 
     def equals(self, other: HostGenerators) -> bool:
         return [key for *_, key in self.states] == [key for *_, key in other.states]
@@ -132,10 +120,8 @@ def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:
 
 class Rehearsal:
     """
-    One uncaptured run, and further ones where a question needs them.
-
-    The run gives the proof something to compare with, and the caller the outputs of the call
-    should the recording be refused. Afterwards inputs and generators are as they were before.
+    One uncaptured run, and further ones where a question needs them. Afterwards inputs and
+    generators are as they were before.
 
     Args:
         model: the function
@@ -174,7 +160,7 @@ class Rehearsal:
         self.device_index = device_index
         self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         self.mutated = mutated
-        self.rng = RngState.save(device_index, inputs)
+        self.rng = RngState(device_index, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         # (outputs, mutated inputs, generators) after the run, if there is no further run
         self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
@@ -192,8 +178,7 @@ class Rehearsal:
                     self._restore(inputs)
                 self._first_run(inputs, inspect, keep=bool(managed))
                 if not host.equals(HostGenerators()) and self._draws_from(host, inputs):
-                    reason = Reason.of(Code.HOST_RANDOM)
-                    raise RefusedError(reason, is_capturable=False)
+                    raise RefusedError(Reason.of(Code.HOST_RANDOM), is_capturable=False)
         finally:
             self._restore(inputs)
         self.needed_bytes = own_pool.nbytes
@@ -221,7 +206,7 @@ class Rehearsal:
         self.kept = (
             apart(outputs, reused),
             {i: SavedInput(inputs[i]) for i in self.mutated},  # type: ignore[arg-type]
-            RngState.save(self.device_index, inputs),
+            RngState(self.device_index, inputs),
         )
 
     def _draws_from(self, host: HostGenerators, inputs: list[InputType]) -> bool:
