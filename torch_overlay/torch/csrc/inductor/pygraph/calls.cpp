@@ -40,18 +40,9 @@ struct Keywords {
   Ref all;
 };
 
-Py_ssize_t as_index(PyObject* value, Py_ssize_t end) {
-  const auto i = static_cast<Py_ssize_t>(as_word(value));
-  if (i < 0 || i >= end) {
-    raise(PyExc_IndexError, "no such argument or output");
-  }
-  return i;
-}
-
-std::vector<Py_ssize_t> as_indices(PyObject* values, Py_ssize_t end) {
-  std::vector<Py_ssize_t> indices;
-  for_each(values, [&](PyObject* i) { indices.push_back(as_index(i, end)); });
-  return indices;
+std::vector<Py_ssize_t> as_indices(PyObject* values) {
+  auto words = as_words(values);
+  return {words.begin(), words.end()};
 }
 
 // torch._as_tensor_fullprec. Makes the tensor of a float here, in a tenth of the
@@ -95,20 +86,12 @@ struct Direct {
   Direct(PyObject* /*args*/, PyObject* kwargs) : keywords{Ref::share(kwargs)} {
     for_each(keywords.of("packs").get(), [&](PyObject* item) {
       auto [pack, values] = members<2>(item);
-      packs.emplace_back(
-          Boxed<Pack>::share(pack), as_indices(values, num_args));
-      if (packs.back().second.size() != Boxed<Pack>::of(pack).places.size()) {
-        raise(PyExc_ValueError, "not as many values as are packed");
-      }
+      packs.emplace_back(Boxed<Pack>::share(pack), as_indices(values));
     });
     for_each(keywords.of("stages").get(), [&](PyObject* item) {
       auto [stage, value] = members<2>(item);
-      stages.emplace_back(
-          Boxed<Stage>::share(stage), as_index(value, num_args));
+      stages.emplace_back(Boxed<Stage>::share(stage), as_word(value));
     });
-    const auto num_values = num_args + static_cast<Py_ssize_t>(stages.size());
-    inputs = as_indices(keywords.of("inputs").get(), num_values);
-    outputs = as_indices(keywords.of("outputs").get(), num_outputs);
     std::vector<Py_ssize_t> in_order(num_outputs);
     std::iota(in_order.begin(), in_order.end(), 0);
     is_in_order = outputs == in_order;
@@ -229,8 +212,8 @@ struct Direct {
   std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
   std::vector<std::pair<Ref, Py_ssize_t>> stages;
   // Positions in the arguments, which the staged values follow.
-  std::vector<Py_ssize_t> inputs;
-  std::vector<Py_ssize_t> outputs;
+  std::vector<Py_ssize_t> inputs = as_indices(keywords.of("inputs").get());
+  std::vector<Py_ssize_t> outputs = as_indices(keywords.of("outputs").get());
   bool is_in_order = false;
 };
 
@@ -321,8 +304,7 @@ struct Training {
   Ref increment_version = keywords.of("increment_version");
   Ref set_eval_frame = keywords.of("set_eval_frame");
   Ref profiler = keywords.of("profiler");
-  std::vector<Py_ssize_t> mutated =
-      as_indices(keywords.of("mutated").get(), PY_SSIZE_T_MAX);
+  std::vector<Py_ssize_t> mutated = as_indices(keywords.of("mutated").get());
   bool disable_amp = keywords.of("disable_amp").get() == Py_True;
   Py_ssize_t num_outputs = keywords.number("num_outputs");
 };

@@ -93,22 +93,21 @@ struct TreeState {
   bool is_held = false;
 };
 
-// A field of a plan. Called only while a replay is made.
-inline Ref field_of(PyObject* plan, const char* name) {
-  return checked(PyObject_GetAttrString(plan, name));
-}
-
 // The trees of the thread that recorded, given a plan.
-class Trees {
- public:
-  explicit Trees(PyObject* plan);
+struct Trees {
+  explicit Trees(PyObject* of) : plan(Ref::share(of)) {}
+
+  // A field of the plan. Called only while a replay is made.
+  Ref of(const char* name) const {
+    return checked(PyObject_GetAttrString(plan.get(), name));
+  }
 
   // Throws Unusual unless the thread is the one that recorded, or one that
   // autograd uses on its behalf.
   void check_thread() const;
 
   // The last node of the current path.
-  Ref last() const;
+  Ref last_node() const;
 
   // Throws Unusual unless graphs are replayed along the current path.
   void check_executing() const;
@@ -123,19 +122,19 @@ class Trees {
 
   template <typename F>
   void visit(F&& f) {
-    f(manager_, executing_, mark_step_, tracker_);
-    f(local_, containers_, owner_, pending_backward_);
+    f(plan, manager, executing, mark_step, tracker);
+    f(local, containers, owner, pending_backward);
   }
 
- private:
-  Ref manager_;
-  Ref executing_;
-  Ref mark_step_;
-  Ref tracker_;
-  Ref local_;
-  Ref containers_;
-  Ref owner_;
-  Ref pending_backward_;
+  Ref plan;
+  Ref manager = of("manager");
+  Ref executing = of("executing");
+  Ref mark_step = of("mark_step");
+  Ref tracker = of("tracker");
+  Ref local = of("local");
+  Ref containers = of("containers");
+  Ref owner = of("owner");
+  Ref pending_backward = of("pending_backward");
 };
 
 // An output of a graph of the path: its place in the lists of its node.
@@ -203,7 +202,7 @@ struct Given {
 
 // Replay(plan, state, general): a call replays the recording if the plan allows
 // it, and else calls `general` with the same inputs.
-struct Replay {
+struct Replay : Trees {
   Replay(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call);
 
@@ -218,9 +217,9 @@ struct Replay {
 
   template <typename F>
   void visit(F&& f) {
-    f(state, plan, general, graph, is_outdated, node, parent, live_outputs);
+    Trees::visit(f);
+    f(state, general, graph, is_outdated, node, parent, live_outputs);
     f(is_capturing, restore, launch, nodes, words, cached, last_seen);
-    trees.visit(f);
     for (auto* of_path : {&dead_before, &dead_after, live_of_last.get()}) {
       for (PathOutput& output : *of_path) {
         f(output.weakrefs, output.cached);
@@ -236,10 +235,8 @@ struct Replay {
     }
   }
 
-  Ref plan;
   Ref state;
   Ref general;
-  Trees trees{plan.get()};
   Ref graph = of("graph");
   Ref is_outdated = of("is_outdated");
   Ref node = of("node");
@@ -267,9 +264,6 @@ struct Replay {
   size_t num_inputs = as_word(of("num_inputs").get());
 
  private:
-  Ref of(const char* name) const {
-    return field_of(plan.get(), name);
-  }
   void add_output(PyObject* output);
   void check_path(PyObject* last);
   void check_caches() const;

@@ -54,16 +54,6 @@ void TreeState::follow() {
   raw_stream = stream;
 }
 
-Trees::Trees(PyObject* plan)
-    : manager_(field_of(plan, "manager")),
-      executing_(field_of(plan, "executing")),
-      mark_step_(field_of(plan, "mark_step")),
-      tracker_(field_of(plan, "tracker")),
-      local_(field_of(plan, "local")),
-      containers_(field_of(plan, "containers")),
-      owner_(field_of(plan, "owner")),
-      pending_backward_(field_of(plan, "pending_backward")) {}
-
 void Trees::check_thread() const {
   using Objects = at::impl::ThreadLocalPythonObjects;
   static const std::string key = "tree_manager_containers";
@@ -73,52 +63,52 @@ void Trees::check_thread() const {
   // Threads of autograd have no `local`: to ask for its attribute would raise,
   // which takes longer than the rest of a replay.
   if (Objects::contains(key)) {
-    if (Objects::get(key)->ptr(getPyInterpreter()) != owner_.get()) {
+    if (Objects::get(key)->ptr(getPyInterpreter()) != owner.get()) {
       throw Unusual();
     }
     return;
   }
-  Ref known(PyObject_GetAttr(local_.get(), names.containers));
+  Ref known(PyObject_GetAttr(local.get(), names.containers));
   if (!known) {
     PyErr_Clear();
-    known = checked(PyObject_CallNoArgs(containers_.get()));
+    known = checked(PyObject_CallNoArgs(containers.get()));
   }
-  if (known.get() != owner_.get()) {
+  if (known.get() != owner.get()) {
     throw Unusual();
   }
 }
 
-Ref Trees::last() const {
-  return get(manager_.get(), names.current_node);
+Ref Trees::last_node() const {
+  return get(manager.get(), names.current_node);
 }
 
 void Trees::check_executing() const {
-  if (get(manager_.get(), names.path_state).get() != executing_.get()) {
+  if (get(manager.get(), names.path_state).get() != executing.get()) {
     throw Unusual();
   }
 }
 
 void Trees::enter(PyObject* node, bool begins_path) const {
   // As the property current_node does, which does more for None alone.
-  set(manager_, names.current_node, node);
+  set(manager, names.current_node, node);
   if (begins_path) {
-    set(manager_, names.path_state, executing_.get());
+    set(manager, names.path_state, executing.get());
   }
 }
 
 void Trees::update_generation() const {
-  Ref generation = get(mark_step_.get(), names.mark_step_counter);
+  Ref generation = get(mark_step.get(), names.mark_step_counter);
   int is_marked = PyObject_IsTrue(generation.get());
   checked(is_marked);
   if (is_marked == 0) {
-    generation = get(tracker_.get(), names.generation);
+    generation = get(tracker.get(), names.generation);
   }
-  set(manager_, names.current_gen, generation.get());
+  set(manager, names.current_gen, generation.get());
 }
 
 void Trees::note_backward() const {
-  if (pending_backward_.get() != Py_None) {
-    set(manager_, names.running_forwards, pending_backward_.get());
+  if (pending_backward.get() != Py_None) {
+    set(manager, names.running_forwards, pending_backward.get());
   }
 }
 
