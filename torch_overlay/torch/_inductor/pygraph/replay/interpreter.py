@@ -72,7 +72,7 @@ class Replay:
         """Return the outputs, or None if the general path has to be taken."""
         plan = self.plan
         last = plan.manager._current_node
-        if not self._may_follow(last) or not self._caches_are_whole():
+        if not self._may_follow(last) or not all(o.describes(plan.cached[i]) for i, o in self._cached):
             return None
         tensors: list[torch.Tensor] = [inputs[i] for i in plan.bound]  # type: ignore[misc]
         pointers = self._addresses(tensors)
@@ -120,10 +120,6 @@ class Replay:
                 return False
         return plan.graph.cell_contents is not None and not plan.is_outdated.cell_contents
 
-    def _caches_are_whole(self) -> bool:
-        cached = self.plan.cached
-        return all(recorded.describes(cached[i]) for i, recorded in self._cached)
-
     def _addresses(self, tensors: list[Any]) -> list[int] | None:
         """Return where inputs lie, or None if one cannot be bound as it is."""
         pool, pointers = self.plan.pool, []
@@ -166,7 +162,7 @@ def make_replay(plan: ReplayPlan, state: Any, general: ModelType) -> Any:
 class ReplayChain:
     """
     The recordings of one function that are replayed without trees. Each replay leaves to the
-    next one what it was not recorded for, and the last one leaves it to ``general``.
+    next one what it was not recorded for, and the last one leaves it to trees.
 
     Args:
         state: the TreeState of ``manager``

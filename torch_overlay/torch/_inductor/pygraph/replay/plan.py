@@ -3,26 +3,18 @@ The plan of a replay: all that a replay of one recording checks, sets and hands 
 
 Trees look for the recording that fits each call, and rebuild every output from its metadata. A
 plan has the answers that do not change between calls. A call takes the general path, which is
-trees', if something else changed:
+trees', if something else changed, as the attributes of ReplayPlan say, or:
 
-- a static input moved, or an input of an earlier graph of the path (``static``)
-- the program captures the stream (``is_capturing``), another thread calls (``owner``), or
-  another call has the lock of the trees
-- the path is not the one that the recording followed (``parent``), or an output of the path
-  is alive that was dead (``live_outputs``, ``dead_before``, ``dead_after``)
-- the recording has no graph (``graph``) or its function is to be recorded again
-  (``is_outdated``)
-- a cached tensor was changed by its last owner (``outputs``)
-- a bound input lies in the graphs' memory (``pool``), is less aligned than the recording, or
-  is a conjugate or a negative that is not computed
-- a node of the graph refused its new parameters (``nodes``)
+- another call has the lock of the trees
+- a cached tensor was changed by its last owner
+- a bound input is a conjugate or a negative that is not computed
 
 A recording implies that mutated inputs are bound and that the function was warmed up. A new
 generation does not end the path: trees try the children first too. Where several recordings
 would do, any of them is right.
 
 Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They
-touch these attributes of trees and no others, which trees.cpp names in one place:
+touch these attributes of trees and no others:
 
 - ``_current_node`` of the manager: read, set to ``node``
 - ``path_state`` of the manager: read, set to EXECUTION where a path begins
@@ -95,10 +87,10 @@ class ReplayPlan:
         mark_step, tracker: where the program's steps and Dynamo's generations are counted
         local: where threads find their containers
         containers: returns those of the calling thread
-        owner: the containers of the thread that recorded
-        parent: the node before on the path
+        owner: the containers of the thread that recorded, which alone replays
+        parent: the node before on the path, which the call's path has to end with
         live_outputs: returns what has to be dead of the path before a new one begins, given
-            its last node
+            its last node: what all_outputs_are_dead looks at
         dead_before: what has to be dead of the path
         dead_after: likewise, once the inputs that are ``dropped`` are gone
         pending_backward: what running_forwards_with_pending_backwards is set to, if at all
@@ -107,7 +99,8 @@ class ReplayPlan:
         static: (position, address) of inputs that may not move
         bound: positions of inputs that may
         alignment: of their addresses in bytes
-        pool: bounds of the segments of the graphs' memory, starts and ends in turn
+        pool: bounds of the segments of the graphs' memory, where no bound input may lie: starts
+            and ends in turn
         dropped: positions of inputs that earlier graphs of the path returned. The replay lets
             go of them
         restore: rebuilds these, given the inputs, where the call takes the general path
@@ -156,11 +149,6 @@ def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[P
     return tuple(PathOutput(path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i) for depth, i in indices)
 
 
-def live_outputs(node: CUDAGraphNode) -> tuple[PathOutput, ...]:
-    """Return the outputs that all_outputs_are_dead looks at."""
-    return path_outputs(node, node.live_indices_after_graph)
-
-
 def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, owner: object) -> ReplayPlan:
     """Return the plan of a recording, the first of its function on the path; see Controller.may_run."""
     managed = node.cudagraph_managed_idxs
@@ -180,7 +168,7 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
         containers=thread_containers,
         owner=owner,
         parent=node.parent,
-        live_outputs=live_outputs,
+        live_outputs=lambda last: path_outputs(last, last.live_indices_after_graph),
         dead_before=path_outputs(node, node.expected_dead_indices_before_graph),
         dead_after=path_outputs(node, node.expected_dead_indices_after_graph),
         pending_backward={"forward": True, "backward": False}.get(mode),

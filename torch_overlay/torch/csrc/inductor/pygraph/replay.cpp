@@ -318,7 +318,7 @@ void Replay::check_path(PyObject* last) {
 }
 
 // Throws Unusual unless the tensors that the node caches are as they were
-// recorded; caches_are_whole in Python.
+// recorded.
 void Replay::check_caches() const {
   auto* type = reinterpret_cast<PyTypeObject*>(THPVariableClass);
   for (const Output& output : outputs) {
