@@ -6,13 +6,7 @@ into a placeholder (placeholder.py) is that input or output plus an offset: an a
 Triton kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
 descriptor, an end of a memcpy. Writing the address of another buffer into those words and
 setting the node in the executable graph moves the input there: one driver call a node, and
-nothing on the device.
-
-cuGraphExecKernelNodeSetParams: launches that are already enqueued keep their parameters,
-so the next call's addresses can be set while this call's graph still runs.
-
-A graph that begins with a prelude (prelude.py) sets nodes itself, and the prelude's
-parameters are the words that the host writes.
+nothing on the device. Launches that are already enqueued keep their parameters.
 """
 
 from __future__ import annotations
@@ -304,13 +298,7 @@ def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
 
 
 class NodeUpdateBinding:
-    """
-    The external inputs and outputs of one executable graph, called inputs here: where an
-    address is written is the same for either.
-
-    An instantiated graph must not be updated by two threads; trees keep a manager, and so
-    its graphs, per thread.
-    """
+    """The external inputs and outputs of one executable graph, both called inputs here."""
 
     def __init__(
         self, raw_graph: int, raw_executable: int, placeholders: PlaceholderMap, set_on_device: Collection[int] = ()

@@ -5,11 +5,7 @@ While a function is captured, memory of inputs that died is reused for its
 intermediates, so an address that merely equals an input's says nothing about what a
 kernel reads. A placeholder's addresses belong to nothing else in the process: a range of
 virtual addresses is reserved, and each of its 2 MiB pages is mapped to the same physical
-page. It is a device pointer to every library that looks at it, and all placeholders of a
-device cost 2 MiB for each kind of poison.
-
-The page is poisoned. A kernel that still reads it after its parameters were set to the
-real input gives a wrong result, and one that writes it leaves a trace; see proof.py.
+page. The page is poisoned; see proof.py.
 """
 
 from __future__ import annotations
@@ -177,11 +173,10 @@ class PlaceholderMap:
     """Finds the placeholder that an address belongs to."""
 
     def __init__(self, placeholders: Sequence[Placeholder]) -> None:
-        order = sorted(range(len(placeholders)), key=lambda i: placeholders[i].start)
         self.placeholders = placeholders
-        self.order = order
-        self.starts = [placeholders[i].start for i in order]
-        self.low = self.starts[0] if order else 0
+        self.order = sorted(range(len(placeholders)), key=lambda i: placeholders[i].start)
+        self.starts = [placeholders[i].start for i in self.order]
+        self.low = min(self.starts, default=0)
         self.high = max((p.end for p in placeholders), default=0)
 
     def find(self, address: int) -> tuple[int, int] | None:

@@ -9,9 +9,8 @@ value and writes each to where the kernels behind it find it. That is
 - a slot of a table in device memory, for Triton kernels that load their pointers (table.py)
 
 To the host the prelude is a kernel node like others: its parameters hold the placeholders'
-addresses, so that binding.py finds them and sets that one node. By-value parameters also
-keep calls apart: what is enqueued has its own copy of them, so that a replay never sees
-the next one's addresses, and launches of one executable graph do not overlap.
+addresses, so that binding.py finds them and sets that one node. What is enqueued has its own
+copy of the parameters, and launches of one executable graph do not overlap.
 
 The prelude is compiled with NVRTC, once for an architecture and version, and kept beside
 Inductor's caches.
@@ -131,10 +130,10 @@ def _device_runtime() -> Path | None:
 
 
 def _nvrtc(result: tuple[Any, ...]) -> Any:
-    status, *values = result
-    if int(status) != 0:
-        raise PreludeUnavailable(f"NVRTC: {status.name}")
-    return values[0] if len(values) == 1 else tuple(values)
+    try:
+        return check(result)
+    except DriverError as e:
+        raise PreludeUnavailable(f"NVRTC: {result[0].name}") from e
 
 
 def compile_prelude(architecture: str, *, sets_nodes: bool) -> bytes:
@@ -255,12 +254,11 @@ class Prelude:
     kernels that read an input.
 
     Args:
-        table: Triton kernels that can load pointers are replaced by their indirect forms,
-            and read its slots
+        table: None, or what Triton kernels that can load pointers read: they are replaced by
+            their indirect forms
 
     Attributes:
         nodes: handles of the nodes that are updated on the device, never by the host
-        table: None, or the slots that indirect kernels read
 
     Raises:
         PreludeUnavailable: there is none, and nothing changed.
@@ -296,8 +294,7 @@ class Prelude:
         except PreludeUnavailable:
             raise
         except RuntimeError as e:
-            reason = Reason.of(Code.PRELUDE_NOT_ADDED, error=str(e))
-            raise RefusedError(reason) from e
+            raise RefusedError(Reason.of(Code.PRELUDE_NOT_ADDED, error=str(e))) from e
 
     @property
     def _device(self) -> torch.device:

@@ -1,22 +1,15 @@
 """
 Triton kernels that load their pointers from a table in device memory.
 
-Which call of a kernel reads an external input is known when the graph was captured: its
-node holds a placeholder's address. Such a node is given another form of its kernel, one
+A captured node that holds a placeholder's address is given another form of its kernel, one
 that takes the addresses of slots, 8 bytes of device memory each, and loads the pointers
 when it starts (``tt.indirect``, see triton.runtime.indirect_args). The prelude writes the
-slots.
+slots. Generated code, tuning and caches are those of the plain kernel, which the rehearsal and
+uncaptured calls run too.
 
-So the mark belongs to a node. Generated code, what is tuned, and all caches of it are
-those of the plain kernel, which the rehearsal and uncaptured calls run too; one kernel may
-be called with an input in one place and with an intermediate in another. The indirect form
-is compiled from the same source and configuration, with the same alignment of pointers,
-when the graph is recorded, and found in Triton's cache by the next process. It is used if
-what was compiled says that it loads just these parameters; any other node keeps the
-kernel that it has.
-
-User-defined kernels that are part of the compiled graph are kernels of its module like
-those that Inductor wrote.
+The indirect form is compiled from the same source and configuration, with the same alignment
+of pointers, when the graph is recorded, and found in Triton's cache by the next process. It is
+used if its metadata says that it loads just these parameters; any other node keeps its kernel.
 """
 
 from __future__ import annotations
@@ -58,8 +51,8 @@ class NoIndirectForm(RuntimeError):
 
 def compile_indirect(autotuner: CachingAutotuner, config: Any, positions: Sequence[int]) -> Any:
     """
-    The kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded from
-    slots.
+    Return the kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded
+    from slots.
 
     Args:
         config: of the plain kernel
@@ -140,7 +133,7 @@ class Table:
         self.num_kernels = 0
 
     def writes(self) -> list[Write]:
-        """What keeps the slots up to date."""
+        """Return what keeps the slots up to date."""
         return [Write(k, delta, a, SLOT) for (k, delta), a in self.slots.items()]
 
     def _slot(self, input: int, delta: int) -> int:
