@@ -188,9 +188,8 @@ class BoundGraphNode(CopyGraphNode):
                 external=[inputs[i] for i in self.non_static_input_idx],
                 device=torch.device("cuda", self.device),
             )
-            return [
-                i for i, t in enumerate(outputs) if isinstance(t, torch.Tensor) and t.numel() > 0 and not trace.holds(t)
-            ]
+            tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
+            return [i for i, t in tensors if t.numel() > 0 and not trace.holds(t)]
 
         self.rehearsal = Rehearsal(
             function.model,

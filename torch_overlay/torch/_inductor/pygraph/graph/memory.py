@@ -1,10 +1,9 @@
 """
 How much device memory a recording takes, and whether it is free.
 
-A program may fill the device, and must not fail because PyGraph records it. The caching
-allocator frees nothing of its cache during a capture, and a capture that fails leaves its
-allocations in the pool. So the function is rehearsed in a pool of its own, which shows how
-much it takes, and is not captured where less is free.
+The caching allocator frees nothing of its cache during a capture, and a capture that fails
+leaves its allocations in the pool. So the function is rehearsed in a pool of its own, which
+shows how much it takes, and is not captured where less is free.
 """
 
 from __future__ import annotations

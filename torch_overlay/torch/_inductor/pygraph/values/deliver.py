@@ -4,11 +4,9 @@ How values on the CPU come to the GPU in generated code, without waiting for it.
 Each place in generated code owns one of these objects (compile/placement.py decides which):
 
 Deliver  small tensors: their bytes are parameters of one kernel. A captured graph has that
-         kernel as a node, whose parameters are set in each call as those that hold the
-         address of an input are: the values are words to the binding
-Stage    larger tensors that may stay what they were: what was copied last is kept on both
-         sides, and as long as the content is the same, nothing is copied
-Upload   the rest: copied in every call, by way of pinned memory
+         kernel as a node: the values are words to the binding, as addresses are
+Stage    larger tensors that may stay what they were
+Upload   the rest
 
 All read the tensor before they return, so that the program may change it at once, and see
 every change, one made through a NumPy view of its memory too. An earlier copy from the GPU
@@ -198,8 +196,8 @@ class _Packed:
     """
     The bytes of the values, each at its place among the kernel's parameters.
 
-    ``target`` is what this thread's graphs read that are replayed as they are. The first
-    call makes it, since what a capture allocates is the pool's.
+    ``target`` is what this thread's graphs read that are not bound. The first call makes it,
+    since what a capture allocates is the pool's.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -338,7 +336,7 @@ def pinned_copy(value: torch.Tensor) -> torch.Tensor:
 
 class Upload:
     """
-    Copies a contiguous CPU tensor to the GPU in every call.
+    Copies a contiguous CPU tensor to the GPU in every call, by way of pinned memory.
 
     Args:
         device_index: the GPU
@@ -426,10 +424,7 @@ class _Staged:
 class Stage(Upload):
     """
     Copies a contiguous CPU tensor to the GPU, unless its bytes are those of the last call.
-
-    The comparison reads both copies, which is less than copying takes, and ends at the
-    first difference. What a pinned tensor will hold is not known yet: it is copied in every
-    call.
+    What a pinned tensor will hold is not known yet: it is copied in every call.
     """
 
     def __init__(self, device_index: int, non_blocking: bool = False) -> None:

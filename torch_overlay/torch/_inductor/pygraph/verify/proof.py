@@ -1,12 +1,10 @@
 """
 Proof that a graph computes what the uncaptured function does.
 
-A graph's parameter words say where inputs are. They do not say that an address is nowhere
-else: a kernel may read pointers from memory, or keep an address in a form that is no plain
-word. So before a recording is used, the function runs once uncaptured on the inputs of the
-call (rehearsal.py). Then the graph, which was captured at poisoned placeholders and moved to
-the same inputs, has to reproduce that run: outputs, mutated inputs, and no trace on the
-poisoned pages (diagnose.py).
+A graph's parameter words say where inputs are, not that an address is nowhere else. So the
+function runs once uncaptured on the inputs of the call (rehearsal.py). Then the graph, which
+was captured at poisoned placeholders and moved to the same inputs, has to reproduce that run:
+outputs, mutated inputs, and no trace on the poisoned pages (diagnose.py).
 
 Runs are compared by fingerprints of at most 64 KiB a tensor, so that the outputs of an
 uncaptured run can be freed before the graph is captured.
@@ -108,8 +106,7 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
     if of_element.numel():
         # The median, since a mask may hold a few elements that stand for minus infinity.
         norm = norm + counts.sqrt() * of_element.median()
-    sums = {"total": total, "signed": signed, "norm": norm}
-    return Fingerprint(bits, sums, tolerance)
+    return Fingerprint(bits, {"total": total, "signed": signed, "norm": norm}, tolerance)
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
@@ -200,9 +197,7 @@ class Proof:
 
     @staticmethod
     def _of_output(output: Any) -> Fingerprint | None:
-        if not isinstance(output, torch.Tensor) or not output.is_cuda:
-            return None
-        return fingerprint(output)
+        return fingerprint(output) if isinstance(output, torch.Tensor) and output.is_cuda else None
 
     def seeds(self) -> list[int]:
         """
@@ -222,10 +217,7 @@ class Proof:
         return next(self._differing(actual, identical), None) is None
 
     def differing(self, actual: Proof) -> OrderedSet[tuple[str, int]]:
-        """
-        Return the results that differ in their bits from another run's: pairs of "output" or
-        "mutated input" and an index.
-        """
+        """Return which results differ in their bits: ("output" or "mutated input", index)."""
         return OrderedSet(self._differing(actual, identical))
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> Reason | None:
@@ -247,10 +239,8 @@ class Proof:
         for i, expected in enumerate(self.outputs):
             if expected is None or i in skipped:
                 continue
-            known = [other.outputs[i] for other in others]
-            if not matches(expected, actual.outputs[i], *known):
+            if not matches(expected, actual.outputs[i], *(other.outputs[i] for other in others)):
                 yield "output", i
         for k, i in enumerate(self.mutated):
-            known = [other.inputs[k] for other in others]
-            if not matches(self.inputs[k], actual.inputs[k], *known):
+            if not matches(self.inputs[k], actual.inputs[k], *(other.inputs[k] for other in others)):
                 yield "mutated input", i
