@@ -40,11 +40,6 @@ struct Keywords {
   Ref all;
 };
 
-std::vector<Py_ssize_t> as_indices(PyObject* values) {
-  auto words = as_words(values);
-  return {words.begin(), words.end()};
-}
-
 // torch._as_tensor_fullprec. Makes the tensor of a float here, in a tenth of the
 // time, unless the thread is in a mode such as fake tensors or functorch.
 PyObject* as_tensor_fullprec(PyObject* /*module*/, PyObject* value) {
@@ -86,13 +81,13 @@ struct Direct {
   Direct(PyObject* /*args*/, PyObject* kwargs) : keywords{Ref::share(kwargs)} {
     for_each(keywords.of("packs").get(), [&](PyObject* item) {
       auto [pack, values] = members<2>(item);
-      packs.emplace_back(Boxed<Pack>::share(pack), as_indices(values));
+      packs.emplace_back(Boxed<Pack>::share(pack), as_sizes(values));
     });
     for_each(keywords.of("stages").get(), [&](PyObject* item) {
       auto [stage, value] = members<2>(item);
       stages.emplace_back(Boxed<Stage>::share(stage), as_word(value));
     });
-    std::vector<Py_ssize_t> in_order(num_outputs);
+    std::vector<int64_t> in_order(num_outputs);
     std::iota(in_order.begin(), in_order.end(), 0);
     is_in_order = outputs == in_order;
   }
@@ -209,11 +204,11 @@ struct Direct {
   Py_ssize_t num_args = keywords.number("num_args");
   Py_ssize_t num_outputs = keywords.number("num_outputs");
   // Each with the positions of its arguments.
-  std::vector<std::pair<Ref, std::vector<Py_ssize_t>>> packs;
+  std::vector<std::pair<Ref, std::vector<int64_t>>> packs;
   std::vector<std::pair<Ref, Py_ssize_t>> stages;
   // Positions in the arguments, which the staged values follow.
-  std::vector<Py_ssize_t> inputs = as_indices(keywords.of("inputs").get());
-  std::vector<Py_ssize_t> outputs = as_indices(keywords.of("outputs").get());
+  std::vector<int64_t> inputs = as_sizes(keywords.of("inputs").get());
+  std::vector<int64_t> outputs = as_sizes(keywords.of("outputs").get());
   bool is_in_order = false;
 };
 
@@ -304,7 +299,7 @@ struct Training {
   Ref increment_version = keywords.of("increment_version");
   Ref set_eval_frame = keywords.of("set_eval_frame");
   Ref profiler = keywords.of("profiler");
-  std::vector<Py_ssize_t> mutated = as_indices(keywords.of("mutated").get());
+  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
   bool disable_amp = keywords.of("disable_amp").get() == Py_True;
   Py_ssize_t num_outputs = keywords.number("num_outputs");
 };
@@ -403,12 +398,10 @@ bool add_calls(PyObject* module) {
   link.tp_getattro = Link::getattro;
   link.tp_richcompare = Link::richcompare;
   link.tp_hash = Link::hash;
-  const char* direct = "torch._inductor.pygraph._replay.Direct";
-  const char* training = "torch._inductor.pygraph._replay.Training";
   return PyModule_AddFunctions(module, functions) == 0 &&
-      Boxed<Direct>::ready(module, direct) &&
-      Boxed<Training>::ready(module, training) &&
-      Boxed<Link>::ready(module, "torch._inductor.pygraph._replay.Link");
+      Boxed<Direct>::ready(module, "Direct") &&
+      Boxed<Training>::ready(module, "Training") &&
+      Boxed<Link>::ready(module, "Link");
 }
 
 } // namespace torch::inductor::pygraph

@@ -18,7 +18,9 @@
 #include <cstdint>
 #include <exception>
 #include <new>
+#include <string>
 #include <utility>
+#include <vector>
 
 // From torch/csrc/autograd/python_variable.h, whose headers take ten times as
 // long to compile as a file of this module. The import checks the layout.
@@ -136,6 +138,11 @@ inline Pointers as_words(PyObject* values) {
   Pointers words;
   for_each(values, [&](PyObject* word) { words.push_back(as_word(word)); });
   return words;
+}
+
+inline std::vector<int64_t> as_sizes(PyObject* values) {
+  auto words = as_words(values);
+  return {words.begin(), words.end()};
 }
 
 inline Ref as_list(const Pointers& words) {
@@ -312,7 +319,9 @@ struct Boxed {
 
   // Adds the type to the module.
   static bool ready(PyObject* module, const char* name) {
-    type.tp_name = name;
+    // As the type, it is never freed.
+    auto* full = new std::string("torch._inductor.pygraph._replay.");
+    type.tp_name = full->append(name).c_str();
     type.tp_basicsize = sizeof(Boxed);
     type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
         Py_TPFLAGS_HAVE_VECTORCALL;

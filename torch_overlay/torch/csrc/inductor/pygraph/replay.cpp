@@ -21,15 +21,11 @@ Node::Node(PyObject* description) {
     context = as_address(context_);
   }
   for_each(words_, [&](PyObject* word) {
-    auto [place, input, offset_] = members<3>(word);
-    long long offset = PyLong_AsLongLong(offset_);
-    if (PyErr_Occurred()) {
-      throw Error();
-    }
+    auto [place, input, offset] = members<3>(word);
     words.push_back(
         {static_cast<uint64_t*>(as_address(place)),
          as_word(input),
-         static_cast<uint64_t>(offset)});
+         PyLong_AsUnsignedLongLongMask(offset)});
   });
 }
 
@@ -100,11 +96,6 @@ PyGetSetDef nodes_getset[] = {
 
 at::ScalarType dtype_of(PyObject* dtype) {
   return reinterpret_cast<THPDtype*>(dtype)->scalar_type;
-}
-
-std::vector<int64_t> as_sizes(PyObject* values) {
-  auto words = as_words(values);
-  return {words.begin(), words.end()};
 }
 
 // Whether a tensor is not what lies at its address; is_lazy in Python.
@@ -405,14 +396,11 @@ PyMemberDef replay_members[] = {
 } // namespace
 
 bool add_replay(PyObject* module) {
-  const char* replay = "torch._inductor.pygraph._replay.Replay";
-  const char* allocator = "torch._inductor.pygraph._replay.Allocator";
-  const char* nodes = "torch._inductor.pygraph._replay.Nodes";
   Boxed<Nodes>::type.tp_getset = nodes_getset;
   Boxed<Replay>::type.tp_members = replay_members;
-  return Boxed<Allocator>::ready(module, allocator) &&
-      Boxed<Nodes>::ready(module, nodes) &&
-      Boxed<Replay>::ready(module, replay);
+  return Boxed<Allocator>::ready(module, "Allocator") &&
+      Boxed<Nodes>::ready(module, "Nodes") &&
+      Boxed<Replay>::ready(module, "Replay");
 }
 
 } // namespace torch::inductor::pygraph

@@ -193,10 +193,9 @@ PyMethodDef functions[] = {
 } // namespace
 
 bool add_trees(PyObject* module) {
-  const char* state = "torch._inductor.pygraph._replay.TreeState";
   Boxed<TreeState>::type.tp_methods = state_methods;
   Boxed<TreeState>::type.tp_getset = state_getset;
-  return Boxed<TreeState>::ready(module, state) &&
+  return Boxed<TreeState>::ready(module, "TreeState") &&
       PyModule_AddFunctions(module, functions) == 0;
 }
 

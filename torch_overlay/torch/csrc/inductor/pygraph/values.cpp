@@ -207,13 +207,11 @@ PyMethodDef stage_methods[] = {
 } // namespace
 
 bool add_values(PyObject* module) {
-  const char* pack = "torch._inductor.pygraph._replay.Pack";
-  const char* stage = "torch._inductor.pygraph._replay.Stage";
   Boxed<Pack>::type.tp_methods = pack_methods;
   Boxed<Stage>::type.tp_methods = stage_methods;
-  return Boxed<Pack>::ready(module, pack) &&
-      Boxed<Stage>::ready(module, stage) &&
-      Boxed<Words>::ready(module, "torch._inductor.pygraph._replay.Words");
+  return Boxed<Pack>::ready(module, "Pack") &&
+      Boxed<Stage>::ready(module, "Stage") &&
+      Boxed<Words>::ready(module, "Words");
 }
 
 } // namespace torch::inductor::pygraph
