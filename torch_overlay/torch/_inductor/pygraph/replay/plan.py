@@ -116,10 +116,10 @@ class ReplayPlan:
     graph: CellType
     is_outdated: CellType
     manager: CUDAGraphTreeManager
-    executing: ExecutionState
-    mark_step: Any
-    tracker: Any
-    local: Any
+    executing: ExecutionState = ExecutionState.EXECUTION
+    mark_step: Any = MarkStepBox
+    tracker: Any = GenerationTracker
+    local: Any = cudagraph_trees.local
     containers: Callable[[], object]
     owner: object
     parent: CUDAGraphNode | None
@@ -161,10 +161,6 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
         graph=node.replay_graph,
         is_outdated=node.request.outdated,
         manager=manager,
-        executing=ExecutionState.EXECUTION,
-        mark_step=MarkStepBox,
-        tracker=GenerationTracker,
-        local=cudagraph_trees.local,
         containers=thread_containers,
         owner=owner,
         parent=node.parent,

@@ -68,14 +68,15 @@ class RngState:
     def __init__(self, device_index: int, inputs: Sequence[Any]) -> None:
         generators = [torch.cuda.default_generators[device_index]]
         generators += [g for g in inputs if isinstance(g, torch.Generator)]
-        self.states = [(g, g.get_state()) for g in generators]
+        # (setter, state, ...)
+        self.states: list[tuple[Any, ...]] = [(g.set_state, g.get_state()) for g in generators]
 
     def restore(self) -> None:
-        for generator, state in self.states:
-            generator.set_state(state)
+        for set_state, state, *_ in self.states:
+            set_state(state)
 
 
-class HostGenerators:
+class HostGenerators(RngState):
     """
     States of the host's generators that a function may draw from.
 
@@ -86,7 +87,7 @@ class HostGenerators:
     def __init__(self) -> None:
         state = torch.get_rng_state()
         # (setter, state, what states are compared by)
-        self.states: list[tuple[Callable[[Any], object], Any, object]] = [
+        self.states = [
             (torch.set_rng_state, state, state.tolist()),
             (random.setstate, state := random.getstate(), state),
         ]
@@ -97,10 +98,6 @@ class HostGenerators:
 
     def equals(self, other: HostGenerators) -> bool:
         return [key for *_, key in self.states] == [key for *_, key in other.states]
-
-    def restore(self) -> None:
-        for set_state, state, _ in self.states:
-            set_state(state)
 
 
 def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:

@@ -309,11 +309,7 @@ struct Boxed {
   }
 
   static int clear(PyObject* self) {
-    auto one = [](Ref& ref) {
-      Ref none = Ref::share(Py_None);
-      std::swap(ref, none);
-    };
-    of(self).visit([&](auto&... refs) { (one(refs), ...); });
+    of(self).visit([](auto&... refs) { ((refs = Ref::share(Py_None)), ...); });
     return 0;
   }
 
