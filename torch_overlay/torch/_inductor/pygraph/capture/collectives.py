@@ -124,8 +124,7 @@ class Collectives:
     def agree_to_capture(self) -> None:
         """Raises RefusedError if another rank does not capture."""
         if not self._agree():
-            if self._is_known_group():
-                _not_agreed.add(self.model)
+            _not_agreed.add(self.model)
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
         # Other ranks do not capture it again: this one may not be able to.
         self.is_retryable = False
@@ -173,12 +172,9 @@ class Collectives:
             agree(group, self.to_agree_on[0], ready=False)
         self.to_agree_on.clear()
 
-    def _is_known_group(self) -> bool:
-        # Ranks of one group may agree where those of another do not.
-        return len(self.groups) == 1 and self.model not in _not_agreed
-
     def _agree(self) -> bool:
-        if not self._is_known_group():
+        # Ranks of one group may agree where those of another do not.
+        if len(self.groups) != 1 or self.model in _not_agreed:
             self.refuse()
             return False
         is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)

@@ -37,9 +37,7 @@ class Verdict:
     is_capturable: bool = True
 
 
-def verify(
-    rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE
-) -> Verdict:
+def verify(rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE) -> Verdict:
     """
     Compare a graph's first run with the rehearsal.
 
