@@ -192,10 +192,8 @@ class NodeUpdate(NamedTuple):
     keep: object = None
 
 
-def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
+def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate:
     _, params, parameters, words = read_kernel(node, placeholders)
-    if not words:
-        return None
     keep = set_kernel_parameters(params, [buffer for _, buffer in parameters])
     args = (executable, node, params)
     return NodeUpdate([word for *_, word in words], bindings().cuGraphExecKernelNodeSetParams, args, keep)
@@ -224,7 +222,7 @@ MEMCPY_BYTES = 200
 MEMSET_BYTES = 40
 
 
-def memory_update(executable: Any, node: Any, kind: Any, placeholders: PlaceholderMap) -> NodeUpdate | None:
+def memory_update(executable: Any, node: Any, kind: Any, placeholders: PlaceholderMap) -> NodeUpdate:
     """Return the update of a copy or a fill, whose parameters are one struct."""
     cu = bindings()
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
@@ -240,8 +238,6 @@ def memory_update(executable: Any, node: Any, kind: Any, placeholders: Placehold
             ):
                 raise RefusedError(Reason.of(Code.HOST_COPY_OF_ADDRESS))
     words = find_words(struct_buffer(params, nbytes), placeholders)
-    if not words:
-        return None
     return NodeUpdate(words, set, (executable, node, params, check(cu.cuCtxGetCurrent())))
 
 
@@ -333,7 +329,7 @@ class NodeUpdateBinding:
                 update = memory_update(executable, node, node_type, placeholders)
             else:
                 raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=node_type.name))
-            if update is not None:
+            if update.words:
                 self.updates.append(update)
         pointers = [p.address for p in placeholders.placeholders]
         # For each input the nodes to set when it moves.
