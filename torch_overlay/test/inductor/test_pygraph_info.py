@@ -42,6 +42,7 @@ from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.lowering import HostCopy, PackLine
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -68,21 +69,15 @@ class Code:
         self.name = function.name
         self.parameters = [argument.arg for argument in function.args.args]
         statements = list(_statements(function.body))
-        self.inputs, self.outputs = [], []
-        self.allocations: list[tuple[str, ...]] = []
+        self.inputs: list[str] = []
         # What owns the memory that a name's tensor lies in, as far as generated code says.
         self.owners: dict[str, str] = {}
         self.kernels: list[str] = []
-        self.arguments: list[set[str]] = []
         self.delivers: list[str] = []
-        self.extern: list[str] = []
         for statement in statements:
             self._read(statement)
 
     def _read(self, statement: ast.stmt) -> None:
-        if isinstance(statement, ast.Return):
-            self.outputs = _names(statement)
-            return
         value = getattr(statement, "value", None)
         target = None
         if isinstance(statement, ast.Assign):
@@ -100,15 +95,10 @@ class Code:
         callee = ast.unparse(value.func)
         if callee == "reinterpret_tensor" and is_buffer:
             self.owners[target] = self.owner(_names(value.args[0])[0])
-        elif callee == "empty_strided_cuda":
-            self.allocations.append((target, *map(ast.unparse, value.args)))
         elif callee.endswith(".launch"):
             self.delivers.append(callee.removesuffix(".launch"))
         elif callee.endswith(".run"):
             self.kernels.append(callee.removesuffix(".run"))
-            self.arguments.append({n for a in value.args for n in _names(a)})
-        elif callee.startswith(("extern_kernels.", "torch.ops.")):
-            self.extern.append(callee)
 
     def owner(self, name: str) -> str:
         return self.owners.get(name, name)
@@ -133,10 +123,6 @@ def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
 
 def _names(node: ast.AST) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name)]
-
-
-def _shape(expressions: Sequence[str]) -> str:
-    return ast.unparse(ast.parse(f"({''.join(e + ', ' for e in expressions)})"))
 
 
 def direct_call(call: ast.FunctionDef) -> DirectCall | None:
@@ -261,35 +247,26 @@ class InfoTestCase(TestCase):
             self.assertEqual([f.report for f in info.functions], captured)
 
     def check_function(self, function: PartitionInfo, code: Code) -> None:
-        self.assertEqual([i.name for i in function.inputs], code.inputs)
-        if code.name != "call":
-            # A graph may return views and constants.
-            self.assertEqual([*function.outputs], code.outputs)
         on_gpu = function.allocator is not None
         self.assertEqual(code.parameters, ["args", *([function.allocator] if on_gpu else [])])
-        self.assertEqual(
-            [(a.buffers[0], _shape(a.size), _shape(a.stride), a.dtype) for a in function.allocations],
-            code.allocations,
-        )
-        for allocation in function.allocations:
-            owners = {code.owner(name) for name in allocation.buffers}
-            self.assertEqual(owners, {allocation.buffers[0]})
-        owners = {name: n for n, (name, *_) in enumerate(code.allocations)}
-        self.assertEqual(
-            [*function.output_allocations], [owners.get(code.owner(name)) for name in function.outputs]
-        )
-        self.assertEqual({i.name for i in function.inputs if i.buffers}, code.reused_inputs)
-        triton = [call for call in function.calls if call.kind == "triton"]
-        self.assertEqual([call.name for call in triton], code.kernels)
-        tensors = (i.name for i in function.inputs if i.origin != "other")
-        known = {*tensors, *(b for c in function.calls for b in (*c.reads, *c.writes))}
-        for call, arguments in zip(triton, code.arguments):
-            named = {code.owner(name) for name in (*call.reads, *call.writes)}
-            self.assertLessEqual({code.owner(n) for n in arguments & known}, named)
+        reused = {code.inputs[i] for i in function.reused_input_idxs}
+        self.assertLessEqual(code.reused_inputs, reused)
+        # Others are results of other partitions.
+        self.assertTrue(all(name.startswith("buf") for name in reused - code.reused_inputs))
+        # Those of nested regions follow.
+        kernels = [*dict.fromkeys(code.kernels)]
+        self.assertEqual([*function.kernels[: len(kernels)]], kernels)
         self.assertEqual([*function.delivers], code.delivers)
         self.assertEqual(function.has_collectives, code.has_collectives)
-        others = [call for call in function.calls if call.kind in ("extern", "collective")]
-        self.assertGreaterEqual(len(others), len(code.extern))
+
+    def inputs(self, graph: CompiledGraph) -> list[str]:
+        module = ast.parse(graph.source)
+        (function,) = (s for s in module.body if isinstance(s, ast.FunctionDef) and s.name == "partition_0")
+        return Code(function).inputs
+
+    def saved(self, graph: CompiledGraph) -> set[str]:
+        (function,) = graph.info.functions
+        return {self.inputs(graph)[i] for i in function.saved_input_idxs}
 
     def matrix(self, **kwargs: Any) -> Callable[[], torch.Tensor]:
         return lambda: torch.randn(64, 64, device="cuda", **kwargs)
@@ -302,8 +279,7 @@ class InspectionTest(InfoTestCase):
         with torch.no_grad():
             (graph,) = self.compile(lambda x: (x.sin() @ x, x.cos()), self.matrix())
         (function,) = graph.info.functions
-        kinds = [call.kind for call in function.calls]
-        self.assertEqual(sorted(kinds), ["extern", "triton"])
+        self.assertEqual(len(function.kernels), 1)
         self.assertIsNotNone(graph.info.direct)
         self.assertEqual(function.groups, ())
 
@@ -316,24 +292,20 @@ class InspectionTest(InfoTestCase):
         matrix = self.matrix(requires_grad=True)
         forward, backward = self.compile(fn, matrix, matrix)
         (function,) = forward.info.functions
-        self.assertEqual({i.origin for i in function.inputs}, {"forward"})
+        self.assertEqual(function.saved_input_idxs, ())
         self.assertEqual(len(function.returned_output_idxs), 1)
-        self.assertGreater(len(function.outputs), 1)
         (function,) = backward.info.functions
-        origins = {i.name: i.origin for i in function.inputs}
-        self.assertEqual(origins["tangents_1"], "tangent")
-        for i, (name, origin) in enumerate(origins.items()):
-            expected = not name.startswith(("primals_", "tangents_"))
-            self.assertEqual((origin == "saved", function.is_saved(i)), (expected, expected), name)
+        saved = {name for name in self.inputs(backward) if not name.startswith(("primals_", "tangents_"))}
+        self.assertTrue(saved)
+        self.assertEqual(self.saved(backward), saved)
         self.assertTrue(function.reused_input_idxs)
 
     def test_saved_inputs_of_the_forward(self):
         forward, backward = self.compile(
             lambda x, w: ((x @ w).relu() * w,), self.matrix(), self.matrix(requires_grad=True)
         )
-        (function,) = backward.info.functions
-        origins = {i.name: i.origin for i in function.inputs}
-        self.assertEqual(origins["primals_2"], "forward")
+        self.assertIn("primals_2", self.inputs(backward))
+        self.assertNotIn("primals_2", self.saved(backward))
 
     def test_cpu_values(self):
         def fn(x, s, v):
@@ -388,8 +360,7 @@ class InspectionTest(InfoTestCase):
         self.assertEqual(len(graph.info.functions), 2)
         self.assertEqual(len(graph.info.reports), 3)
         self.assertIsNone(graph.info.direct)
-        origins = {i.origin for i in graph.info.functions[1].inputs}
-        self.assertIn("partition", origins)
+        self.assertTrue(graph.info.functions[1].reused_input_idxs)
 
     def test_without_partitions(self):
         with torch.no_grad():
@@ -408,10 +379,8 @@ class InspectionTest(InfoTestCase):
                 fn, lambda: _dynamic(torch.randn(64, 64, device="cuda"))
             )
         (function,) = graphs[-1].info.functions
-        self.assertEqual({i.origin for i in function.inputs}, {"forward", "other"})
+        self.assertEqual(function.saved_input_idxs, ())
         self.assertIsNone(graphs[-1].info.direct)
-        (size, _), *_ = (a.size for a in function.allocations)
-        self.assertRegex(size, r"^s\d+$")
 
     def test_user_defined_kernel(self):
         import triton
@@ -430,9 +399,7 @@ class InspectionTest(InfoTestCase):
         with torch.no_grad():
             (graph,) = self.compile(fn, self.matrix())
         (function,) = graph.info.functions
-        (call, *_) = (c for c in function.calls if c.name.startswith("double"))
-        self.assertEqual(call.kind, "triton")
-        self.assertTrue(call.reads and call.writes)
+        self.assertEqual(sum(name.startswith("double") for name in function.kernels), 1)
 
     def test_nested_region(self):
         @torch.compiler.nested_compile_region
@@ -445,47 +412,8 @@ class InspectionTest(InfoTestCase):
         with torch.no_grad():
             (graph,) = self.compile(fn, self.matrix(), self.matrix())
         (function,) = graph.info.functions
-        calls = [call for call in function.calls if call.kind == "subgraph"]
-        self.assertEqual(len(calls), 2)
         self.assertEqual(len(function.kernels), 1)
         self.assertIn(function.kernels[0], graph.info.object_names)
-
-    def test_several_results_of_an_operator(self):
-        with torch.no_grad():
-            (graph,) = self.compile(lambda x: torch.topk(x.sin(), 3)[0].cos(), self.matrix())
-        (function,) = graph.info.functions
-        *_, topk, cos = function.calls
-        self.assertEqual(topk.kind, "extern")
-        self.assertIn(cos.reads[0], topk.writes)
-
-    def test_mix_order_reduction(self):
-        """A sum over the other dimension of what a kernel reduces is a result of that kernel."""
-
-        def fn(x, weight):
-            return (torch.nn.functional.layer_norm(x, (1024,), weight).sum(),)
-
-        sizes = ((32768, 1024), (1024,))
-        inputs = [functools.partial(torch.randn, size, device="cuda", requires_grad=True) for size in sizes]
-        _, backward = self.compile(fn, *inputs)
-        self.assertIn("# Call mix order reduction kernel", backward.source)
-        (function,) = backward.info.functions
-        # Statements behind its launch call operators.
-        (call,) = (call for call in function.calls if not call.is_declared)
-        self.assertLessEqual({*function.outputs}, {*call.writes})
-
-    def test_operator_with_effects_is_not_declared(self):
-        @torch.library.custom_op("pygraph_info_test::effect", mutates_args=())
-        def effect(x: torch.Tensor) -> torch.Tensor:
-            return x.clone()
-
-        effect.register_fake(torch.empty_like)
-        self.addCleanup(effect._lib._destroy)
-
-        with torch.no_grad():
-            (graph,) = self.compile(lambda x: effect(x.sin()).cos(), self.matrix())
-        (function,) = graph.info.functions
-        self.assertEqual([c.is_declared for c in function.calls], [True] * 3)
-        self.assertEqual([c.kind for c in function.calls], ["triton", "extern", "triton"])
 
     @parametrize("name", sorted(PROGRAMS))
     def test_programs(self, name):
@@ -545,36 +473,33 @@ class CollectivesTest(InfoTestCase):
             (other,) = self.compile(lambda x: x.sin(), self.matrix())
         (function,) = graph.info.functions
         self.assertEqual(function.groups, (group.group_name,))
-        calls = [call for call in function.calls if call.kind == "collective"]
-        self.assertEqual(len(calls), 2)
-        self.assertFalse(any(call.is_declared for call in calls))
+        self.assertTrue(function.has_collectives)
         (function,) = other.info.functions
         self.assertEqual((function.groups, function.has_collectives), ((), False))
 
 
-class OriginTest(TestCase):
-    def origin(self, desc: Any, is_backward: bool, value: Any = None) -> str:
-        graph = torch.fx.Graph()
-        node = graph.placeholder("x")
+class SavedTest(TestCase):
+    def is_saved(self, desc: Any, is_backward: bool, value: Any = None) -> bool:
+        node = torch.fx.Graph().placeholder("x")
         node.meta["val"] = torch.empty(1) if value is None else value
         if desc is not None:
             node.meta["desc"] = desc
-        return describe.origin_of(node, is_backward=is_backward)
+        with V.set_graph_handler(types.SimpleNamespace(is_backward=is_backward)):
+            return describe.is_saved(node)
 
-    def test_origin(self):
+    def test_saved(self):
         tangent = TangentAOTInput(PlainAOTOutput(0))
         for desc, is_backward, expected in (
-            (PlainAOTInput(0), False, "forward"),
-            (PlainAOTInput(0), True, "forward"),
-            (ParamAOTInput("w"), True, "forward"),
-            (tangent, True, "tangent"),
-            (SubclassGetAttrAOTInput(tangent, "a"), True, "tangent"),
-            (SubclassGetAttrAOTInput(PlainAOTInput(0), "a"), True, "forward"),
-            (None, True, "saved"),
-            (None, False, "forward"),
+            (PlainAOTInput(0), False, False),
+            (PlainAOTInput(0), True, False),
+            (ParamAOTInput("w"), True, False),
+            (tangent, True, False),
+            (SubclassGetAttrAOTInput(tangent, "a"), True, False),
+            (None, True, True),
+            (None, False, False),
         ):
-            self.assertEqual(self.origin(desc, is_backward), expected, desc)
-        self.assertEqual(self.origin(None, True, 3), "other")
+            self.assertEqual(self.is_saved(desc, is_backward), expected, desc)
+        self.assertFalse(self.is_saved(None, True, 3))
 
 
 class DirectCallTest(TestCase):

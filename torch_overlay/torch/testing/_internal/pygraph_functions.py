@@ -17,7 +17,7 @@ from torch._inductor.pygraph import native, reset_report
 from torch._inductor.pygraph.capture import collectives
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.select import deploy
-from torch._inductor.pygraph.types.partition import Call, Input, PartitionInfo
+from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.modelled_cuda import cu, modelled_device, ModelledDevice, on_host
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -54,13 +54,8 @@ if TYPE_CHECKING:
 
 ALLOCATOR = "empty_strided_cuda"
 
-# By the beginning of an input's name. What has another one is saved by the forward.
-ORIGINS = {
-    "arg": "forward",
-    "primals": "forward",
-    "tangents": "tangent",
-    "partition": "partition",
-}
+# Beginnings of the names of inputs that the forward does not save.
+NOT_SAVED = ("arg", "primals", "tangents", "partition")
 
 
 def hiding(index: int | None | Callable[[], int | None]) -> Any:
@@ -231,18 +226,15 @@ class RecordTestCase(TestCase):
             is_inference=mode == "inference",
             info=PartitionInfo(
                 "call",
-                inputs=tuple(
-                    Input(n, ORIGINS.get(n.partition("_")[0].rstrip("0123456789"), "saved"))
-                    for n in names
-                ),
                 allocator=ALLOCATOR,
+                kernels=tuple(f"triton_{k}" for k in kernels),
                 delivers=tuple(re.findall(r"(\w+)\.launch\(\)", body)),
                 groups=self.groups,
                 has_collectives="c10d" in body,
+                saved_input_idxs=tuple(i for i, n in enumerate(names) if not n.startswith(NOT_SAVED)),
                 returned_output_idxs=tuple(returned),
                 reused_input_idxs=tuple(reused),
                 code_hash=code_hash,
-                calls=tuple(Call("triton", k, (), (), kernels=(f"triton_{k}",)) for k in kernels),
             ),
             objects=model.__globals__,
             mutated_input_idxs=mutated,

@@ -98,8 +98,8 @@ class CopyGraphNode(CUDAGraphNode):
         if mode == CompilationMode.BACKWARD:
             # Trees take every saved tensor for static, because a recorded forward leaves its
             # activations in the pool. They move in every step if the forward is no graph.
-            info = self.policy.spec.info
-            declared = [i for i in declared if i in managed or not info.is_saved(i)]
+            saved = self.policy.spec.info.saved_input_idxs
+            declared = [i for i in declared if i in managed or i not in saved]
         unmanaged = [i for i in declared if i not in managed]
         self.request = self.policy.request({i: t for i in unmanaged if isinstance(t := inputs[i], torch.Tensor)})
         if (refusal := self.request.refusal) is not None:

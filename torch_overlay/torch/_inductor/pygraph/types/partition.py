@@ -9,61 +9,8 @@ generated module, such as a kernel, appears by name, by which ``Runner.objects``
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 from torch._inductor.pygraph.types.report import PartitionReport
-
-
-# Where an input comes from: "forward" is an input of the forward graph, "tangent" the gradient of
-# one of its outputs, "saved" a tensor that the forward computed, "partition" a result of the code
-# in front of the function. "other" is no tensor, but a size for instance.
-Origin = Literal["forward", "tangent", "saved", "partition", "other"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Input:
-    """``buffers`` of the function lie in the input's memory, because nothing reads it any more."""
-
-    name: str
-    origin: Origin
-    buffers: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """
-    A kernel launch, or a call of an operator.
-
-    Args:
-        kind: "triton" for a kernel that generated code launches, "subgraph" for a nested region
-        name: of the kernel in the module, or of the operator
-        reads, writes: buffers, by the name of the one that owns the memory
-        is_declared: reads and writes are all that the call does
-        kernels: Triton kernels that the call launches, by name
-    """
-
-    kind: Literal["triton", "extern", "collective", "deliver", "subgraph"]
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    is_declared: bool = True
-    kernels: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class AllocatorCall:
-    """
-    A call of the function's allocator.
-
-    Args:
-        size, stride: an expression for each dimension, as in the code
-        buffers: those that lie in the memory, in the order in which they get it
-    """
-
-    size: tuple[str, ...]
-    stride: tuple[str, ...]
-    dtype: str
-    buffers: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +19,12 @@ class PartitionInfo:
     One generated function that may be captured: a partition, or the graph if it has none.
 
     Args:
-        outputs: names of buffers
-        calls, allocations: in the order of the code
         allocator: the function's parameter that it allocates with; None if it has none
+        kernels: names of the Triton kernels that the function launches
         delivers: names of the Deliver objects that the function launches
         groups: names of the process groups of its collectives
         has_collectives: it calls operators that wait for other ranks
+        saved_input_idxs: tensors that the forward computed
         returned_output_idxs: outputs that leave the graph. The others are what later partitions
             or the backward need.
         reused_input_idxs: inputs that are not mutated and that the code may write all the same,
@@ -86,31 +33,16 @@ class PartitionInfo:
     """
 
     name: str
-    inputs: tuple[Input, ...] = ()
-    outputs: tuple[str, ...] = ()
-    calls: tuple[Call, ...] = ()
     allocator: str | None = None
-    allocations: tuple[AllocatorCall, ...] = ()
+    kernels: tuple[str, ...] = ()
     delivers: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     has_collectives: bool = False
+    saved_input_idxs: tuple[int, ...] = ()
     returned_output_idxs: tuple[int, ...] = ()
     reused_input_idxs: tuple[int, ...] = ()
     report: PartitionReport = PartitionReport(0, "")
     code_hash: str | None = None
-
-    @property
-    def kernels(self) -> tuple[str, ...]:
-        return tuple(dict.fromkeys(k for call in self.calls for k in call.kernels))
-
-    @property
-    def output_allocations(self) -> tuple[int | None, ...]:
-        """For each output the allocation that it lies in; None if code does not allocate it."""
-        places = {b: n for n, a in enumerate(self.allocations) for b in a.buffers}
-        return tuple(places.get(name) for name in self.outputs)
-
-    def is_saved(self, idx: int) -> bool:
-        return self.inputs[idx].origin == "saved"
 
 
 @dataclasses.dataclass(frozen=True)
