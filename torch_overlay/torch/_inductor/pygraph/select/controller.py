@@ -99,7 +99,7 @@ class Controller:
         # Another recording of a forward, should the prelude be refused, would need another one of
         # its backward.
         binding = PRELUDE if spec.mode == "inference" else NODE_UPDATE
-        self.state = FunctionState(report, MAX_ALIGNMENT, outputs_outlive=outlive, has_stepped=outlive, binding=binding)
+        self.state = FunctionState(MAX_ALIGNMENT, outputs_outlive=outlive, has_stepped=outlive, binding=binding)
         self.reselect: Callable[[], None] | None = None
         self._static_inputs = StaticInputs()
         # The most bytes that reselect was called for.

@@ -126,8 +126,9 @@ class Deployment:
         return align_inputs_from_check_idxs(fn, self.to_check, mutated)
 
     def _new_controller(self) -> Controller:
-        spec, source = self.spec, self.spec.info.report.source
-        report = FunctionReport(spec.name, spec.mode, source=source, compile_id=spec.compile_id, sizes=self.sizes)
+        spec, info = self.spec, self.spec.info
+        source, compile_id = info.report.source, spec.compile_id
+        report = FunctionReport(info.name, spec.mode, source=source, compile_id=compile_id, sizes=self.sizes)
         journal.add(report)
         return Controller(spec, report)
 
@@ -167,7 +168,7 @@ class Deployment:
         entry = remembered = None
         if force is None:
             entry = store.entry_for(self.spec, inputs, self.static_input_idxs)
-        if entry is not None and (remembered := entry.load(CANDIDATES)) is not None:
+        if entry is not None and (remembered := entry.load()) is not None:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
         self.selection = Selection(

@@ -127,7 +127,7 @@ class Selection:
     remembered: store.Decision | None = None
 
     def __post_init__(self) -> None:
-        self.state = self.controller.state
+        self.state, self.report = self.controller.state, self.controller.report
         self.device_index = self.controller.spec.device_index
         self.owner = thread_containers()
         self.replay: ModelType | None = None
@@ -146,7 +146,7 @@ class Selection:
 
     @property
     def choice(self) -> str:
-        return self.state.report.choice
+        return self.report.choice
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         self.entered = clock_us()
@@ -206,7 +206,7 @@ class Selection:
         if not self.is_deployed:
             self.is_deployed = True
             self.deploy(self._chosen())
-            journal.publish(self.state.report)
+            journal.publish(self.report)
 
     def _decide_as(self, remembered: store.Decision) -> None:
         if self.choice != UNDECIDED:
@@ -341,8 +341,7 @@ class Selection:
 
     def _keep(self) -> None:
         if self.entry is not None:
-            report = self.state.report
-            self.entry.save(store.Decision(report.choice, report.reasons, report.timings_us))
+            self.entry.save(store.Decision(self.choice, self.report.reasons, self.report.timings_us))
 
     def _stay(self) -> Iterator[ModelType]:
         if self.choice != NO_GRAPH:
@@ -406,4 +405,4 @@ def drop_seen_once(fns: dict[Any, ModelType]) -> None:
         dropped = by_age[: len(by_age) // 2]
     for sizes in dropped:
         fns.pop(sizes, None)
-    journal.drop([unrecorded[sizes].state.report for sizes in dropped])
+    journal.drop([unrecorded[sizes].report for sizes in dropped])

@@ -3,17 +3,11 @@ Decisions of earlier processes.
 
 The decision on a function is kept in a file beside Inductor's caches, so that the next
 process deploys the function without measuring. The file's name is a hash of what identifies
-the function:
+the function and of what it was measured with (versions, driver, CPU).
 
-- the code that Inductor generated for the graph. FxGraphCache and AOTAutogradCache return
-  the same code again. Their keys would not do: two graphs that differ in their guards share
-  a key, and a graph that cannot be cached has none
-- the function's name in that code, its mode, and the sizes, strides and dtypes that it is
-  called with
-- the device's name and capability, so that machines may share a directory
-
-A file of another environment (versions, driver, CPU), or one that cannot be read, is ignored
-and overwritten. A file is written by a rename, so that it is whole, and never locked.
+The code that Inductor generated identifies the graph. FxGraphCache and AOTAutogradCache return
+the same code again. Their keys would not do: two graphs that differ in their guards share a key,
+and a graph that cannot be cached has none.
 
 A decision says what to try first. Captures are still proven, and inputs are still bound or
 copied as they have to be. A wrong decision costs time and nothing else.
@@ -33,13 +27,15 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor import config
 from torch._inductor.codecache import torch_key, write_atomic
-from torch._inductor.pygraph.types.reason import Reason
+from torch._inductor.pygraph.types.candidate import CANDIDATES
+from torch._inductor.pygraph.types.reason import first_line, Reason
+from torch._inductor.pygraph.types.report import as_json
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.runtime.triton_compat import HAS_TRITON, triton_key
 
 
 if TYPE_CHECKING:
-    from collections.abc import Container, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
@@ -63,52 +59,34 @@ class Decision:
 
 
 class Entry:
-    """The file of the decision on a function that ``function`` identifies. It also depends on the environment."""
+    """The file of the decision on what ``function`` identifies."""
 
-    def __init__(self, directory: Path, function: dict[str, Any], environment: dict[str, Any]) -> None:
+    def __init__(self, directory: Path, function: dict[str, Any]) -> None:
         key = hashlib.sha256(json.dumps(function, sort_keys=True).encode()).hexdigest()
         self.path = directory / key[:2] / f"{key}.json"
         self.function = function
-        self.environment = environment
 
-    def load(self, candidates: Container[str]) -> Decision | None:
+    def load(self) -> Decision | None:
         try:
-            return self._parse(self.path.read_bytes(), candidates)
+            kept = json.loads(self.path.read_bytes())
+            reasons = [Reason.from_json(reason) for reason in kept["reasons"]]
+            timings_us = {str(k): float(v) for k, v in kept["timings_us"].items()}
+            if kept["choice"] not in CANDIDATES:
+                raise ValueError(f"there is no candidate {kept['choice']!r}")
+            return Decision(kept["choice"], reasons, timings_us)
         except FileNotFoundError:
             pass
         except Exception as e:
             # The file must not fail the program, whatever it holds.
-            reason = f"{type(e).__name__}: {e}".partition("\n")[0]
-            log.info("ignoring the decision in %s: %s", self.path, reason)
+            log.info("ignoring the decision in %s: %s", self.path, first_line(f"{type(e).__name__}: {e}"))
         return None
 
-    def _parse(self, content: bytes, candidates: Container[str]) -> Decision:
-        kept = json.loads(content)
-        if kept["function"] != self.function:
-            raise ValueError("it is for another function")
-        theirs = kept["environment"]
-        changed = [k for k, v in self.environment.items() if theirs.get(k) != v]
-        if changed:
-            raise ValueError(f"measured with another {', '.join(changed)}")
-        decision = Decision(
-            choice=kept["choice"],
-            reasons=[Reason.from_json(reason) for reason in kept["reasons"]],
-            timings_us={str(k): float(v) for k, v in kept["timings_us"].items()},
-        )
-        if decision.choice not in candidates:
-            raise ValueError(f"there is no candidate {decision.choice!r}")
-        return decision
-
     def save(self, decision: Decision) -> None:
-        content = {
-            "function": self.function,
-            "environment": self.environment,
-            "choice": decision.choice,
-            "reasons": [reason.as_json() for reason in decision.reasons],
-            "timings_us": decision.timings_us,
-        }
+        # People can read what it is of.
+        content = {"function": self.function, **vars(decision)}
         try:
-            write_atomic(str(self.path), json.dumps(content, indent=1), make_dirs=True)
+            # By a rename, so that other processes see all of it or nothing.
+            write_atomic(str(self.path), json.dumps(content, indent=1, default=as_json), make_dirs=True)
         except OSError as e:
             log.info("the decision cannot be kept in %s: %s", self.path, e)
 
@@ -127,14 +105,12 @@ def entry_for(spec: FunctionSpec, inputs: Sequence[InputType], static_input_idxs
     static = sorted(static_input_idxs)
     function = {
         "code": spec.info.code_hash,
-        "name": spec.name,
+        "name": spec.info.name,
         "mode": spec.mode,
         "inputs": hashlib.sha256(json.dumps([described, static]).encode()).hexdigest(),
         "device": device.name,
         "capability": f"{device.major}.{device.minor}",
         "tag": torch.compiler.config.cache_key_tag,
-    }
-    environment = {
         "torch": torch_key().hex(),
         "triton": triton_key() if HAS_TRITON else None,
         "driver": _driver(),
@@ -146,7 +122,7 @@ def entry_for(spec: FunctionSpec, inputs: Sequence[InputType], static_input_idxs
             config.triton.fast_path_cudagraph_asserts,
         ],
     }
-    return Entry(directory / "pygraph", function, environment)
+    return Entry(directory / "pygraph", function)
 
 
 def _describe(value: InputType) -> Any:

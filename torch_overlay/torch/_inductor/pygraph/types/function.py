@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import FunctionID, OutputType
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.pygraph.types.reason import Reason
-    from torch._inductor.pygraph.types.report import FunctionReport
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,10 +46,6 @@ class FunctionSpec:
     mutated_input_idxs: tuple[int, ...] = ()
 
     @property
-    def name(self) -> str:
-        return self.info.name
-
-    @property
     def is_backward(self) -> bool:
         """Whether the outputs that the program gets are gradients."""
         return self.mode == "backward"
@@ -58,7 +53,7 @@ class FunctionSpec:
     @property
     def rank_name(self) -> str:
         """A name that is the same on all ranks."""
-        return f"{self.compile_id}/{self.mode}/{self.name}"
+        return f"{self.compile_id}/{self.mode}/{self.info.name}"
 
     @property
     def returned_output_idxs(self) -> OrderedSet[int]:
@@ -69,7 +64,7 @@ class FunctionSpec:
         return OrderedSet(self.info.reused_input_idxs)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class FunctionState:
     """
     What the controller of a function has learned and decided.
@@ -89,7 +84,6 @@ class FunctionState:
         moving_idxs: inputs that were declared static and that the program replaces
     """
 
-    report: FunctionReport
     alignment: int
     outputs_outlive: bool
     has_stepped: bool
