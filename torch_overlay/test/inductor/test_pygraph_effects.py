@@ -8,37 +8,18 @@ import io
 import logging
 import sys
 import warnings
-from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-log = logging.getLogger("pygraph_effects")
-log.setLevel(logging.INFO)
-log.propagate = False
 graph_break = torch._dynamo.graph_break
-
-
-def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-    return gm.forward
-
-
-class Box:
-    def __init__(self) -> None:
-        self.step = 0
-        self.seen: list[int] = []
-
-
-BOX = Box()
 
 
 # Programs whose calls are made behind one graph
@@ -279,56 +260,7 @@ def raise_error(y):
     raise RuntimeError(f"{y.sum()}")
 
 
-class EffectTest(TestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        torch._dynamo.reset()
-        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
-        self.backend.start()
-        self.addCleanup(self.backend.stop)
-
-    # How warnings are filtered.
-    action = "always"
-
-    def observe(self, fn: Callable[..., Any]) -> list[Any]:
-        """What three calls print, log, return and raise."""
-        seen: list[Any] = []
-        BOX.__init__()
-        text = io.StringIO()
-        handler = logging.StreamHandler(text)
-        handler.setFormatter(logging.Formatter("%(levelname)s %(filename)s:%(lineno)d %(funcName)s %(message)s"))
-        log.addHandler(handler)
-        try:
-            for call in range(3):
-                x = torch.arange(4.0) + call
-                BOX.step += 1
-                with (
-                    contextlib.redirect_stdout(text),
-                    contextlib.redirect_stderr(text),
-                    warnings.catch_warnings(record=True) as warned,
-                ):
-                    warnings.filterwarnings(self.action, module=__name__)
-                    try:
-                        result = fn(x)
-                    except Exception as e:
-                        result = type(e), str(e)
-                of_test = [(str(w.message), w.category, w.lineno) for w in warned if w.filename == __file__]
-                seen.append((result, x, BOX.step, [*BOX.seen], of_test))
-        finally:
-            log.removeHandler(handler)
-        return [text.getvalue(), seen]
-
-    def observe_compiled(self, fn: Callable[..., Any], **options: Any) -> tuple[list[Any], dict[str, int]]:
-        torch._dynamo.reset()
-        counters.clear()
-        seen = self.observe(torch.compile(fn, options={"pygraph": True, **options}))
-        return seen, {"graphs": counters["stats"]["unique_graphs"], "breaks": sum(counters["graph_break"].values())}
-
-    def check(self, fn: Callable[..., Any]) -> dict[str, int]:
-        seen, found = self.observe_compiled(fn)
-        self.assertEqual(seen, self.observe(fn))
-        return found
-
+class EffectTest(MendTestCase):
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ONE_GRAPH])
     def test_one_graph(self, fn):
         found = self.check(fn)
@@ -397,11 +329,8 @@ class EffectTest(TestCase):
 
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (tensors, written_later, input_written_later, inlined)])
     def test_inductor(self, fn):
-        self.backend.stop()
-        try:
+        with self.inductor():
             self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
-        finally:
-            self.backend.start()
 
     def test_off(self):
         found = torch._TorchCompileInductorWrapper("default", {"pygraph": True, "pygraph_mend": False}, None)

@@ -7,6 +7,7 @@ PyGraph extends the analysis of each frame:
 - slices     a slice with tensor bounds breaks the graph where it is used (slices.py)
 - loops      the code before a loop that breaks the graph is compiled (obstacles.py)
 - effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
+- checks     a path that only raises is run behind the graph (checks.py), with ``config.pygraph_mend``
 - branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
@@ -19,7 +20,7 @@ from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.dynamo.branches import Branches
-from torch._inductor.pygraph.dynamo.effects import Effects
+from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.slices import make_slice
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Callable, Sequence
 
+    from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
     from torch._dynamo.variables.lists import SliceVariable
@@ -47,10 +49,13 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Branches, Effects, PyGraphFrame):
+class MendingFrame(Branches, Checks, PyGraphFrame):
     def __init__(self) -> None:
         PyGraphFrame.__init__(self)
-        Effects.__init__(self)
+        Checks.__init__(self)
+
+    def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+        return Branches.on_jump(self, tx, inst) or self.check_at_jump(tx, inst)
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)

@@ -25,6 +25,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
+from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
@@ -33,12 +34,14 @@ from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
-from torch._inductor.pygraph.dynamo.totals import is_total
+from torch._inductor.pygraph.dynamo.totals import is_total, writes_statistics
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from typing_extensions import Self
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -76,6 +79,20 @@ class CallSite(VariableTracker):
         codegen.append_output(codegen.create_load_global(self.name, add=True))
 
 
+class Rebuilt(VariableTracker):
+    """What the function of this name makes of values."""
+
+    def __init__(self, name: str, values: Sequence[VariableTracker]) -> None:
+        super().__init__()
+        self.name = name
+        self.values = values
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.add_push_null(lambda: CallSite(self.name).reconstruct(codegen))
+        codegen.foreach(self.values)
+        codegen.extend_output(create_call_function(len(self.values), False))
+
+
 @dataclasses.dataclass
 class Text:
     """
@@ -102,21 +119,34 @@ class Effect:
     """
     Attributes:
         code, instruction: where the call is
-        may_raise: the call may raise
         last: the graph's last node before the call
         versions: of the graph's inputs at the call
-        makers: each returns an argument, given whether inputs were written since the call
-        values: what bytecode passes, known when the graph is complete
+        may_raise: the call may raise
+        values: what bytecode passes, complete when the graph is
+        texts: the tensors among the values
+        makers: each returns a value, given whether inputs were written since the call
     """
 
     code: types.CodeType
     instruction: int
-    may_raise: bool
     last: torch.fx.Node
     versions: int
-    texts: list[Text]
-    makers: list[Callable[[bool], VariableTracker]]
+    may_raise: bool
     values: list[VariableTracker]
+    texts: list[Text] = dataclasses.field(default_factory=list)
+    makers: list[Callable[[bool], VariableTracker]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def at(cls, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Self:
+        graph = tx.output.graph
+        return cls(tx.f_code, tx.instruction_pointer, last_node(graph), versions_of(graph), *args, **kwargs)
+
+    def allows(self, node: torch.fx.Node) -> bool:
+        """Return whether a node may follow the call in the graph."""
+        return is_total(node)
+
+    def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
+        """Change the complete graph for the call."""
 
 
 class Effects:
@@ -140,15 +170,18 @@ class Effects:
             or not all(has_text(tx, value) for value in values)
         ):
             return None
+        self.call_later(tx, Effect.at(tx, warns, [fn]), call_from(tx, len(args), tuple(kwargs)), values)
+        return variables.ConstantVariable.create(None)
+
+    def call_later(
+        self, tx: InstructionTranslatorBase, effect: Effect, call: Callable[..., None], values: Sequence[VariableTracker]
+    ) -> None:
+        """Let bytecode call ``call`` with the effect's values and with these, which it keeps as they are now."""
         output = tx.output
-        graph = output.graph
-        last, versions = last_node(graph), versions_of(graph)
-        effect = Effect(tx.f_code, tx.instruction_pointer, warns, last, versions, [], [], [fn])
         effect.makers = [self._snapshot(tx, value, effect.texts) for value in values]
-        name = output.install_global("__effect", call_from(tx, len(args), tuple(kwargs)))
+        name = output.install_global("__effect", torch._dynamo.disable(call))
         output.root_tx.debug_locals.append((CallSite(name), effect.values))
         self.queue.append(effect)
-        return variables.ConstantVariable.create(None)
 
     def _snapshot(
         self, tx: InstructionTranslatorBase, value: VariableTracker, texts: list[Text]
@@ -172,6 +205,9 @@ class Effects:
             return lambda written: StringFormatVariable(
                 value.format_string, [make(written) for make in args], {k: make(written) for k, make in kwargs.items()}
             )
+        if isinstance(value, Rebuilt):
+            parts = [self._snapshot(tx, v, texts) for v in value.values]
+            return lambda written: Rebuilt(value.name, [make(written) for make in parts])
         if type(value) in SEQUENCES:
             items = [self._snapshot(tx, v, texts) for v in value.items]
             return lambda written: type(value)([make(written) for make in items])
@@ -192,11 +228,13 @@ class Effects:
             if (
                 (written and effect.may_raise)
                 or any(t.value(written) is t.copy for t in leaves)
-                or not all(node in copies or is_total(node) for node in nodes_after(effect.last))
+                or not all(node in copies or effect.allows(node) for node in nodes_after(effect.last))
             ):
                 broken(effect.code).add(effect.instruction)
                 raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
             effect.values += [make(written) for make in effect.makers]
+        for effect in self.queue:
+            effect.complete(tx, copies)
         for effect in self.queue:
             written = versions_of(graph) != effect.versions
             for text in effect.texts:
@@ -321,7 +359,8 @@ def version_of(tensor: variables.TensorVariable) -> int:
 def versions_of(graph: torch.fx.Graph) -> int:
     """Return a number that grows if the graph writes an input."""
     inputs = (node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder")
-    return sum(t._version for t in inputs if isinstance(t, torch.Tensor))
+    versions = (t._version for t in inputs if isinstance(t, torch.Tensor))
+    return sum(versions) + sum(map(writes_statistics, graph.nodes))
 
 
 def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
@@ -349,5 +388,4 @@ def call_from(tx: InstructionTranslatorBase, num_args: int, names: tuple[str, ..
     line = positions and positions.lineno or tx.lineno
     # The call is in the line below the first one.
     at_site = call.__code__.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=line - 1)
-    site = types.FunctionType(at_site, tx.f_globals, code.co_name, None, call.__closure__)
-    return torch._dynamo.disable(site)
+    return types.FunctionType(at_site, tx.f_globals, code.co_name, None, call.__closure__)

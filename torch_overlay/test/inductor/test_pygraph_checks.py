@@ -1,0 +1,443 @@
+# Owner(s): ["module: inductor"]
+"""
+Checks behind the graph: what is raised, printed, returned and changed is that of eager mode.
+
+PYTEST_DONT_REWRITE: assertions of the programs are compiled.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor.test_case import run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
+
+
+TABLE = torch.arange(6.0)
+LIMIT = 5
+WEIGHT = torch.ones(4, requires_grad=True)
+
+
+def passes():
+    return torch.arange(1.0, 5.0)
+
+
+def fails():
+    return torch.arange(4.0) * 3 - 4
+
+
+# Each check holds, fails, and holds again.
+INPUTS = (passes, fails, passes)
+
+
+class Failure(Exception):
+    def __init__(self, message: str, values: object) -> None:
+        super().__init__(message, values)
+
+
+def is_bad(x):
+    return (x < 0).any()
+
+
+# Programs whose checks are made behind one graph
+
+
+def raises(x):
+    y = x * 2
+    if is_bad(y):
+        raise ValueError("negative")
+    return y + 1
+
+
+def raises_if_not(x):
+    if not (x >= 0).all():
+        raise ValueError
+    return x + 1
+
+
+def raises_last(x):
+    if (x >= 0).all():
+        return x + 1
+    raise RuntimeError("negative")
+
+
+def raises_either(x):
+    if is_bad(x) or x.sum() > 100:
+        raise ValueError("out of range")
+    return x + 1
+
+
+def raises_own(x):
+    y = x * 2
+    if is_bad(x):
+        smallest = y.min()
+        raise Failure(f"{smallest:.1f} of {x.shape[0]} below {LIMIT}", (y, [smallest], y.dtype))
+    return y + 1
+
+
+def raises_from(x):
+    if is_bad(x):
+        log.error("sum %s", x.sum())
+        BOX.seen.append("raised")
+        raise KeyError("key") from ValueError("cause")
+    return x + 1
+
+
+def raises_by_case(x):
+    if is_bad(x):
+        if x.min() < -3:
+            raise ValueError([f"{v:.0f}" for v in x])
+        raise KeyError(BOX.step)
+    return x + 1
+
+
+def asserts(x):
+    assert (x >= 0).all(), "negative"
+    return x + 1
+
+
+def asserts_without_text(x):
+    assert not is_bad(x)
+    return x + 1
+
+
+def asserts_with_text(x):
+    y = x.sin()
+    assert (x >= 0).all(), f"smallest {x.min():.2f}, {y}"
+    return y + 1
+
+
+def asserts_function(x):
+    torch._assert((x >= 0).all(), "negative")
+    torch._assert(x.min() >= 0, f"negative {x.min()}")
+    return x + 1
+
+
+def checks_all(x):
+    torch._check_tensor_all(x >= 0)
+    return x + 1
+
+
+def checks_all_with_text(x):
+    y = x * 2
+    n = 3
+    torch._check_tensor_all(y >= 0, lambda: f"{n} {y.sum():.1f} {y}")
+    return y + n
+
+
+def checks_all_with(x):
+    torch._check_tensor_all_with(IndexError, x >= 0, lambda: "negative")
+    return x + 1
+
+
+def text_of(text):
+    return text
+
+
+def compilable_check(cond, text, kind=ValueError):
+    """What models of transformers call."""
+    message = text if callable(text) else (lambda: text)
+    torch._check_tensor_all_with(kind, cond, message)
+
+
+def checks_inline(x):
+    compilable_check(x >= 0, f"negative in {x.shape[0]}")
+    compilable_check(x.sum() < 100, lambda: f"sum {x.sum()}", kind=IndexError)
+    return x + 1
+
+
+def inner(x, name):
+    y = x - 1
+    if is_bad(y):
+        raise ValueError(f"{name}: {y.min()}")
+    return y.exp()
+
+
+def checks_in_calls(x):
+    y = inner(x, "first") - 1
+    print("between", y.sum())
+    return inner(y, "second")
+
+
+def checks_in_loop(x):
+    for i in range(3):
+        if x.max() > 7:
+            raise ValueError(f"turn {i}")
+        x = x * 2
+    return x
+
+
+def between_prints(x):
+    print("before", x.sum())
+    if is_bad(x):
+        raise ValueError("negative")
+    print("after", x.mean())
+    return x + 1
+
+
+def with_closure(x):
+    scale = x.shape[0] * 2
+
+    def text():
+        return f"{scale} and {x.sum()}"
+
+    if is_bad(x):
+        raise ValueError(text())
+    return x * scale
+
+
+def values_of_the_call(x):
+    y = x * 2
+    z = y.sum()
+    if z < 0 or is_bad(y):
+        raise ValueError(f"{y} {z}")
+    y += 1
+    z.add_(y.sum())
+    return y * z
+
+
+def indexes(x):
+    i = x.long()
+    assert i.min() >= 0 and i.max() < 6, f"index {i.max()}"
+    return TABLE[i] + TABLE[i.view(2, 2)].sum()
+
+
+def indexes_after_two(x):
+    i = x.long()
+    if i.max() >= 6:
+        raise IndexError("high")
+    y = TABLE[i]
+    if i.min() < 1:
+        raise IndexError("low")
+    return torch.nn.functional.embedding(i - 1, TABLE.view(6, 1)) + y
+
+
+def classes(x):
+    labels = x.long()
+    if labels.min() < 0:
+        raise ValueError(f"labels are at least 0, not {labels.min()}")
+    logits = torch.outer(x, torch.ones(6)).cos()
+    return torch.nn.functional.cross_entropy(logits, labels) + torch.gather(logits, 1, labels.view(-1, 1))
+
+
+def changes_later(x):
+    if is_bad(x):
+        raise ValueError("negative")
+    BOX.step = 7
+    return x + 1
+
+
+def under_no_grad(x):
+    with torch.no_grad():
+        if is_bad(x):
+            raise ValueError(f"{x * WEIGHT}")
+    return x * 2
+
+
+def flag_of_nan(x):
+    if x.sum() * float("inf") * 0:
+        raise ValueError("NaN is true")
+    return x + 1
+
+
+ONE_GRAPH = [raises, raises_if_not, raises_last, raises_either, raises_own, raises_from, raises_by_case]
+ONE_GRAPH += [asserts, asserts_without_text, asserts_with_text, asserts_function]
+ONE_GRAPH += [checks_all, checks_all_with_text, checks_all_with, checks_inline, checks_in_calls, checks_in_loop]
+ONE_GRAPH += [between_prints, with_closure, values_of_the_call, indexes, indexes_after_two, classes, changes_later]
+ONE_GRAPH += [under_no_grad, flag_of_nan]
+
+
+# Programs that break the graph as without PyGraph
+
+
+def in_try(x):
+    try:
+        if is_bad(x):
+            raise ValueError("caught")
+    except ValueError:
+        x = x + 10
+    return x * 2
+
+
+def called_in_try(x):
+    try:
+        x = raises(x)
+    except ValueError:
+        x = x + 10
+    return x * 2
+
+
+def in_finally(x):
+    try:
+        if is_bad(x):
+            raise ValueError("not caught")
+    finally:
+        BOX.seen.append("finally")
+    return x * 2
+
+
+def before_a_write(x):
+    if is_bad(x):
+        raise ValueError("negative")
+    x += 1
+    return x * 2
+
+
+def before_statistics(x):
+    if is_bad(x):
+        raise ValueError("negative")
+    mean, var = TABLE[:1], TABLE[1:2]
+    return torch.nn.functional.batch_norm(x.view(4, 1), mean, var, training=True)
+
+
+def before_an_operator_that_raises(x):
+    if is_bad(x):
+        raise ValueError("negative")
+    return torch.linalg.cholesky(x.view(2, 2) + 10 * torch.eye(2))
+
+
+def behind_a_change(x):
+    BOX.step += 1
+    if is_bad(x):
+        raise ValueError(f"step {BOX.step}")
+    return x + 1
+
+
+def reads_an_object(x):
+    y = {"sum": x.sum()}
+    if is_bad(x):
+        raise ValueError(y)
+    return x + 1
+
+
+def reads_a_history(x):
+    y = x.detach().requires_grad_() * 2
+    if is_bad(x):
+        raise ValueError(f"{y}")
+    return y
+
+
+def flag_of_many(x):
+    if x > 0:
+        raise ValueError("ambiguous")
+    return x + 1
+
+
+BREAKS = [in_try, in_finally, before_a_write, before_statistics, before_an_operator_that_raises]
+BREAKS += [behind_a_change, reads_an_object, reads_a_history, flag_of_many]
+
+
+def around_a_break(x):
+    print("one")
+    if x.sum() < -100:
+        raise ValueError("one")
+    torch._dynamo.graph_break()
+    if is_bad(x):
+        raise ValueError("two")
+    print("two", x.mean())
+    return x + 1
+
+
+class CheckTest(MendTestCase):
+    def observe(self, fn, inputs=INPUTS):
+        values = TABLE.clone()
+        try:
+            return [super().observe(fn, inputs), TABLE.clone()]
+        finally:
+            TABLE.copy_(values)
+
+    def check(self, fn, inputs=INPUTS):
+        return super().check(fn, inputs)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ONE_GRAPH])
+    def test_one_graph(self, fn):
+        self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
+        if not fn.__name__.startswith("flag"):
+            self.assertIsInstance(self.observe(fn)[0][1][1][0], tuple)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in BREAKS])
+    def test_breaks(self, fn):
+        found = self.check(fn)
+        _, without = self.observe_compiled(fn, INPUTS, pygraph_mend=False)
+        self.assertEqual(found, without)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, called_in_try)])
+    def test_order(self, fn):
+        self.check(fn)
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (raises_own, asserts_with_text, indexes, classes)])
+    def test_inductor(self, fn):
+        with self.inductor():
+            self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
+
+    def test_gradients(self):
+        """A flag and a text that need a gradient have no part in the backward."""
+        weight = torch.ones(4, requires_grad=True)
+
+        def fn(x):
+            loss = (x * weight).sum()
+            if loss.isnan() or loss < 0:
+                raise ValueError(f"loss {loss:.1f} {loss.item()}")
+            return loss * 2
+
+        with self.inductor():
+            compiled = torch.compile(fn, options={"pygraph": True})
+            for call in range(2):
+                weight.grad = None
+                compiled(torch.arange(4.0) + call).backward()
+                self.assertEqual(weight.grad, 2 * (torch.arange(4.0) + call))
+                with self.assertRaisesRegex(ValueError, "loss -4.0 -4.0"):
+                    compiled(-torch.ones(4))
+        self.assertEqual(counters["graph_break"], {})
+
+    def test_random_numbers(self):
+        """A graph that draws the program's random numbers raises before it draws."""
+
+        def fn(x):
+            if is_bad(x):
+                raise ValueError("negative")
+            return torch.nn.functional.dropout(x, 0.5)
+
+        for fallback_random in (False, True):
+            torch._dynamo.reset()
+            counters.clear()
+            with torch._inductor.config.patch(fallback_random=fallback_random):
+                compiled = torch.compile(fn, options={"pygraph": True})
+                state = torch.get_rng_state()
+                with self.assertRaises(ValueError):
+                    compiled(-torch.ones(4))
+                if fallback_random:
+                    self.assertEqual(torch.get_rng_state(), state)
+                compiled(torch.ones(4))
+            self.assertEqual(counters["stats"]["unique_graphs"], 1 + fallback_random)
+
+    def test_fullgraph(self):
+        compiled = torch.compile(raises_own, options={"pygraph": True}, fullgraph=True)
+        compiled(passes())
+        with self.assertRaises(Failure):
+            compiled(fails())
+
+    def test_traceback(self):
+        """The traceback names the line that raises."""
+        compiled = torch.compile(raises_own, options={"pygraph": True})
+        lines = []
+        for fn in (raises_own, compiled):
+            try:
+                fn(fails())
+            except Failure as e:
+                last = traceback.extract_tb(e.__traceback__)[-1]
+            lines.append((last.filename, last.lineno, last.name))
+        self.assertEqual(*lines)
+
+
+instantiate_parametrized_tests(CheckTest)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()
