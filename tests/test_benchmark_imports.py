@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -61,6 +63,13 @@ def test_the_catalogue_does_not_import_what_runs_cases() -> None:
     for name in DECLARES:
         own = {module.removeprefix(f"{PACKAGE}.") for module in found[f"{PACKAGE}.{name}"]}
         assert {module for module in own if not module.startswith("models.")} <= DECLARES, name
+
+
+def test_the_names_of_cases_need_no_overlay() -> None:
+    """scripts/gpu_suite asks for them, with torch as it is installed."""
+    pytest.importorskip("torch")
+    code = "import pygraph.replay, pygraph.tp, sys; sys.exit('torch._inductor.pygraph' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], cwd=BENCHMARKS, check=True)
 
 
 @pytest.mark.parametrize(

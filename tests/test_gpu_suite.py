@@ -749,7 +749,7 @@ class FakeWorker:
 
     def __init__(self, case, options, logs, threads, cold=False, caches=None):
         self.case, self.options, self.cold, self.caches = case, options, cold, caches
-        self.variant = ""
+        self.at = ""
         self.started.append(self)
 
     def forget_decisions(self):
@@ -766,7 +766,7 @@ class FakeWorker:
         nothing = {"error": "nothing to say"} if command.startswith("settle_alone") else None
         answer = self.answers.get(key, nothing)
         answer = answer.pop(0) if isinstance(answer, list) else copy.deepcopy(answer)
-        self.variant = answer.pop("at", "")
+        self.at = answer.pop("at", "")
         return answer
 
     def close(self):
@@ -1046,7 +1046,7 @@ class Scripted(suite.Worker):
 def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
     worker = Scripted(script)
     assert worker.ask("measure", time.monotonic() + seconds) == answer
-    assert worker.variant == "stock_cg"
+    assert worker.at == "stock_cg"
     worker.close()
 
 

@@ -163,7 +163,7 @@ def test_each_import_has_a_process(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "build", "reason"),
-    [("trace_eager", "stock", "has another torch"), ("ends", "flag_off", "the process ended with 3")],
+    [("trace_eager", "stock", "has another torch"), ("ends", "flag_off", "process ended with status 3")],
 )
 def test_a_process_that_is_of_no_use(tmp_path, name, build, reason):
     with pytest.raises(overhead.Failed, match=reason):

@@ -49,7 +49,6 @@ def main() -> None:
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="shrunk cases")
-    parser.add_argument("--rounds", type=int, help="of interleaved timing; by the suite")
     parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
     parser.add_argument("--variants", help="comma-separated; all of the suite's by default")
     parser.add_argument("--without", help=argparse.SUPPRESS)
@@ -67,22 +66,18 @@ def main() -> None:
         parser.error(str(error))
     args.logs.mkdir(parents=True, exist_ok=True)
 
-    def save(rows: list[Row]) -> None:
-        if args.output:
-            write_rows(args.output, rows)
-
     done: list[Row] = []
 
     def on_row(row: Row) -> None:
         done.append(row)
-        save(done)
+        if args.output:
+            write_rows(args.output, done)
         print(f"{len(done)}/{len(selected)} {_progress(row)}", flush=True)
 
     options = ["--device", args.device]
-    options += ["--rounds", str(args.rounds)] if args.rounds else []
     options += ["--small"] if args.small else []
     options += ["--variants", args.variants] if args.variants else []
-    rows, skipped = run_suite(
+    _, skipped = run_suite(
         selected,
         options=options,
         logs=args.logs,
@@ -91,9 +86,8 @@ def main() -> None:
         device_gib=_device_gib() if args.device == "cuda" else math.inf,
         on_row=on_row,
     )
-    save(rows)
     if not args.output:
-        print(format_table(rows))
+        print(format_table(done))
     if skipped:
         print(f"out of time, not run: {', '.join(skipped)}")
 
@@ -124,35 +118,28 @@ def _serve(args: argparse.Namespace) -> None:
     def send(line: Row) -> None:
         print(json.dumps(line, default=str), file=answers, flush=True)
 
-    def answer(produce: Callable[[], Row]) -> None:
-        try:
-            result = produce()
-        except Exception as error:
-            logging.exception("%s", args.worker)
-            result = {"error": summary(error)}
-        send(result)
-
     run = None
     for line in sys.stdin:
         command, *arguments = line.split()
+        try:
+            run = run or _run(args, lambda name: send({"at": name}))
+            send(getattr(run, command)(*arguments) or {})
+        except Exception as error:
+            logging.exception("%s", args.worker)
+            send({"error": summary(error)})
 
-        def produce(command: str = command, arguments: list[str] = arguments) -> Row:
-            nonlocal run
-            if run is None:
-                (case,) = catalogue.select(args.suite, [args.worker])
-                names = args.variants.split(",") if args.variants else catalogue.SUITES[args.suite].variants
-                kind = CpuValuesRun if args.suite == "cgct" else CaseRun
-                run = kind(
-                    case,
-                    args.device,
-                    small=args.small,
-                    variants={name: VARIANTS[name] for name in names if name != args.without},
-                    rounds=args.rounds,
-                    on_variant=lambda name: send({"at": name}),
-                )
-            return getattr(run, command)(*arguments) or {}
 
-        answer(produce)
+def _run(args: argparse.Namespace, on_variant: Callable[[str], None]) -> CaseRun:
+    (case,) = catalogue.select(args.suite, [args.worker])
+    names = args.variants.split(",") if args.variants else catalogue.SUITES[args.suite].variants
+    kind = CpuValuesRun if args.suite == "cgct" else CaseRun
+    return kind(
+        case,
+        args.device,
+        small=args.small,
+        variants={name: VARIANTS[name] for name in names if name != args.without},
+        on_variant=on_variant,
+    )
 
 
 if __name__ == "__main__":

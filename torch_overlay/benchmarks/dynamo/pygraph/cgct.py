@@ -193,51 +193,28 @@ class Select(InTheMiddle):
         return self.second(torch.where(x.sum() > 0, -x, x))
 
 
-class Sum(nn.Module):
-    """MutatedInput, but that it leaves its input as it is."""
-
-    def __init__(self, width: int, depth: int) -> None:
-        super().__init__()
-        self.mlp = MLP(width, depth)
-
-    def forward(self, x: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-        return self.mlp(x + counter + 1)
-
-
 def _batch() -> torch.Tensor:
     return gpu(8, WIDTH)
 
 
+def _scaled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x * self.value
+
+
+def _moved(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return x + self.value.to(x.device)
+
+
 _TABLE = torch.linspace(0.5, 1.5, 8 * WIDTH, device="cpu").view(8, WIDTH)
 
-perceptron(
-    "numpy_attribute",
-    "mlp(x * self.value), a NumPy scalar",
-    lambda self, x: x * self.value,
-    lambda: ((_batch(),), {"value": np.float32(random.uniform(0.5, 1.5))}),
-    attributes=("value",),
-)
-perceptron(
-    "cpu_scalar_attribute",
-    "mlp(x * self.value), a 0-d tensor",
-    lambda self, x: x * self.value,
-    lambda: ((_batch(),), {"value": cpu()}),
-    attributes=("value",),
-)
-perceptron(
-    "cpu_tensor_attribute",
-    "mlp(x + self.value.to(device)), another in each call",
-    lambda self, x: x + self.value.to(x.device),
-    lambda: ((_batch(),), {"value": cpu(8, WIDTH)}),
-    attributes=("value",),
-)
-perceptron(
-    "cpu_table",
-    "mlp(x + self.value.to(device)), always the same",
-    lambda self, x: x + self.value.to(x.device),
-    lambda: ((_batch(),), {"value": _TABLE}),
-    attributes=("value",),
-)
+for _name, _what, _before, _value in (
+    ("numpy_attribute", "* self.value), a NumPy scalar", _scaled, lambda: np.float32(random.uniform(0.5, 1.5))),
+    ("cpu_scalar_attribute", "* self.value), a 0-d tensor", _scaled, cpu),
+    ("cpu_tensor_attribute", "+ self.value.to(device)), another in each call", _moved, lambda: cpu(8, WIDTH)),
+    ("cpu_table", "+ self.value.to(device)), always the same", _moved, lambda: _TABLE),
+):
+    _inputs = lambda value=_value: ((_batch(),), {"value": value()})  # noqa: E731
+    perceptron(_name, f"mlp(x {_what}", _before, _inputs, attributes=("value",))
 perceptron(
     "cpu_tensor_input",
     "mlp(x + v.to(device))",
@@ -250,7 +227,7 @@ values(
     "counter.add_(1), mlp(x + counter)",
     lambda: (_batch(), _batch()),
     lambda small: MutatedInput(WIDTH, 2 if small else DEPTH),
-    on_gpu=lambda small: Sum(WIDTH, 2 if small else DEPTH),
+    on_gpu=lambda small: Perceptron(small, lambda self, x, counter: x + counter + 1),
 )
 values(
     "branch_on_sum",

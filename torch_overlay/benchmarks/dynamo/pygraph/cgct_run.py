@@ -14,14 +14,13 @@ import numpy as np
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import reset_report
 from torch.utils import _pytree as pytree
 
 from .case import described
 from .compare import compare, Difference, snapshot
 from .program import build, clone, Program, VARIANTS
 from .timing import fields, Timing
-from .worker import blockers, CaseRun, report, totals
+from .worker import blockers, CaseRun, report, reset_report, totals
 
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 
@@ -59,8 +60,5 @@ def counting_copies() -> Iterator[list[int]]:
         sizes.extend(t.numel() * t.element_size() for t in inputs if isinstance(t, torch.Tensor))
         copy_inputs(node, dsts, srcs)
 
-    CUDAGraphNode._copy_inputs_and_remove_from_src = counting
-    try:
+    with mock.patch.object(CUDAGraphNode, "_copy_inputs_and_remove_from_src", counting):
         yield sizes
-    finally:
-        CUDAGraphNode._copy_inputs_and_remove_from_src = copy_inputs

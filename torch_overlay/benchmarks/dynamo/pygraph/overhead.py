@@ -22,18 +22,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.metadata
-import json
 import os
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
+from .processes import Answering
 from .report import format_table, write_rows
 from .timing import Interval, MAX_SLOWDOWN, ratio, Timing
 
@@ -62,8 +60,8 @@ MIN_PAIRS, ENOUGH_PAIRS, MAX_PAIRS = 3, 6, 100
 PROCESSES = 3
 MAX_ANSWER_S = 300.0
 # Layers of the model, and seconds for all cases.
-FULL = {"layers": 24, "budget": 300.0}
-QUICK = {"layers": 4, "budget": 120.0}
+FULL = 24, 300.0
+QUICK = 4, 120.0
 
 
 class Failed(Exception):
@@ -122,33 +120,21 @@ def environments(builds: dict[str, Path], overlay: Path, inherited: dict[str, st
 @contextlib.contextmanager
 def running(name: str, layers: int, build: str, environment: dict[str, str]) -> Iterator[Ask]:
     """Give what a process of a build answers. What asks raises Failed."""
-    command = [sys.executable, "-m", "pygraph.overhead_run", name, str(layers)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, text=True) as process:
+    process = Answering([sys.executable, "-m", "pygraph.overhead_run", name, str(layers)], environment)
 
-        def ask(what: str) -> Sample:
-            timer = threading.Timer(MAX_ANSWER_S, process.kill)
-            timer.start()
-            try:
-                print(what, file=process.stdin, flush=True)
-                line = process.stdout.readline()
-            except BrokenPipeError:
-                line = ""
-            finally:
-                timer.cancel()
-            if not line:
-                raise Failed(f"{name}, {build}: the process ended with {process.wait()}")
-            answer = json.loads(line)
-            if answer.pop("patched") != (build == "flag_off"):
-                raise Failed(f"{name}, {build}: the process has another torch")
-            return answer
+    def ask(what: str) -> Sample:
+        answer = process.ask(what, time.monotonic() + MAX_ANSWER_S)
+        if "error" in answer:
+            raise Failed(f"{name}, {build}: {answer['error']}")
+        if answer.pop("patched") != (build == "flag_off"):
+            raise Failed(f"{name}, {build}: the process has another torch")
+        return answer
 
-        try:
-            yield ask
-        except BaseException:
-            process.kill()
-            raise
-        process.stdin.close()
+    with contextlib.closing(process):
+        yield ask
+        # It ends by itself, which takes CPU time too.
+        process.process.stdin.close()
+        process.process.wait()
 
 
 @contextlib.contextmanager
@@ -276,15 +262,13 @@ def main() -> None:
     )
     parser.add_argument("--cases", default=",".join(CASES), help="comma-separated")
     parser.add_argument("--quick", action="store_true", help="a model of 4 layers, in about two minutes")
-    parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--budget", type=float, help="seconds")
     parser.add_argument("--output", type=Path, help="a JSON file for the rows")
     args = parser.parse_args()
     names = args.cases.split(",")
     if unknown := set(names) - {*CASES}:
         parser.error(f"no case {', '.join(sorted(unknown))}")
-    options: dict[str, Any] = dict(QUICK if args.quick else FULL)
-    options |= {key: value for key in ("layers", "budget") if (value := getattr(args, key)) is not None}
+    layers, budget = QUICK if args.quick else FULL
 
     def on_rows(rows: list[Row]) -> None:
         if args.output:
@@ -292,7 +276,7 @@ def main() -> None:
         print(f"{rows[-1]['name']}: {rows[-1]['pairs']} pairs", flush=True)
 
     try:
-        print(format_table(measure(names, overlay_on(sys.path), options["layers"], options["budget"], on_rows)))
+        print(format_table(measure(names, overlay_on(sys.path), layers, args.budget or budget, on_rows)))
     except Failed as failure:
         sys.exit(f"error: {failure}")
 

@@ -234,70 +234,62 @@ def _of(ours: float | None, theirs: float | None, text: Callable[[float | None],
     return "-" if ours is None and theirs is None else f"{text(ours)} of {text(theirs)}"
 
 
+TITLES = {
+    "eager": "eager",
+    "no_cg": "no CG",
+    "stock_cg": "stock CG",
+    "stock_whole": "whole graphs",
+    "pygraph": "PyGraph",
+    "gpu": "GPU values",
+    "forced_copy": "copies",
+    "forced_node_update": "node update",
+    "forced_prelude": "prelude",
+    "forced_table": "table",
+    "hand_written": "hand-written",
+    "jax": "JAX",
+}
+
+
+def _times(*variants: str) -> Columns:
+    return {TITLES[variant]: _shown_time(variant) for variant in variants}
+
+
+HOST: Columns = {"host": lambda row: _us(row.get("host_us", {}).get("pygraph"))}
+JUDGED: Columns = {"equal": _equality, "must": _must}
+
 SMALL_COLUMNS: Columns = {
     "case": lambda row: row["name"],
-    "no CG": _shown_time("no_cg"),
-    "stock CG": _shown_time("stock_cg"),
-    "PyGraph": _shown_time("pygraph"),
+    **_times("no_cg", "stock_cg", "pygraph"),
     "x best": _ratio_to_best,
-    "host": lambda row: _us(row.get("host_us", {}).get("pygraph")),
-    "GPU values": _shown_time("gpu"),
-    "node update": _shown_time("forced_node_update"),
-    "hand-written": _shown_time("hand_written"),
-    "JAX": _shown_time("jax"),
+    **HOST,
+    **_times("gpu", "forced_copy", "forced_node_update", "forced_prelude", "forced_table", "hand_written", "jax"),
     "best": lambda row: row.get("best") or "-",
     "choice": lambda row: row.get("choice") or "-",
     "copied": lambda row: _of(row.get("copied_bytes"), row.get("stock_copied_bytes"), bytes_text),
     "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("stock_reserved_mib")),
-    "equal": _equality,
-    "must": _must,
+    **JUDGED,
 }
-# Those that are not shown where no row of a suite has them.
-OPTIONAL = {
-    *("host", "GPU values", "node update", "prelude", "table", "hand-written", "JAX"),
-    *("best", "choice", "copied", "reserved MiB"),
-}
-
-SELECTION_COLUMNS: Columns = {
-    "case": lambda row: row["name"],
-    "no CG": _shown_time("no_cg"),
-    "stock CG": _shown_time("stock_cg"),
-    "copies": _shown_time("forced_copy"),
-    "node update": _shown_time("forced_node_update"),
-    "prelude": _shown_time("forced_prelude"),
-    "table": _shown_time("forced_table"),
-    "PyGraph": _shown_time("pygraph"),
-    "choice": lambda row: row.get("choice") or "-",
-    "best": lambda row: best_candidate(row) or "-",
-    "x best": _ratio_to_best,
-    "equal": _equality,
-    "must": _must,
-}
+# Those that are shown where no row of a suite has them.
+ALWAYS = {"case", "no CG", "stock CG", "PyGraph", "x best", *JUDGED}
 
 WORKLOAD_COLUMNS: Columns = {
     "workload": lambda row: f"{row['name']} ({row['paper']})" if row.get("paper") else row["name"],
-    "eager": _shown_time("eager"),
-    "no CG": _shown_time("no_cg"),
-    "stock CG": _shown_time("stock_cg"),
-    "PyGraph": _shown_time("pygraph"),
+    **_times("eager", "no_cg", "stock_cg", "pygraph"),
     "/ no CG": lambda row: _number(speedup(row, "pygraph", "no_cg")),
     "/ stock": lambda row: _number(speedup(row, "pygraph", "stock_cg")),
     "/ best": lambda row: _number(best_speedup(row)),
-    "host": lambda row: _us(row.get("host_us", {}).get("pygraph")),
+    **HOST,
     "graphs": lambda row: "{} of {}".format(*deployed(row)) if row.get("graphs") else "-",
-    "equal": _equality,
-    "must": _must,
+    **JUDGED,
 }
 
 VARIANT_COLUMNS: Columns = {
     "workload": label,
-    "no CG": _shown_time("no_cg"),
-    "whole graphs": _shown_time("stock_whole"),
-    "stock CG": _shown_time("stock_cg"),
+    **_times("no_cg", "stock_whole", "stock_cg"),
     "CGCT": _shown_time("forced_copy"),
     "+ PI": _shown_time("forced_node_update"),
     "+ SCG": _shown_time("pygraph"),
-    "hand-written": _shown_time("hand_written"),
+    **_times("hand_written"),
 }
 
 LAUNCH_COLUMNS: Columns = {
@@ -346,16 +338,8 @@ OVERHEAD_COLUMNS: Columns = {
 LAYER_COLUMNS: Columns = {
     "case": lambda row: row["name"],
     **{
-        f"{name} {title}": lambda row, variant=variant, layer=layer: _us(row["layers"].get(variant, {}).get(layer))
-        for layer, name in {
-            "dynamo": "Dynamo",
-            "aot": "AOT",
-            "inductor": "Inductor",
-            "trees": "trees",
-            "inputs": "inputs",
-            "launch": "launch",
-            "host": "host",
-        }.items()
+        f"{name} {title}": lambda row, of=variant, layer=name.lower(): _us(row["layers"].get(of, {}).get(layer))
+        for name in ("Dynamo", "AOT", "Inductor", "trees", "inputs", "launch", "host")
         for variant, title in {"stock_cg": "stock", "pygraph": "PyGraph"}.items()
     },
 }
@@ -403,16 +387,11 @@ def format_table(rows: list[Row], *, markdown: bool = False) -> str:
     if markdown:
         return text
     notes = [f"{row['name']}: {note}" for row in rows for note in _notes(row)]
-    totals = summary(rows) if _are_workloads(rows) else selection_summary(rows) if _is_selection(rows) else []
-    return "\n".join([text, *notes, *totals])
+    return "\n".join([text, *notes, *_totals(rows)])
 
 
 def _are_workloads(rows: list[Row]) -> bool:
     return any("about" in row for row in rows)
-
-
-def _is_selection(rows: list[Row]) -> bool:
-    return any("forced_copy" in row.get("candidates_us", ()) for row in rows)
 
 
 def _is_overhead(rows: list[Row]) -> bool:
@@ -424,12 +403,8 @@ def _columns(rows: list[Row]) -> Columns:
         return OVERHEAD_COLUMNS
     if _are_workloads(rows):
         return WORKLOAD_COLUMNS
-    columns = SELECTION_COLUMNS if _is_selection(rows) else SMALL_COLUMNS
-    return {
-        title: cell
-        for title, cell in columns.items()
-        if title not in OPTIONAL or any(cell(row) != "-" for row in rows)
-    }
+    shown = SMALL_COLUMNS.items()
+    return {title: cell for title, cell in shown if title in ALWAYS or any(cell(row) != "-" for row in rows)}
 
 
 def as_table(rows: list[Row], columns: Columns, markdown: bool = False) -> str:
@@ -706,13 +681,17 @@ def selection_summary(rows: list[Row]) -> list[str]:
     ]
 
 
+def _totals(rows: list[Row]) -> list[str]:
+    if _are_workloads(rows):
+        return summary(rows)
+    return selection_summary(rows) if any("forced_copy" in row.get("candidates_us", ()) for row in rows) else []
+
+
 def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | None = None) -> str:
     """A Markdown page: ``plots`` are titles and files, ``more`` is what a suite has beside its rows."""
     rows = in_order(rows)
-    small = not _are_workloads(rows)
     parts = [f"# Suite {suite}"]
-    totals = selection_summary(rows) if _is_selection(rows) else [] if small else summary(rows)
-    if totals:
+    if totals := _totals(rows):
         parts.append("\n".join(f"- {line}" for line in totals))
     parts += [f"![{title}]({file})" for title, file in plots.items()]
     parts += rows and [
@@ -731,7 +710,7 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
         if having:
             parts += [f"## {title}", text, as_table(having, columns, True)]
     parts += beside_cases(more or {})
-    if rows and not small:
+    if _are_workloads(rows):
         parts += ["## The workloads", as_table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
     if notes:

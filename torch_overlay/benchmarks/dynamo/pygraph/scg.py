@@ -177,14 +177,6 @@ class SelfAttention(nn.Module):
         return F.scaled_dot_product_attention(q, k, v) + q
 
 
-def _pointwise(inputs: int, size: int, text: str) -> None:
-    add(
-        f"pointwise_{inputs}x{text}",
-        lambda small: Pointwise(),
-        sized(normal(*[(size,)] * inputs), normal(*[(KIB,)] * inputs)),
-    )
-
-
 def _mlp(width: int, depth: int, batch: int, name: str = "", **kwargs: Any) -> None:
     dtype = kwargs.get("dtype", torch.float32)
     add(
@@ -195,26 +187,22 @@ def _mlp(width: int, depth: int, batch: int, name: str = "", **kwargs: Any) -> N
     )
 
 
-def _shared(depth: int) -> None:
-    add(
-        f"shared_input_{depth}",
-        lambda small: SharedInput(2 if small else depth),
-        lambda small: normal((8, 64), (8, 64))(),
-    )
-
-
-def _on_mlp_inputs(name: str, build: Any, batch: int = 8, width: int = 64, **kwargs: Any) -> None:
-    add(name, lambda small: build(), sized(normal((batch, width)), normal((2, width))), **kwargs)
+def _on_mlp_inputs(name: str, build: Any, batch: int = 8, width: int = 64, inputs: int = 1, **kwargs: Any) -> None:
+    add(name, build, sized(normal(*[(batch, width)] * inputs), normal(*[(2, width)] * inputs)), **kwargs)
 
 
 # Pointwise: one kernel, and all of the inputs move.
-_pointwise(1, KIB, "1KiB")
-_pointwise(1, 64 * MIB, "64MiB")
-_pointwise(4, 4 * KIB, "4KiB")
-_pointwise(4, MIB, "1MiB")
-_pointwise(4, 16 * MIB, "16MiB")
-_pointwise(16, MIB, "1MiB")
-_pointwise(64, 4 * KIB, "4KiB")
+for _inputs, _size, _text in (
+    (1, KIB, "1KiB"),
+    (1, 64 * MIB, "64MiB"),
+    (4, 4 * KIB, "4KiB"),
+    (4, MIB, "1MiB"),
+    (4, 16 * MIB, "16MiB"),
+    (16, MIB, "1MiB"),
+    (64, 4 * KIB, "4KiB"),
+):
+    _full, _small = normal(*[(_size,)] * _inputs), normal(*[(KIB,)] * _inputs)
+    add(f"pointwise_{_inputs}x{_text}", lambda small: Pointwise(), sized(_full, _small))
 
 # Networks: from one kernel to many, from launch bound to compute bound.
 _mlp(64, 1, 8)
@@ -227,12 +215,12 @@ _mlp(64, 10, 8, "train_mlp", mode="training")
 _mlp(1024, 4, 2048, "train_large_mlp", mode="training")
 
 # One input in many kernels: where copying it once could be better than setting every node.
-_shared(32)
-_shared(96)
+for _depth in (32, 96):
+    _on_mlp_inputs(f"shared_input_{_depth}", lambda small, depth=_depth: SharedInput(2 if small else depth), inputs=2)
 
-_on_mlp_inputs("norms_of_32MiB", lambda: Norms(3, 1024), batch=8192, width=1024)
-_on_mlp_inputs("outputs_16x1KiB", lambda: Fan(16), batch=1, width=256)
-_on_mlp_inputs("outputs_8x4MiB", lambda: Fan(8), batch=1024, width=1024)
+_on_mlp_inputs("norms_of_32MiB", lambda small: Norms(3, 1024), batch=8192, width=1024)
+_on_mlp_inputs("outputs_16x1KiB", lambda small: Fan(16), batch=1, width=256)
+_on_mlp_inputs("outputs_8x4MiB", lambda small: Fan(8), batch=1024, width=1024)
 
 add("convolutions_6", lambda small: Convolutions(6, 16), sized(normal((2, 16, 16, 16)), normal((1, 16, 4, 4))))
 add(
@@ -258,11 +246,7 @@ add(
 )
 
 # Inputs that the program keeps and the graph writes.
-add(
-    "mutated_mlp",
-    lambda small: MutatedInput(64, 4),
-    lambda small: normal((8, 64), (8, 64))(),
-)
+_on_mlp_inputs("mutated_mlp", lambda small: MutatedInput(64, 4), inputs=2)
 
 
 def _cached(small: bool) -> Any:
@@ -288,8 +272,8 @@ def _of_any_size(small: bool) -> Any:
 add("batches_of_any_size", lambda small: MLP(64, 2 if small else 10), _of_any_size, ring=16)
 
 # Several graphs.
-_on_mlp_inputs("chain_3", lambda: Chain(MLP(64, 4), MLP(64, 4), MLP(64, 4)))
-_on_mlp_inputs("chain_mixed", lambda: Chain(MLP(2048, 2), MLP(2048, 1), MLP(2048, 2)), batch=4096, width=2048)
-_on_mlp_inputs("chain_of_one_kernel_each", lambda: Chain(*[Pointwise() for _ in range(4)]))
-_on_mlp_inputs("train_chain", lambda: Chain(MLP(64, 4), MLP(64, 4)), mode="training")
-_on_mlp_inputs("waits_for_a_value", lambda: Waits(MLP(64, 4), MLP(64, 4)))
+_on_mlp_inputs("chain_3", lambda small: Chain(MLP(64, 4), MLP(64, 4), MLP(64, 4)))
+_on_mlp_inputs("chain_mixed", lambda small: Chain(MLP(2048, 2), MLP(2048, 1), MLP(2048, 2)), batch=4096, width=2048)
+_on_mlp_inputs("chain_of_one_kernel_each", lambda small: Chain(*[Pointwise() for _ in range(4)]))
+_on_mlp_inputs("train_chain", lambda small: Chain(MLP(64, 4), MLP(64, 4)), mode="training")
+_on_mlp_inputs("waits_for_a_value", lambda small: Waits(MLP(64, 4), MLP(64, 4)))

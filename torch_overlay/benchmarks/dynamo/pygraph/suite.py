@@ -9,13 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import getpass
-import json
 import logging
 import math
 import os
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -28,6 +25,7 @@ from typing import TYPE_CHECKING
 from . import cgct_run
 from .case import described
 from .catalogue import SUITES
+from .processes import Answering
 from .program import VARIANTS
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
@@ -69,8 +67,8 @@ def kept_caches() -> str:
     return os.path.join(os.environ.get("TORCHINDUCTOR_CACHE_DIR", temporary), "benchmarks")
 
 
-class Worker:
-    """A process that runs one case and answers lines on stdin with lines on stdout."""
+class Worker(Answering):
+    """A process that runs one case."""
 
     def __init__(
         self,
@@ -86,8 +84,6 @@ class Worker:
         they are kept: of cases that share kernels, one would get what another one tuned meanwhile.
         """
         self.case = case
-        # The variant it was last heard to begin with.
-        self.variant = ""
         self.caches = tempfile.TemporaryDirectory() if cold else None
         self.folder = self.caches.name if self.caches else os.path.join(caches or kept_caches(), case.name)
         environment = {
@@ -100,51 +96,15 @@ class Worker:
             "TRITON_CACHE_DIR": os.path.join(self.folder, "triton"),
         }
         with open(logs / f"{case.name}.log", "a") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", __package__, "--suite", case.suite, "--worker", case.name, *options],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=output,
-                text=True,
-                env=environment,
-                # Compile workers are children of this process and end with its group.
-                start_new_session=True,
-            )
-
-    def ask(self, command: str, deadline: float) -> Row:
-        """The answer, or a row that says why there is none."""
-        self.variant = ""
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self.kill)
-        timer.start()
-        try:
-            print(command, file=self.process.stdin, flush=True)
-            for line in self.process.stdout:
-                answer = json.loads(line)
-                if "at" not in answer:
-                    return answer
-                self.variant = answer["at"]
-        except (BrokenPipeError, ValueError):
-            pass  # it ended, perhaps in the middle of a line
-        finally:
-            timer.cancel()
-        code = self.process.wait()
-        if time.monotonic() >= deadline:
-            return {"error": "out of time", "late": True}
-        return {"error": f"process ended with status {code}"}
+            command = [sys.executable, "-m", __package__, "--suite", case.suite, "--worker", case.name, *options]
+            super().__init__(command, environment, output)
 
     def forget_decisions(self) -> None:
         "Of processes that ran beside others, which compiled."
         shutil.rmtree(os.path.join(self.folder, "pygraph"), ignore_errors=True)
 
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-
     def close(self) -> None:
-        self.kill()
-        self.process.wait()
-        self.process.stdin.close()
-        self.process.stdout.close()
+        super().close()
         if self.caches:
             self.caches.cleanup()
 
@@ -326,7 +286,7 @@ class _Run:
         """Once again without the variant that ended the process, so that the others have results."""
         worker.forget_decisions()
         row = ready if "error" in ready else worker.ask("measure", by)
-        culprit = worker.variant
+        culprit = worker.at
         if "error" not in row or culprit in ("", "eager", "no_cg") or time.monotonic() > by:
             return row
         worker.close()
@@ -508,8 +468,7 @@ def _slower(best: str, interval: Sequence[float]) -> list[str]:
 
 
 def _without_result(case: Case, row: Row) -> Row:
-    empty = dict.fromkeys(("no_cg_us", "stock_cg_us", "pygraph_us", "choice", "max_diff", "note"))
-    return {**described(case), **empty, "equal": False, **row}
+    return {**described(case), "equal": False, **row}
 
 
 def _note(row: Row, text: str) -> None:

@@ -276,8 +276,7 @@ def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> 
         # However it ended: DTensor's caches keep the group, and one of gloo's threads that
         # frees a tensor while Python shuts down aborts its rank.
         return json.loads(file.read_text())
-    empty = dict.fromkeys([*(f"{name}_us" for name in NAMES), "choice", "max_diff", "note"])
-    return {**described(name, ranks), **empty, "equal": False, "error": error, "missed": [error]}
+    return {**described(name, ranks), "equal": False, "error": error, "missed": [error]}
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import importlib
 import itertools
 import json
 import logging
@@ -26,10 +27,7 @@ from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import pygraph
 from torch._inductor.codecache import PyCodeCache
-from torch._inductor.pygraph import reset_report
-from torch._inductor.pygraph.select.timing import Samples
 from torch.utils import _pytree as pytree
 
 from . import jax_peer
@@ -44,6 +42,7 @@ from .timing import fields, LoopFailed, ratio, time_interleaved
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from types import ModuleType
 
     from .case import Case, Inputs
     from .report import Row
@@ -185,7 +184,7 @@ class CaseRun:
                 with self._noting(name):
                     self._program(name).warm(self._inputs())
                     self._synchronize()
-                self.reported[name] = list(pygraph.report())
+                self.reported[name] = list(_pygraph().report())
         self.failed.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -363,6 +362,8 @@ class CaseRun:
 
     def again(self) -> dict[str, Any]:
         """What a process decides that need not be the first, and whether its results are right."""
+        from torch._inductor.pygraph.select.timing import Samples
+
         timed_calls = 0
         call = Samples.call
 
@@ -637,7 +638,7 @@ def report(earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
     return [
         {name: value for name, value in vars(entry).items() if name not in OF_ONE_MACHINE}
         | {"reasons": [reason.as_json() for reason in entry.reasons]}
-        for entry in [*earlier, *pygraph.report()]
+        for entry in [*earlier, *_pygraph().report()]
     ]
 
 
@@ -645,7 +646,7 @@ def blockers() -> list[str]:
     """What is left out of the graphs since the last reset, and why."""
     found = [
         f"{blocker.op}: {blocker.reason.code.name}"
-        for graph in pygraph.report().graphs
+        for graph in _pygraph().report().graphs
         for part in (graph, *graph.partitions)
         for blocker in part.blockers
     ]
@@ -654,7 +655,16 @@ def blockers() -> list[str]:
 
 def reads_cpu_values() -> bool:
     """Whether GPU code of a graph since the last reset reads CPU values."""
-    return any(graph.cpu_values for graph in pygraph.report().graphs)
+    return any(graph.cpu_values for graph in _pygraph().report().graphs)
+
+
+def reset_report() -> None:
+    _pygraph().reset_report()
+
+
+def _pygraph() -> ModuleType:
+    # scripts/gpu_suite asks for the names of cases, and has torch as it is installed.
+    return importlib.import_module("torch._inductor.pygraph")
 
 
 def _size(tree: Any) -> int:
