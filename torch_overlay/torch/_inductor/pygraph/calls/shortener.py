@@ -2,29 +2,17 @@
 From compiled bytecode to a graph's generated code in fewer steps, for AOTAutograd, which asks
 ``torch._inductor.call_shortener``.
 
-**Inference.** Between bytecode and the replay lie several layers. Where one partition is the
-whole graph, all they do in a steady call is to put arguments in another order. Then
-``native.compiled.Direct`` replaces them:
-
-- Dynamo disables itself, and AOTAutograd gradients: so does Direct. AOTAutograd's wrappers that
-  do nothing else are in forwards_to. The number of outputs is compared once, here
-- CompiledFxGraph ends what the first call began. A graph that is replayed was called before
-- types.partition.DirectCall describes the generated code. It may also give CPU values to the
-  GPU, which Direct has the same objects do, in front of the replay
-
-Calls that the replay was not recorded for go through the layers. So do all calls while the
-program captures the stream, profiles, or records the order of graphs.
+**Inference.** Where one partition is the whole graph, the layers between bytecode and the replay
+only put arguments in another order in a steady call. ``native.compiled.Direct`` replaces them. It
+disables Dynamo and gradients as they do, and moves the CPU values of types.partition.DirectCall.
+Calls that the replay was not recorded for go through the layers. So do all calls while the program
+captures the stream, profiles, or records the order of graphs.
 
 **Training.** AOTAutograd's CompiledFunction asks in each call what its metadata said when it was
-compiled. A plain graph, see is_plain, gets a forward that runs it and saves, and a backward that
-lays out gradients as the graph was compiled for and runs it.
-
-What can change from call to call is still asked in each. Where the answer is not the usual one,
-CompiledFunction's own methods do all of the call, so that results and errors are theirs:
-functorch's transforms, a backward that is to be differentiated or to keep its graph, one that is
-not compiled yet, gradients that are not plain tensors, deterministic algorithms. What C++ does
-around both stays: hooks of saved tensors, version counters, freed buffers, anomaly mode, gradients
-that are made of zeros. Compiled autograd calls neither method.
+compiled. A plain graph, see is_plain, gets a forward and a backward that do not. Both still ask what
+can change from call to call. Where the answer is not the usual one, CompiledFunction's own methods
+do all of the call, so that results and errors are theirs. What C++ does around both stays: hooks of
+saved tensors, version counters, freed buffers, anomaly mode. Compiled autograd calls neither method.
 """
 
 from __future__ import annotations

@@ -227,10 +227,6 @@ class Crossing:
     device: torch.device
 
     @property
-    def is_copy(self) -> bool:
-        return self.user.target is prims.device_put.default
-
-    @property
     def is_non_blocking(self) -> bool:
         """Whether eager mode does not wait for the copy, if the value is pinned."""
         if self.user.target not in COPIES:
@@ -319,27 +315,21 @@ def recomputable_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
     return found
 
 
-def transfers_to_host_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """Return for each node how many transfers from the GPU to the host it depends on, one after the other."""
-    # Values with equal numbers can be delivered together: no value waits for a transfer that
-    # depends on another value.
-    count: dict[torch.fx.Node, int] = {}
+def phases(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[int, int]]:
+    """
+    Return for each node how many transfers from the GPU to the host it depends on, one after the
+    other, and how many random draws with inputs precede it in the program. Values of one phase can be
+    delivered together: no value waits for a transfer that depends on another one, and no draw for a
+    value that the program computes later. A draw without inputs waits for no value.
+    """
+    draws = 0
+    found: dict[torch.fx.Node, tuple[int, int]] = {}
     for node in graph.nodes:
-        count[node] = max((count[n] for n in node.all_input_nodes), default=0)
-        if gpu_of(node) is None and any(map(gpu_of, node.all_input_nodes)):
-            count[node] += 1
-    return count
-
-
-def random_draws_before(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
-    """Return for each node how many random draws with inputs precede it in the program."""
-    # Values with equal numbers can be delivered together: no draw waits for a value that the
-    # program computes after another draw. A draw without inputs waits for no value.
-    count, before = 0, {}
-    for node in graph.nodes:
-        before[node] = count
-        count += draws_random_numbers(node) and bool(node.all_input_nodes)
-    return before
+        inputs = node.all_input_nodes
+        transfers = max((found[n][0] for n in inputs), default=0)
+        found[node] = transfers + (gpu_of(node) is None and any(map(gpu_of, inputs))), draws
+        draws += draws_random_numbers(node) and bool(inputs)
+    return found
 
 
 def exposed_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:

@@ -5,9 +5,8 @@ pygraph::deliver  copies small tensors with one kernel launch
 pygraph::stage    copies a tensor if its bytes changed since the last call
 pygraph::upload   copies a tensor in every call
 
-Placement inserts these operators. The generated module holds one object of pygraph.values
-for each of them and calls the object directly: an operator's dispatch would take longer
-than the copy.
+The generated module holds one object of pygraph.values for each of them and calls the object
+directly: an operator's dispatch would take longer than the copy.
 """
 
 from __future__ import annotations

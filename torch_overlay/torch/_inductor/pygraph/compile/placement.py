@@ -3,8 +3,8 @@ Place the CPU values of a GPU graph, so that captured code reads no CPU memory.
 
 A captured kernel keeps the values that it was captured with, and Inductor passes 0-d CPU
 tensors to kernels by value. A captured copy keeps the address that it was captured with.
-So placement gives each CPU value that GPU code reads a counterpart: a node with the same
-value on the GPU. The host makes a counterpart ahead of the captured code:
+So each CPU value that GPU code reads gets a counterpart, a node with the same value on the
+GPU, ahead of the captured code:
 
 CPU value                                   counterpart
 constant                                    a copy that Inductor makes at compile time
@@ -16,10 +16,8 @@ larger                                      uploaded in every call
 
 A small value that the program copies with non_blocking is staged and not delivered.
 
-The CPU values stay on the CPU, too: operations on CPU tensors run where the program has
-them, and CPU outputs stay CPU tensors. No value is converted to another dtype.
-
-GPU code that still reads a CPU tensor is not captured, see partition.py.
+The CPU values stay on the CPU, too, and no value is converted to another dtype. GPU code that
+still reads a CPU tensor is not captured, see blockers.py.
 """
 
 from __future__ import annotations
@@ -47,10 +45,9 @@ from torch._inductor.pygraph.compile.analysis import (
     is_dense,
     is_on_cpu,
     known_values,
-    random_draws_before,
+    phases,
     recomputable_values,
     static_nbytes,
-    transfers_to_host_before,
     walk_back,
 )
 from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
@@ -130,8 +127,7 @@ class Placement:
         self.graph = graph
         self.found = found
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.transfers_before = transfers_to_host_before(graph)
-        self.draws_before = random_draws_before(graph)
+        self.phases = phases(graph)
         self.recomputable = recomputable_values(graph)
         self.known = known_values(graph) if adds_constants else OrderedSet()
         self.exposed = exposed_storages(graph)
@@ -157,7 +153,7 @@ class Placement:
         counterpart = self.counterpart(value, crossing.device)
         if counterpart is None:
             return
-        if not crossing.is_copy:
+        if user.target is not prims.device_put.default:
             user.replace_input_with(value, counterpart)
             return
         if get_node_storage(user) in self.exposed:
@@ -192,7 +188,7 @@ class Placement:
 
     def deliver(self) -> None:
         """Insert a delivery for each group of small values that are there together."""
-        groups: dict[tuple[int, int, torch.device], OrderedSet[torch.fx.Node]] = {}
+        groups: dict[tuple[tuple[int, int], torch.device], OrderedSet[torch.fx.Node]] = {}
         for c in self.found:
             self.first_user.setdefault(c.value, c.user)
             for value in self.values_to_deliver(c.value):
@@ -200,10 +196,8 @@ class Placement:
                 if (value, c.device) in self.non_blocking:
                     # The value is probably pinned, and to deliver it the host would wait.
                     continue
-                transfers, draws = self.transfers_before[value], self.draws_before[value]
-                key = (transfers, draws, c.device)
-                groups.setdefault(key, OrderedSet()).add(value)
-        for (*_, device), values in groups.items():
+                groups.setdefault((self.phases[value], c.device), OrderedSet()).add(value)
+        for (_, device), values in groups.items():
             for launch in launches(sorted(values, key=self.order.__getitem__)):
                 self.insert_deliver(launch, device)
 

@@ -33,7 +33,7 @@ _CODES = (
 
 
 def reason_of(text: str) -> Reason:
-    """Return the reason of what should_partition returned: a code of partition.py, or text of upstream's."""
+    """Return the reason of what should_partition returned: a code of blockers.py, or text of upstream's."""
     return Reason.of(text) if isinstance(text, Code) else blocker_of_graph(text).reason
 
 

@@ -1,9 +1,8 @@
 """
 From a compiled function to what is called in its place.
 
-CUDA graph trees call ``deploy`` for the first inputs of each set of sizes. The object that
-it returns runs the function uncaptured, records it, replays it, and replaces itself by what
-selection decides on.
+CUDA graph trees call ``deploy`` for the first inputs of each set of sizes. What it returns
+replaces itself by what selection decides on.
 """
 
 from __future__ import annotations

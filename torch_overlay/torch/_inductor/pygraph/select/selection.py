@@ -14,11 +14,8 @@ A function goes through these steps, one call each or several:
    and a neighbour on its path is a graph: running this function uncaptured would allocate a
    second copy of its memory.
 
-What is timed is what is deployed, called from where it will be called.
-
-A decision is kept for the next process (store.py), which skips step 2 and the timing of step
-3. It is made anew if inputs can no longer be bound, or if a graph copies more than when it
-was timed.
+A decision is kept for the next process (store.py), which times nothing. It is made anew if
+inputs can no longer be bound, or if a graph copies more than when it was timed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 Times of candidates, taken in the program's own calls, and which of two is better.
 
-Each call is run by one candidate, so that nothing runs twice, results are the program's, and
-everything around the function (a busy device, a cold cache) is part of the measurement.
+Each call is run by one candidate: nothing runs twice, and everything around the function (a busy
+device, a cold cache) is part of the measurement.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Cost:
     Attributes:
         program: from the start of a call to the start of the next, on the host's or the device's
             clock, whichever shows more. The host clock misses a growing device queue; the device
-            clock misses host time while that queue drains. Timing and recording do not count
+            clock misses host time while that queue drains
         device: with the launch queued ahead
     """
 
@@ -131,17 +131,14 @@ class Samples:
     """
     Consecutive calls of one candidate.
 
-    Two events around each call would measure it from an idle device. That adds the host's
-    work in front of a graph, and the launch, to the device's work, but a program that does
-    not wait overlaps them. So the first calls are timed on the host, with an event now and
-    then. The last few are queued on the device behind a delay, so that the device never
-    waits for the host in them.
-
-    Timing and recording are no part of the program, whichever function they are for, and are
-    subtracted.
+    Two events around each call would measure it from an idle device, and add the host's work
+    to the device's, which a program that does not wait overlaps. So the first calls are timed
+    on the host, with an event now and then. The last few are queued behind a delay, so that
+    the device never waits for the host in them.
     """
 
-    # Microseconds that timing and recording of any function took until now.
+    # Microseconds that timing and recording of any function took until now, which are no part of
+    # the program.
     own_us = 0.0
 
     def __init__(self, device_index: int, state: FunctionState) -> None:

@@ -1,9 +1,4 @@
-"""
-The protocol by which CUDA graph trees and their nodes call PyGraph.
-
-A function that PyGraph deploys carries a GraphPolicy in ``WrappedFunction.pygraph``, which alone
-remembers anything between calls.
-"""
+"""The protocol by which CUDA graph trees and their nodes call PyGraph: ``WrappedFunction.pygraph``."""
 
 from __future__ import annotations
 
@@ -26,18 +21,15 @@ class GraphPolicy(Protocol):
     @property
     def binds_inputs(self) -> bool:
         """Whether a mutated external input is written where the caller has it."""
-        ...
 
     def added(self, function_id: FunctionID) -> None:
         """Trees gave the function a name, under which it will be recorded."""
-        ...
 
     def may_run(self, manager: CUDAGraphTreeManager) -> bool:
         """
         Return whether trees may run the function in this call. Called before trees end a path,
         which would take the path's outputs away.
         """
-        ...
 
     def node_type(self) -> type[CUDAGraphNode]: ...
 
@@ -49,18 +41,14 @@ class GraphPolicy(Protocol):
             declared_static: inputs that are declared to keep their address, without those
                 that a graph of the path owns, by index
         """
-        ...
 
     def recorded(self, facts: RecordingFacts) -> None: ...
 
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         """Called once the node is gone, before the call runs uncaptured."""
-        ...
 
     def interrupted(self, manager: CUDAGraphTreeManager) -> None:
         """An exception that is not the recording's own ended it, such as an interrupt."""
-        ...
 
     def copied(self, nbytes: int) -> None:
         """A replay copied so many bytes of inputs."""
-        ...

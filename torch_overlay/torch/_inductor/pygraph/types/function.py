@@ -32,7 +32,6 @@ class FunctionSpec:
     Args:
         objects: the objects of its module that ``info`` names
         mode: "forward", "backward" or "inference"
-        compile_id: the name of its graph
         is_distributed: another stream may read a gradient that nobody holds any more
         mutated_input_idxs: inputs that the program sees written
     """
@@ -80,7 +79,7 @@ class FunctionState:
         is_even: the graph measured no better than no graph, and waits for the decisions
             on neighbouring functions
         recordings: how many captures began
-        needed_bytes: device memory that a call takes, once it was rehearsed
+        needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         moving_idxs: inputs that were declared static and that the program replaces
     """
 
@@ -100,7 +99,7 @@ class FunctionState:
 @dataclasses.dataclass(frozen=True)
 class RecordingRequest:
     """
-    What one recording is to be like. What is not listed is FunctionState's.
+    What one recording is to be like. FunctionState describes what is not listed.
 
     Args:
         is_decided: the binding was forced or selected: add a prelude to any graph
@@ -108,7 +107,6 @@ class RecordingRequest:
         alignment: at most this alignment of external inputs may be relied upon, in bytes
         owned_output_idxs: outputs that get memory of their own in each call. The others stay
             in the graphs' pool
-        needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         external_bytes: bytes of the external inputs of an earlier recording, or 0
         refusal: why the function cannot be recorded at all
     """
@@ -128,17 +126,13 @@ class RecordingRequest:
 @dataclasses.dataclass(frozen=True)
 class RecordingFacts:
     """
-    What a recording found out. None stands for what it did not look at.
+    What a recording found out, for FunctionState and FunctionReport. None stands for what it did
+    not look at.
 
     Attributes:
         has_captured: the capture began
-        alignment: of the external inputs, in bytes
-        needed_bytes: device memory that a call takes
         external_inputs, external_bytes: how many inputs are bound, and how large they are
         copied_bytes: bytes of inputs that each replay copies
-        num_nodes: nodes of the graph
-        updated_nodes: nodes that the host sets when all that is bound moved
-        has_prelude: the graph begins with a prelude
         no_prelude: why it has none though it should; None if it does not pay either
     """
 

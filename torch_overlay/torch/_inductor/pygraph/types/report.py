@@ -32,7 +32,6 @@ class FunctionReport:
     One function: a graph, or one partition of it, for one set of sizes.
 
     Attributes:
-        mode: "forward", "backward" or "inference"
         choice: the candidate that is deployed, or UNDECIDED
         reasons: why, the latest last
         timings_us: median time of a call in microseconds by candidate, on the host or on the
@@ -42,8 +41,6 @@ class FunctionReport:
         copied_bytes: bytes that the chosen candidate copies at each replay
         kernel_nodes: nodes of the last recording, of any kind
         updated_nodes: nodes that the host sets when all external inputs moved
-        source: the lines of the program
-        compile_id: the name of its graph
         remembered: whether an earlier process measured it
     """
 
