@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_trees import StorageWeakRefWrapper
     from torch._inductor.cudagraph_utils import CheckInvariantStatus, ModelType, OutputType
-    from torch._inductor.pygraph.trees.policy import GraphPolicy
+    from torch._inductor.pygraph.trees.manager import GraphPolicy
     from torch._inductor.utils import InputType
 
 

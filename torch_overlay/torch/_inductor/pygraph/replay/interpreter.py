@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.capture.bound import BoundGraphNode
     from torch._inductor.pygraph.replay.plan import PathOutput, ReplayPlan
-    from torch._inductor.pygraph.trees.policy import GraphPolicy
+    from torch._inductor.pygraph.trees.manager import GraphPolicy
     from torch._inductor.utils import InputType
 
 

@@ -92,9 +92,9 @@ def _process(report: ReportData) -> Iterator[str]:
     for title, parts in text.sections(report):
         if parts:
             yield f"<h2>{title}</h2>"
-        for part in parts:
-            yield _head(part.where, part.which)
-            yield from (f"<p>{escape(line)}</p>" for line in part.lines)
+        for where, which, lines in parts:
+            yield _head(where, which)
+            yield from (f"<p>{escape(line)}</p>" for line in lines)
             yield "</div>"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import textwrap
 from collections import Counter
-from typing import NamedTuple, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, NODE_UPDATE, PRELUDE, TABLE, UNDECIDED
 
@@ -24,14 +24,6 @@ LABELS = {
     TABLE: "graph, inputs bound by a table",
     UNDECIDED: "undecided",
 }
-
-
-class Part(NamedTuple):
-    """A part of a section of a report: a place, what is there, and lines."""
-
-    where: str
-    which: str
-    lines: list[str]
 
 
 def label(candidate: str) -> str:
@@ -120,8 +112,8 @@ def change(f: FunctionReport) -> str:
     return "" if bound else next((r.advice for r in f.reasons if r.advice), "")
 
 
-def sections(report: ReportData) -> Iterator[tuple[str, list[Part]]]:
-    """Yield title and parts of what the report says of graphs."""
+def sections(report: ReportData) -> Iterator[tuple[str, list[tuple[str, str, list[str]]]]]:
+    """Yield titles of what the report says of graphs, and their parts: a place, what is there, and lines."""
     values = []
     skipped = []
     for g in report.graphs:
@@ -132,14 +124,14 @@ def sections(report: ReportData) -> Iterator[tuple[str, list[Part]]]:
                 f"{how}: {type}{f' x {count}' if count > 1 else ''}, {shorten(source)}"
                 for (how, type, source), count in counts.items()
             ]
-            values.append(Part(where, which(g), lines))
+            values.append((where, which(g), lines))
         if g.blockers:
-            skipped.append(Part(where, which(g, "all of it"), _why_not(g.blockers)))
+            skipped.append((where, which(g, "all of it"), _why_not(g.blockers)))
             continue
         for p in g.partitions:
             if p.avoidable:
                 kernels = which(g, plural(p.kernels, "kernel"))
-                skipped.append(Part(shorten(p.source or g.source), kernels, _why_not(p.avoidable)))
+                skipped.append((shorten(p.source or g.source), kernels, _why_not(p.avoidable)))
     yield "CPU values that GPU code reads", values
     yield "Not captured", skipped
 
@@ -179,9 +171,9 @@ def _lines(report: ReportData, width: int) -> Iterator[str]:
     for title, parts in sections(report):
         if parts:
             yield from ("", title)
-        for part in parts:
-            yield from _head(f"   {part.where}", part.which, width)
-            for text in part.lines:
+        for where, which, lines in parts:
+            yield from _head(f"   {where}", which, width)
+            for text in lines:
                 yield from _paragraph(text, width)
 
 

@@ -2,7 +2,7 @@
 The controller of one function: the only writer of the function's state.
 
 Trees and nodes ask it how to record the function and tell it what became of the recording
-(trees/policy.py). Selection tells it what was measured and decided.
+(trees/manager.py). Selection tells it what was measured and decided.
 """
 
 from __future__ import annotations

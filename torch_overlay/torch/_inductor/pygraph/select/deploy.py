@@ -21,13 +21,7 @@ from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.trees.cached import NotReplayed
-from torch._inductor.pygraph.trees.manager import (
-    forget,
-    has_trees,
-    manager_of,
-    policies_around,
-    state_of,
-)
+from torch._inductor.pygraph.trees.manager import forget, has_trees, manager_of, policies_around, state_of
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import CANDIDATES, NO_GRAPH, NODE_UPDATE
 from torch._inductor.pygraph.types.function import FunctionSpec
