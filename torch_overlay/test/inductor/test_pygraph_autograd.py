@@ -1276,8 +1276,8 @@ class AutogradTest(TestCase):
         shortener.forwards_to.clear()
         module, x = mlp(), torch.randn(3, 4)
         with (
-            mock.patch.object(shortener.CallShortener, "specialize") as specialize,
-            mock.patch.object(shortener.CallShortener, "runtime_wrapper") as wrapper,
+            mock.patch.object(shortener, "specialize") as specialize,
+            mock.patch.object(shortener, "runtime_wrapper") as wrapper,
             mock.patch.object(shortener, "direct") as called,
         ):
             compiled = torch.compile(module, backend="aot_eager")

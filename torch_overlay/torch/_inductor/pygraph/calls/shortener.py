@@ -17,6 +17,7 @@ saved tensors, version counters, freed buffers, anomaly mode. Compiled autograd 
 
 from __future__ import annotations
 
+import functools
 import types
 from typing import Any, TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._functorch._aot_autograd.runtime_wrappers import _FirstInvocationContext
-    from torch._functorch._aot_autograd.schemas import MemoryFormatMeta, ViewAndMutationMeta
+    from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
 
 set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 profiler = torch.autograd.profiler
@@ -291,7 +292,13 @@ def _backward(
 ) -> Callable[..., Any]:
     "As BackwardCFunction.apply, which is ``general``, of CompiledFunction.backward."
     metadata = function.metadata
-    layouts = [_layout(meta.memory_format) for meta in metadata.subclass_tangent_meta]
+    # A tensor that is laid out as it should be gets the first in less time.
+    layouts = [
+        torch.Tensor.contiguous
+        if meta.memory_format.memory_format is torch.contiguous_format
+        else functools.partial(coerce_to_expected_memory_format, memory_format=meta.memory_format)
+        for meta in metadata.subclass_tangent_meta
+    ]
     tangents = list(zip(_tangents(metadata), layouts))
     must_not_be_deterministic = metadata.deterministic is False
     tensor = torch.Tensor
@@ -331,26 +338,10 @@ def _backward(
     return backward
 
 
-def _layout(expected: MemoryFormatMeta) -> Callable[[torch.Tensor], torch.Tensor]:
-    "coerce_to_expected_memory_format"
-    if expected.memory_format is not torch.contiguous_format:
-        return lambda x: coerce_to_expected_memory_format(x, expected)
-    # The same, in less time, if there is nothing to do.
-    return torch.Tensor.contiguous
-
-
-class CallShortener:
-    runtime_wrapper = staticmethod(runtime_wrapper)
-    specialize = staticmethod(specialize)
-
-    @staticmethod
-    def note_forwarding(fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None) -> None:
-        """
-        Note that ``fn`` only passes on its arguments and the results of ``to``. It may disable
-        gradients, do more in its first call, and check the number of outputs.
-        """
-        forwards_to[fn] = to, num_outputs
-        direct_calls[fn] = direct
-
-
-SHORTENER = CallShortener()
+def note_forwarding(fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None) -> None:
+    """
+    Note that ``fn`` only passes on its arguments and the results of ``to``. It may disable
+    gradients, do more in its first call, and check the number of outputs.
+    """
+    forwards_to[fn] = to, num_outputs
+    direct_calls[fn] = direct

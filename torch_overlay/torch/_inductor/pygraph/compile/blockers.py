@@ -25,8 +25,6 @@ from torch.utils._sympy.symbol import symbol_is_type, SymT
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    import sympy
-
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
@@ -58,7 +56,8 @@ def partition_reason(node: BaseSchedulerNode) -> Code | None:
         isinstance(output, ir.IRNode) and is_cpu_tensor(output) for output in pytree.tree_leaves(ir_node.outputs)
     ):
         return Code.GIVES_CPU_TENSOR
-    if ir_node is not None and any(map(is_float, ir_node.get_free_symbol_uses())):
+    symbols = () if ir_node is None else ir_node.get_free_symbol_uses()
+    if any(symbol_is_type(symbol, (SymT.FLOAT, SymT.UNBACKED_FLOAT)) for symbol in symbols):
         return Code.HOST_FLOAT
     return None
 
@@ -75,10 +74,6 @@ def is_cpu_tensor(buffer: ir.IRNode) -> bool:
         and isinstance(getattr(buffer, "layout", None), ir.NoneLayout)
         and buffer.get_unbacked_symbol_defs()
     )
-
-
-def is_float(symbol: sympy.Symbol) -> bool:
-    return symbol_is_type(symbol, (SymT.FLOAT, SymT.UNBACKED_FLOAT))
 
 
 def hands_over_seed(ir_node: object) -> bool:

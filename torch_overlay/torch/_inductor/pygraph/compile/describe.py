@@ -1,8 +1,6 @@
 """
-Describes generated code as it is generated; see types/partition.py for the result.
-
-The sources are the scheduler's nodes and the lines of the wrapper, which are objects until the
-code is assembled. The code itself is not read.
+Describe code as it is generated, from the scheduler's nodes and the lines of the wrapper, which are
+objects until the code is assembled. The result is in types/partition.py.
 """
 
 from __future__ import annotations
@@ -29,8 +27,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode
 
-
-SAVED = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
 
 # Lines that do nothing in a call, or only delete names.
 IDLE_LINES = (
@@ -107,7 +103,8 @@ def _returned_names() -> OrderedSet[str]:
     if len(descs) != len(names):
         # Not from AOTAutograd, or changed since.
         return OrderedSet(names)
-    return OrderedSet(name for name, desc in zip(names, descs) if not isinstance(desc, SAVED))
+    saved = (SavedForBackwardsAOTOutput, SavedForBackwardsNoVcCheckAOTOutput)
+    return OrderedSet(name for name, desc in zip(names, descs) if not isinstance(desc, saved))
 
 
 def _operations(node: BaseSchedulerNode) -> Iterator[ir.Operation]:

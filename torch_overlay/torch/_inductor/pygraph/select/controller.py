@@ -84,11 +84,8 @@ def has_left(ref: StorageWeakRef, address: int) -> bool:
 
 class Controller:
     """
-    See the module's docstring. It is a GraphPolicy.
-
-    Attributes:
-        reselect: called when the graph that was selected cannot be bound any more, or copies
-            more than when it was timed. None for a forced candidate
+    See the module's docstring. It is a GraphPolicy. ``reselect`` is called when the graph that was
+    selected cannot be bound any more, or copies more than when it was timed. A forced one has none.
     """
 
     def __init__(self, spec: FunctionSpec, report: FunctionReport) -> None:

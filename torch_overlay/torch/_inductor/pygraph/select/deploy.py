@@ -96,12 +96,8 @@ def deploy(
 @dataclasses.dataclass(eq=False)
 class Deployment:
     """
-    The ways to run one function: uncaptured, recording it, replaying it.
-
-    Args:
-        kwargs: further arguments of cudagraph_trees.cudagraphify
-        sizes: integers among the inputs
-        to_check: inputs that may be misaligned
+    The ways to run one function: uncaptured, recording it, replaying it. ``sizes`` are the integers
+    among its inputs, ``to_check`` the inputs that may be misaligned.
     """
 
     spec: FunctionSpec
@@ -244,12 +240,8 @@ class Deployment:
 @dataclasses.dataclass(eq=False)
 class Replayer:
     """
-    Replays the recordings of a function, or runs it uncaptured where that is not possible.
-
-    Args:
-        trees: runs the function by trees
-        chain: its recordings that are replayed without trees
-        general: this object behind the alignment of inputs
+    Replays the recordings of a function by ``trees``, or runs it uncaptured where that is not possible.
+    ``general`` is this object behind the alignment of inputs.
     """
 
     deployment: Deployment

@@ -259,7 +259,9 @@ class Selection:
         graph = yield from self._time()
         stays, *reasons = judge(graph, uncaptured)
         is_doubtful = not stays or depends_on_host(graph, uncaptured)
-        if is_doubtful and self._can_run_uncaptured():
+        # The uncaptured function needs memory beside the graph's.
+        needed = self.state.needed_bytes
+        if is_doubtful and (not needed or room(self.device_index) >= needed):
             graph = yield from self._time()
             uncaptured = yield from self._time(NO_GRAPH)
             stays, *reasons = judge(graph, uncaptured)
@@ -295,11 +297,6 @@ class Selection:
                 break
         self.controller.waits(False)
         return self.state.binding != COPY and any(other.report.choice in (COPY, *BINDINGS) for other in others or ())
-
-    def _can_run_uncaptured(self) -> bool:
-        """Return whether there is memory for it beside the graph's."""
-        needed = self.state.needed_bytes
-        return not needed or room(self.device_index) >= needed
 
     def _record(self, inputs: list[InputType], then: Callable[[], None] | None = None) -> OutputType:
         """Record in a call, and call ``then`` once it is recorded."""

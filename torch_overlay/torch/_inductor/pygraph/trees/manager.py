@@ -202,10 +202,8 @@ def recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> list[C
 
 def policies_around(manager: CUDAGraphTreeManager, function_id: FunctionID) -> OrderedSet[GraphPolicy] | None:
     """
-    Return the policies of the other functions on the paths of a function's recordings.
-
-    Returns None if there is no recording: it was dropped together with the recording of a
-    function in front of it, and will be made anew.
+    Return the policies of the other functions on the paths of a function's recordings, None if there
+    are none: they were dropped together with those of a function in front of it.
     """
     found = recordings(manager, function_id)
     if not found:
@@ -229,13 +227,8 @@ def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
 
 def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     """
-    Drop the recordings of a function that will not be replayed, and all nodes behind them.
-
-    The memory pool is freed with the last recording, once the caching allocator's cache is
-    emptied.
-
-    Returns False, and drops nothing, while one of these nodes has a live output, or is on a
-    path that has one.
+    Drop the recordings of a function that will not be replayed, and all nodes behind them. Return
+    False, and drop nothing, while one of these nodes has a live output, or is on a path that has one.
     """
     found = recordings(manager, function_id)
     last = manager.current_node
@@ -265,11 +258,7 @@ def empty_capture(device_index: int, stream: torch.cuda.Stream, pool: _POOL_HAND
 
 
 def renew_pool(manager: CUDAGraphTreeManager) -> None:
-    """
-    Exchange a pool that no graph uses, so that its segments can be freed.
-
-    A dropped graph, or a recording that failed, leaves segments in the pool.
-    """
+    """Exchange a pool in which dropped graphs or a failed recording left segments, so that they can be freed."""
     pool = torch.cuda.graph_pool_handle()
     manager.graph = empty_capture(manager.device_index, manager.stream, pool)
     manager.cuda_graphs_thread_pool = pool

@@ -1,8 +1,6 @@
 """
-Candidates: the ways in which a function can be deployed.
-
-A candidate is no graph, or a graph together with a binding. The binding says how the
-external inputs of a call reach the graph.
+Candidates: no graph, or a graph together with a binding, which says how the external inputs of
+a call reach the graph.
 """
 
 # Run the function uncaptured.

@@ -1,9 +1,7 @@
 """
 What is known of a function, what its recording is asked for, and what the recording gives.
 
-A function is one compiled graph, or one partition of it, for one set of sizes. Everything
-here is frozen but FunctionState, which only the function's controller writes
-(select/controller.py).
+Everything here is frozen but FunctionState, which only the function's controller writes.
 """
 
 from __future__ import annotations

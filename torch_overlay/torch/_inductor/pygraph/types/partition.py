@@ -1,9 +1,8 @@
 """
 What code generation knows about a compiled graph and the functions in it that may be captured.
 
-compile/describe.py makes these objects while Inductor generates the code. CompiledFxGraph holds
-a GraphInfo, so a graph from a cache has one as well. All of it is plain data. An object of the
-generated module, such as a kernel, appears by name, by which ``Runner.objects`` has it.
+CompiledFxGraph holds a GraphInfo, so a graph from a cache has one as well. All of it is plain data:
+an object of the generated module appears by name, by which ``Runner.objects`` has it.
 """
 
 from __future__ import annotations

@@ -94,13 +94,7 @@ class Blocker:
 
 @dataclasses.dataclass(frozen=True)
 class CpuValue:
-    """
-    A value on the CPU that GPU code reads.
-
-    Args:
-        name: the name of the node in the graph
-        how: the way in which it reaches the GPU; see compile/
-    """
+    """A value on the CPU that GPU code reads, and how it reaches the GPU; see compile/placement.py."""
 
     name: str
     type: str
@@ -110,12 +104,7 @@ class CpuValue:
 
 @dataclasses.dataclass(frozen=True)
 class PartitionReport:
-    """
-    Consecutive kernels that are captured together or, if there are blockers, not at all.
-
-    Args:
-        cpu_values: the CPU values that these kernels read or bring to the GPU
-    """
+    """Consecutive kernels that are captured together or, if there are blockers, not at all."""
 
     kernels: int
     source: str
