@@ -87,11 +87,7 @@ def hands_over_seed(ir_node: object) -> bool:
 
 
 def subgraph_reason(ir_node: object) -> Code | None:
-    """
-    Return why the graphs that a node runs cannot be captured, else None.
-
-    A replay runs no host code of a subgraph.
-    """
+    """Return why the graphs that a node runs cannot be captured, else None. A replay runs none of their host code."""
     for operation in operations_of_subgraphs(ir_node):
         if isinstance(operation, (Pack, HostCopy)):
             return Code.BRINGS_CPU_VALUES

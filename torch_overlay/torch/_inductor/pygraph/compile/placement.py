@@ -89,11 +89,8 @@ def note_callers(gm: torch.fx.GraphModule, name: str) -> None:
 def place_cpu_values(graph: torch.fx.Graph) -> None:
     """
     Give GPU code counterparts of the CPU values that it reads. This pass runs last on an aten
-    graph.
-
-    It replaces move_constructors_to_gpu with inputs and outputs, which stock CUDA graphs use.
-    That pass packs 0-d CPU tensors into one dtype, returns CPU outputs on the GPU, and leaves a
-    value on the CPU if a CPU operation or a custom operator uses it, too.
+    graph, instead of move_constructors_to_gpu with inputs and outputs, which packs 0-d CPU tensors
+    into one dtype, returns CPU outputs on the GPU, and leaves values on the CPU that CPU operations use.
     """
     # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
     updater = FakeTensorUpdater(graph)
@@ -116,11 +113,8 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
 
 class Placement:
     """
-    The counterparts of the CPU values of one graph, which ``run`` inserts.
-
-    Args:
-        found: the CPU values that GPU code reads
-        adds_constants: whether values may be computed at compile time
+    The counterparts of the CPU values that GPU code reads in one graph, ``found``, which ``run`` inserts.
+    With ``adds_constants`` values may be computed at compile time.
     """
 
     def __init__(self, graph: torch.fx.Graph, found: Sequence[Crossing], *, adds_constants: bool) -> None:

@@ -17,12 +17,7 @@ if TYPE_CHECKING:
 
 
 def load(path: Path) -> list[Report]:
-    """
-    Return the reports of a directory of structured traces, of one such log, or of Report.json().
-
-    Raises:
-        ValueError: there is no report in it.
-    """
+    """Return the reports of a directory of traces, of one such log, or of Report.json(); ValueError if it has none."""
     try:
         if path.suffix == ".json":
             content = json.loads(path.read_text())

@@ -45,10 +45,8 @@ class StaticInputs:
     """
     The static inputs of a function's recordings.
 
-    Layers that share their code have a recording each, for which replays have nothing to do
-    for the weights. A program that keeps making new weights would be recorded without end.
-    Its old weights are gone, if not by the next recording: another layer may be recorded
-    between the two, or the program keeps the last state beside the present one.
+    Layers that share their code have a recording each. A program that keeps making new weights
+    would be recorded without end. Its old weights are gone by one of the next recordings.
     """
 
     def __init__(self) -> None:

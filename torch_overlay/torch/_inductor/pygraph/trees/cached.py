@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 
 class NotReplayed(Exception):
     """
-    A recording was not replayed in this call, which has to run uncaptured.
-
-    An input in the pool, which the graph overwrites, is still held: ``retain_graph=True`` in
-    this step and not in the recorded one. Or the graph reads CPU values that another thread
-    packs, or an input is not the content of its memory, or the driver refused.
+    A recording was not replayed in this call, which has to run uncaptured: an input in the pool is
+    still held, another thread packs CPU values, an input is not the content of its memory, or the
+    driver refused.
 
     Attributes:
         restored: addresses of the inputs that were let go and rebuilt. Nobody owns that

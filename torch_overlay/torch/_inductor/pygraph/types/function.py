@@ -149,11 +149,8 @@ class RecordingFacts:
 @dataclasses.dataclass(frozen=True)
 class Refused:
     """
-    A recording that was not made.
-
-    Args:
-        is_capturable: whether the function may be recorded with another binding
-        rerun: gives the outputs of the call, uncaptured
+    A recording that was not made. If ``is_capturable``, the function may be recorded with another
+    binding. ``rerun`` gives the outputs of the call, uncaptured.
     """
 
     reason: Reason

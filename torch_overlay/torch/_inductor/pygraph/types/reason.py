@@ -238,13 +238,7 @@ def first_line(error: object) -> str:
 
 
 class RefusedError(RuntimeError):
-    """
-    A graph cannot do what the function does.
-
-    Attributes:
-        reason: why
-        is_capturable: whether a graph may still do it with another binding
-    """
+    """A graph cannot do what the function does. ``is_capturable``: one with another binding may still."""
 
     def __init__(self, reason: Reason, *, is_capturable: bool = True) -> None:
         super().__init__(reason.text)
