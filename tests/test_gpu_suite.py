@@ -857,21 +857,6 @@ def test_variants_that_run_alone_settle_one_after_the_other(monkeypatch):
     assert len(rows) == 2 and most == 1
 
 
-def test_variants_of_one_workload_are_compiled_side_by_side(monkeypatch):
-    def apart(cores, names="a", **overrides):
-        monkeypatch.setattr(suite.os, "sched_getaffinity", lambda pid: range(cores))
-        answers = {f"{name} prepare": {} for name in names}
-        answers |= {f"{name} measure": {**ROW, "name": name} for name in names}
-        rows, _ = _run_suite(names, {**answers, **MEMORY}, suite_name="paper", **{"apart": True, **overrides})
-        assert len(rows) == len(names)
-        assert len(FakeWorker.closed) >= len(FakeWorker.started)
-        return [worker.options[-1] for worker in FakeWorker.started if "--variants" in worker.options]
-
-    # Beside the case's process and two that run a variant alone.
-    assert apart(8) == ["no_cg", "stock_cg", "stock_whole", "forced_node_update", "forced_copy"]
-    assert apart(7) == apart(8, names="ab") == apart(8, apart=False) == []
-
-
 def test_the_last_cases_compile_as_long_as_measuring_them_allows(monkeypatch):
     def seconds(names):
         answers = {f"{name} prepare": {} for name in names}

@@ -18,16 +18,12 @@ copies         stock: the inputs are copied to fixed addresses
 node_update    the host sets each node
 prelude        the first node takes the addresses by value and sets the others
 table          the first node takes them by value and writes a table that kernels read
-table_copy     the table is copied from pinned memory ahead of the graph
-table_mapped   the graph's first node copies the table from a page of the host's. Nothing
-               keeps two calls apart: it is a bound, not a binding
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -57,17 +53,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WAYS = ("replay", "copies", "node_update", "prelude", "table", "table_copy", "table_mapped")
-# Those that selection can pick, and that keep calls apart.
-BINDINGS = ("copies", "node_update", "prelude", "table")
+WAYS = ("replay", "copies", "node_update", "prelude", "table")
 
 ELEMENTS = 1024
 # Sets of inputs that calls take in turn.
 RING = 4
 LATENCIES = 200
 ROUNDS = 11
-# Pinned tables: more than calls are enqueued before the device is waited for.
-PINNED = 2048
 
 MODELS = ("bert_inference", "llama_inference", "resnet18_inference")
 # Of one kernel in a graph.
@@ -125,24 +117,16 @@ class Way:
 
     def is_right(self) -> bool:
         for _ in range(2 * RING):
-            # One way does not keep calls apart.
-            torch.cuda.synchronize()
             self.call()
             if not all(torch.equal(o, x + 1) for o, x in zip(self.outputs, self.sets[self.next])):
                 return False
         return True
 
-    def _capture(self, inputs: list[torch.Tensor], first: Callable[[], object] = lambda: None) -> None:
+    def _capture(self, inputs: list[torch.Tensor]) -> None:
         with torch.cuda.graph(self.graph):
-            first()
             stream = torch.cuda.current_stream().cuda_stream
             for x, out in zip(inputs, self.outputs):
                 self.kernel.run(x, out, ELEMENTS, stream=stream)
-
-    def _capture_placed(self, first: Callable[[], object] = lambda: None) -> PlaceholderMap:
-        placed = arena(0, NAN).place([(4 * ELEMENTS, 16)] * len(self.outputs))
-        self._capture([tensor_at(p.address, x, 0) for p, x in zip(placed, self.sets[0])], first)
-        return PlaceholderMap(placed)
 
     def _replay(self, n: int) -> Callable[[int], None]:
         self._capture(self.sets[0])
@@ -157,7 +141,9 @@ class Way:
         return lambda i: torch._foreach_copy_(static, self.sets[i])
 
     def _bound(self, prelude: Callable[[PlaceholderMap], Prelude | None]) -> Callable[[int], None]:
-        placeholders = self._capture_placed()
+        placed = arena(0, NAN).place([(4 * ELEMENTS, 16)] * len(self.outputs))
+        self._capture([tensor_at(p.address, x, 0) for p, x in zip(placed, self.sets[0])])
+        placeholders = PlaceholderMap(placed)
         made = prelude(placeholders)
         self.graph.instantiate()
         if made is not None:
@@ -185,65 +171,6 @@ class Way:
             return made
 
         return self._bound(prelude)
-
-    def _slots(self, placeholders: PlaceholderMap) -> torch.Tensor:
-        self.table = Table([self.kernel], 0)
-        graph = bindings().CUgraph(self.graph.raw_cuda_graph())
-        readers = list(kernels_that_read(graph, placeholders))
-        if not all(self.table.takes(reader) for reader in readers):
-            raise RuntimeError("kernels were not replaced by their indirect forms")
-        (page,) = self.table.pages
-        expected = [page.data_ptr() + 8 * k for k in range(len(self.outputs))]
-        if [self.table.slots[k, 0] for k in range(len(self.outputs))] != expected:
-            raise RuntimeError("slots are not in the order of the inputs")
-        return page
-
-    def _table_copy(self, n: int) -> Callable[[int], None]:
-        page = self._slots(self._capture_placed())
-        self.graph.instantiate()
-        pinned = torch.empty(PINNED, n, dtype=torch.int64, pin_memory=True)
-        rows = [(ctypes.c_uint64 * n).from_address(row.data_ptr()) for row in pinned]
-        addresses = itertools.cycle(list(zip(rows, [row.data_ptr() for row in pinned])))
-        copy, target, nbytes = bindings().cuMemcpyHtoDAsync, page.data_ptr(), 8 * n
-
-        def give(i: int) -> None:
-            row, address = next(addresses)
-            row[:] = self.pointers[i]
-            copy(target, address, nbytes, torch.cuda.current_stream().cuda_stream)
-
-        self.pinned = pinned
-        return give
-
-    def _table_mapped(self, n: int) -> Callable[[int], None]:
-        pinned = torch.zeros(n, dtype=torch.int64, pin_memory=True)
-        staged = torch.zeros(n, dtype=torch.int64, device="cuda")
-        placeholders = self._capture_placed(lambda: staged.copy_(pinned, non_blocking=True))
-        # The table's page does not exist while the copy is captured.
-        page = self._slots(placeholders)
-        _redirect_copy(self.graph, staged.data_ptr(), page.data_ptr())
-        self.graph.instantiate()
-        row = (ctypes.c_uint64 * n).from_address(pinned.data_ptr())
-        self.pinned = pinned
-
-        def give(i: int) -> None:
-            row[:] = self.pointers[i]
-
-        return give
-
-
-def _redirect_copy(graph: torch.cuda.CUDAGraph, old: int, new: int) -> None:
-    cu = bindings()
-    raw = cu.CUgraph(graph.raw_cuda_graph())
-    _, count = check(cu.cuGraphGetNodes(raw))
-    nodes, _ = check(cu.cuGraphGetNodes(raw, count))
-    for node in nodes[:count]:
-        if check(cu.cuGraphNodeGetType(node)) == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY:
-            params = check(cu.cuGraphMemcpyNodeGetParams(node))
-            if int(params.dstDevice) == old:
-                params.dstDevice = cu.CUdeviceptr(new)
-                check(cu.cuGraphMemcpyNodeSetParams(node, params))
-                return
-    raise RuntimeError("the graph has no such copy")
 
 
 def _latency(way: Way) -> float:
@@ -288,7 +215,7 @@ def crossovers(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     faster of the two, if from some point on it always is.
     """
     found = []
-    for a, b in itertools.permutations(BINDINGS, 2):
+    for a, b in itertools.permutations(WAYS[1:], 2):
         for time_of in ("us", "host_us", "latency_us"):
             faster = [
                 (point["parameters"], point["ways"][a][time_of] < point["ways"][b][time_of])

@@ -62,9 +62,6 @@ class Case:
     quick: bool = False
     # Device memory that it holds while others are measured.
     gib: float = 2.0
-    # One variant after the other takes longer to compile than a run has. Side by side each
-    # tunes its own kernels, so that variants differ by rounding.
-    apart: bool = False
 
     @property
     def tolerance(self) -> float:
@@ -98,11 +95,10 @@ class Suite:
     max_case_s: float = 90.0
     # Cases that are prepared at the same time: they also need the host's memory.
     together: int = 16
-    # Variants that are also run alone, for the memory they need, what they launch and copy,
-    # and, from cold caches, the time until their steady state.
+    # Variants that are also run alone, for the memory they need and, if ``cold``, what they
+    # launch and copy, and the time from cold caches until their steady state.
     solo: tuple[str, ...] = ("stock_cg", "pygraph")
     cold: bool = True
-    profile: bool = True
     # Those of which it is also known what they launch where they were timed, beside others.
     # What is dropped once it is measured is not: of those only the last stays.
     profiled: tuple[str, ...] = ()

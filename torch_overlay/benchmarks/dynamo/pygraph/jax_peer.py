@@ -1,7 +1,7 @@
 """
 Cases rewritten in JAX: the same computation, with the weights and inputs that PyTorch has.
 
-    python -m pygraph.jax_peer CASE FILE --rounds 21
+    python -m pygraph.jax_peer CASE FILE ROUNDS
 
 A process of its own, without PyTorch, on the device that PyTorch uses meanwhile only to hold
 memory. FILE has the weights and inputs, pickled: NumPy's arrays, and whether they hold the
@@ -13,12 +13,12 @@ PyTorch's.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import itertools
 import json
 import pickle
+import sys
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -154,16 +154,6 @@ def run(case: str, file: Path, rounds: int) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="pygraph.jax_peer", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("case", choices=MODELS)
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--rounds", type=int, default=21)
-    args = parser.parse_args()
-    print(json.dumps(run(args.case, args.file, args.rounds)))
-
-
 if __name__ == "__main__":
-    main()
+    _case, _file, _rounds = sys.argv[1:]
+    print(json.dumps(run(_case, Path(_file), int(_rounds))))

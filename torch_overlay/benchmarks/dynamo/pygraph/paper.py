@@ -259,7 +259,6 @@ paper(
     about="own, for TorchBench's timm_efficientdet (EfficientDet-D1), in float32: rounding decides gradients in bfloat16",
     obstacle="the number of boxes depends on the data: a graph break",
     capturable=False,
-    apart=True,
 )
 paper(
     "dcgan_train",

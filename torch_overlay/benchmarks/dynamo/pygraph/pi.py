@@ -19,7 +19,6 @@ SUITE = Suite(
     optimizer=True,
     dropout=True,
     cold=False,
-    profile=False,
     must_equal=("pygraph", "forced_node_update"),
     selects_in_loop=True,
 )

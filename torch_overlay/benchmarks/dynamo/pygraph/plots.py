@@ -72,13 +72,16 @@ def draw(suite: str, rows: list[Row], directory: Path, more: Row | None = None) 
     return files
 
 
-def _speedup(rows: list[Row]) -> Any:
-    rows = [row for row in rows if speedup(row, "stock_cg", "no_cg") or speedup(row, "pygraph", "no_cg")]
-    bars = {
-        "stock CUDA graphs": (GREY, [speedup(row, "stock_cg", "no_cg") for row in rows]),
-        "PyGraph": (BLUE, [speedup(row, "pygraph", "no_cg") for row in rows]),
-    }
+def _speedups(rows: list[Row], steps: dict[str, tuple[str, str]], *needed: str) -> Any:
+    """Bars of variants, of the rows that have a time of one that is ``needed``."""
+    rows = [row for row in rows if any(speedup(row, name, "no_cg") for name in needed)]
+    bars = {name: (color, [speedup(row, step, "no_cg") for row in rows]) for name, (color, step) in steps.items()}
     return _grouped(rows, bars, "times as fast as no CUDA graphs", geomean=True)
+
+
+def _speedup(rows: list[Row]) -> Any:
+    steps = {"stock CUDA graphs": (GREY, "stock_cg"), "PyGraph": (BLUE, "pygraph")}
+    return _speedups(rows, steps, "stock_cg", "pygraph")
 
 
 def _ablation(rows: list[Row]) -> Any:
@@ -88,9 +91,7 @@ def _ablation(rows: list[Row]) -> Any:
         "CGCT + PI": (ORANGE, "forced_node_update"),
         "CGCT + PI + SCG": (BLUE, "pygraph"),
     }
-    rows = [row for row in rows if any(speedup(row, f"forced_{name}", "no_cg") for name in ("copy", "node_update"))]
-    bars = {name: (color, [speedup(row, step, "no_cg") for row in rows]) for name, (color, step) in steps.items()}
-    return _grouped(rows, bars, "times as fast as no CUDA graphs", geomean=True)
+    return _speedups(rows, steps, "forced_copy", "forced_node_update")
 
 
 def _memory(rows: list[Row]) -> Any:

@@ -14,6 +14,7 @@ import argparse
 import logging
 import time
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
@@ -55,30 +56,22 @@ class Must:
     of_stock: bool = False
 
 
-def _total(times: Times) -> float:
-    return times["total"]
-
-
-def _host(times: Times) -> float:
-    return times["host"]
-
-
 def _trees_and_below(times: Times) -> float:
     return sum(times.get(layer, 0.0) for layer in LAYERS[LAYERS.index("trees") :])
 
 
 MUSTS = {
     "linear_relu": (
-        Must("a call", _total, 22.0, 57.0),
+        Must("a call", itemgetter("total"), 22.0, 57.0),
         Must("trees and below, with the launch", _trees_and_below, 7.0, 21.0),
     ),
-    "pointwise_16x4MiB": (Must("a call", _total, 30.0, 62.0),),
-    "pointwise_2x4KiB": (Must("a call", _total, 20.0, 50.0),),
-    "mlp_20": (Must("a call", _total, 66.0, 72.0),),
-    "training": (Must("host", _host, 0.5, of_stock=True),),
+    "pointwise_16x4MiB": (Must("a call", itemgetter("total"), 30.0, 62.0),),
+    "pointwise_2x4KiB": (Must("a call", itemgetter("total"), 20.0, 50.0),),
+    "mlp_20": (Must("a call", itemgetter("total"), 66.0, 72.0),),
+    "training": (Must("host", itemgetter("host"), 0.5, of_stock=True),),
 }
 # Of three_graphs, over ONE_GRAPH.
-EXTRA_GRAPH = Must("host for each extra graph", lambda times: times["extra"], 8.0)
+EXTRA_GRAPH = Must("host for each extra graph", itemgetter("extra"), 8.0)
 
 
 def musts(name: str, times: dict[str, Times], one_graph: dict[str, Times] | None) -> list[Row]:

@@ -26,7 +26,6 @@ from . import cgct_run
 from .case import described
 from .catalogue import SUITES
 from .processes import Answering
-from .program import VARIANTS
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
 
@@ -56,7 +55,7 @@ MAX_ALONE = 8
 # need about half of what all variants do.
 BATCH_SHARE = 0.65
 ALONE_SHARE = 0.3
-# That compile kernels for a variant that runs alone, at least.
+# That compile kernels for a variant that runs alone.
 ALONE_THREADS = 2
 # Those whose memory has a place in the row.
 MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
@@ -195,7 +194,6 @@ class _Run:
         start = time.monotonic()
         threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(cases))
         compiled_by = start + compiling_s
-        seconds = PREPARE_SHARE * compiling_s
         room = _Room(MAX_ALONE, ALONE_SHARE * self.device_gib)
         # What calls take while others are timed too says little of which graphs are faster.
         settling = threading.Lock()
@@ -204,12 +202,8 @@ class _Run:
         with closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
             # The threads only wait: for the workers, or for room.
             with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
-                apart = [] if len(cases) > 1 else self.apart(cases[0], len(cases) + len(tasks))
-                # What is compiled apart has as many threads, in all, as the case's process, so as to keep up with it.
-                shared = max(ALONE_THREADS, threads // len(apart)) if apart else ALONE_THREADS
-                preparing = {
-                    w.case.name: pool.submit(self.prepared, w, seconds, compiled_by, apart, shared) for w in workers
-                }
+                question = f"prepare {PREPARE_SHARE * compiling_s:.0f}"
+                preparing = {w.case.name: pool.submit(w.ask, question, compiled_by) for w in workers}
 
                 def alone(case: Case, variant: str) -> Row:
                     cold = SUITES[case.suite].cold
@@ -218,7 +212,7 @@ class _Run:
                     with room.held(case.gib / 2):
                         if time.monotonic() >= compiled_by:
                             return {"error": "out of time"}
-                        own = self.start_worker(case, self.options, self.logs, shared, cold)
+                        own = self.start_worker(case, self.options, self.logs, ALONE_THREADS, cold)
                         with closing([own]) as (worker,):
                             row = worker.ask(f"compile_alone {variant}", compiled_by)
                             if "error" not in row:
@@ -252,35 +246,6 @@ class _Run:
                 rows.append(row)
                 self.on_row(row)
         return rows, skipped
-
-    def apart(self, case: Case, others: int) -> list[str]:
-        """
-        The variants that are compiled beside the case's process, in one each, if there are
-        cores for them and for ``others``. One after the other takes too long of a large case.
-        """
-        if not case.apart:
-            return []
-        asked: Sequence[str] = SUITES[case.suite].variants
-        if "--variants" in self.options:
-            asked = self.options[self.options.index("--variants") + 1].split(",")
-        # The case's process compiles those that select first, and hand_written captures what no_cg compiled.
-        names = [
-            name
-            for name in asked
-            if (variant := VARIANTS[name]).compile is not None and not (variant.selects or variant.hand_written)
-        ]
-        cores, gib = others + len(names), (1 + len(names) / 2) * case.gib
-        fits = cores <= len(os.sched_getaffinity(0)) and gib <= BATCH_SHARE * self.device_gib
-        return names if fits else []
-
-    def prepared(self, worker: Worker, seconds: float, by: float, apart: list[str], threads: int) -> Row:
-        """The worker finds in its caches what was compiled apart, which ends when it has all it needs."""
-        options = [[*self.options, "--variants", name] for name in apart]
-        started = [self.start_worker(worker.case, own, self.logs, threads) for own in options]
-        with ThreadPoolExecutor(1 + len(apart)) as pool, closing(started) as others:
-            for other in others:
-                pool.submit(other.ask, "prepare", by)
-            return worker.ask(f"prepare {seconds:.0f}", by)
 
     def measured(self, worker: Worker, ready: Row, by: float, threads: int) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""

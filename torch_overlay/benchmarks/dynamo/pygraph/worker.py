@@ -357,7 +357,7 @@ class CaseRun:
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
             "pools_mib": memory_of_pools(),
             "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
-            **({"launches": self._launches(loop)} if self.suite.profile else {}),
+            **({"launches": self._launches(loop)} if self.suite.cold else {}),
         }
 
     def again(self) -> dict[str, Any]:
@@ -488,12 +488,10 @@ class CaseRun:
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory, "inputs")
             file.write_bytes(pickle.dumps(pytree.tree_map(bits, (weights, ring))))
-            command = [sys.executable, "-m", jax_peer.__name__, self.case.name, str(file)]
+            command = [sys.executable, "-m", jax_peer.__name__, self.case.name, str(file), str(self._rounds())]
             # PyTorch holds the rest of the memory.
             environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            done = subprocess.run(
-                [*command, "--rounds", str(self._rounds())], env=environment, stdout=subprocess.PIPE, text=True
-            )
+            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 raise RuntimeError(f"ended with {done.returncode}, see the log")
             answer = json.loads(done.stdout.splitlines()[-1])
