@@ -653,8 +653,6 @@ def test_smoke(case):
 def test_the_suites():
     by_suite = {suite: catalogue.select(suite) for suite in catalogue.SUITES}
     assert len(by_suite["pi"]) == 14 and len(by_suite["scg"]) >= 30
-    names = {case.name for case in by_suite["scg"]}
-    assert {*catalogue.SUITES["scg"].repeated, catalogue.SUITES["scg"].decided_at_once} <= names
     papers = [case.paper for case in by_suite["paper"]]
     assert len(papers) == len(set(papers)) == 25 and all(papers)
     assert all(case.about for suite in ("paper", "modern") for case in by_suite[suite])
@@ -747,8 +745,8 @@ class FakeWorker:
     # (case, seconds) of what was compiled
     compiled: list[tuple[str, int]] = []
 
-    def __init__(self, case, options, logs, threads, cold=False, caches=None):
-        self.case, self.options, self.cold, self.caches = case, options, cold, caches
+    def __init__(self, case, options, logs, threads, cold=False):
+        self.case, self.options, self.cold = case, options, cold
         self.at = ""
         self.started.append(self)
 
@@ -901,57 +899,6 @@ def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeyp
     assert _run_suite(["a"], answers) == ([], ["a"])
 
 
-SECOND = {"choices": ["node_update"], "remembered": 1, "timed_calls": 0, "equal": True}
-FIRST = {**SECOND, "remembered": 0, "timed_calls": 34}
-
-
-def _run_scg(second, first=FIRST, last=SECOND):
-    row = {**ROW, "suite": "scg", "name": "chain_3", "graphs": [{"choice": "node_update"}]}
-    answers = {
-        "chain_3 prepare": {},
-        "chain_3 measure": row,
-        "chain_3 again": [dict(second), *[dict(first) for _ in range(suite.AT_ONCE)], dict(last)],
-    }
-    rows, skipped = _run_suite(["chain_3"], answers, suite_name="scg")
-    assert [row["name"] for row in rows] == ["chain_3", "second_process", "8_processes"] and skipped == []
-    json.dumps(rows)
-    assert "second_process" in format_table(rows)
-    return [row["missed"] for row in rows[1:]]
-
-
-def test_other_processes_find_the_decisions():
-    assert _run_scg(SECOND) == [[], []]
-    caches = [worker.caches for worker in FakeWorker.started]
-    # Of the first and the second, then empty ones.
-    assert caches[0] == caches[1] != caches[2] and len(set(caches[2:])) == 1 and len(caches) == 11
-    assert not any(Path(folder).exists() for folder in caches)
-
-
-@pytest.mark.parametrize(
-    ("change", "found"),
-    [
-        ({"error": "out of time"}, "out of time"),
-        ({"timed_calls": 17}, "17 calls were timed again"),
-        ({"remembered": 0}, "0 of 1 functions were remembered"),
-        ({"equal": False}, "results differ"),
-        ({"choices": ["copy"]}, "['copy'], and ['node_update'] in the first process"),
-    ],
-)
-def test_other_processes_that_decide_anew(change, found):
-    assert _run_scg({**SECOND, **change})[0] == [f"chain_3: {found}"]
-    if "choices" not in change:
-        assert _run_scg(SECOND, last={**SECOND, **change})[1] == [f"afterwards: {found}"]
-
-
-def test_processes_at_once_have_to_be_right():
-    for change, found in (
-        ({"error": "no"}, "no"),
-        ({"equal": False}, "results differ"),
-        ({"choices": ["undecided"]}, "undecided"),
-    ):
-        assert _run_scg(SECOND, first={**FIRST, **change})[1] == [found] * suite.AT_ONCE
-
-
 def test_regret_is_what_is_beyond_the_noise():
     def row(*interval, **changed):
         times = {"no_cg": 10.0, "stock_cg": 20.0, "forced_copy": 21.0, "forced_node_update": 8.0}
@@ -976,9 +923,6 @@ def test_an_exhaustive_suite_times_all_in_turns():
     row = _measure(case, variants)
     assert row["equal"] and set(row["ratios"]) == set(row["candidates_us"]) == set(catalogue.SUITES["scg"].candidates)
     assert row["best"] in ("no_graph", "copy", "node_update")
-    run = worker.CaseRun(case, "cpu", small=True, variants=variants)
-    found = run.again()
-    assert found == {"choices": [], "remembered": 0, "timed_calls": 0, "equal": True, "bitwise": True}
 
 
 def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():

@@ -103,8 +103,6 @@ def _device_gib() -> float:
 def _progress(row: Row) -> str:
     if "error" in row or "skipped" in row:
         return f"{row['name']}: {row.get('error') or row['skipped']}"
-    if "processes" in row:
-        return f"{row['name']}: {'; '.join(row['missed']) or 'as they should'}"
     times = [row.get(f"{name}_us") for name in ("no_cg", "stock_cg", "pygraph")]
     return f"{row['name']}: {' / '.join(map(str, times))} us, {row['choice']}"
 

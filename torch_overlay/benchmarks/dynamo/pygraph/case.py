@@ -111,10 +111,6 @@ class Suite:
     selects_in_loop: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02
-    # Cases that processes after the first repeat with its decisions, and the one that is
-    # decided by several processes at once.
-    repeated: tuple[str, ...] = ()
-    decided_at_once: str = ""
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -140,18 +136,19 @@ WORKLOADS = Suite(
 )
 
 
-class Cases:
-    """The cases of one suite, by name, in the order in which they are added."""
+# By name, of all suites.
+CASES: dict[str, Case] = {}
 
-    def __init__(self, suite: str, kind: type[Case] = Case, **common: Any) -> None:
-        """``common``: what all of them are created with, unless a case says otherwise."""
-        self.suite, self.kind, self.common = suite, kind, common
-        self.by_name: dict[str, Case] = {}
 
-    def add(self, name: str, *args: Any, **kwargs: Any) -> None:
-        if name in self.by_name:
+def adding(suite: str, kind: type[Case] = Case, **common: Any) -> Callable[..., None]:
+    """What adds a case to a suite. ``common``: what all are created with, unless a case says otherwise."""
+
+    def add(name: str, *args: Any, **kwargs: Any) -> None:
+        if name in CASES:
             raise ValueError(f"two cases {name}")
-        self.by_name[name] = self.kind(name, self.suite, *args, **{**self.common, **kwargs})
+        CASES[name] = kind(name, suite, *args, **{**common, **kwargs})
+
+    return add
 
 
 def described(case: Case) -> dict[str, Any]:
@@ -168,3 +165,8 @@ def normal(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Call
 
 def sized(full: Callable[[], Any], small: Callable[[], Any]) -> Callable[[bool], Any]:
     return lambda is_small: small() if is_small else full()
+
+
+def images(batch: int, dtype: torch.dtype = torch.float16, small_size: int = 64) -> Callable[[bool], Inputs]:
+    full = normal((batch, 3, 224, 224), dtype=dtype)
+    return sized(full, normal((2, 3, small_size, small_size), dtype=dtype))

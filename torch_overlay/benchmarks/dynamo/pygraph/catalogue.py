@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from . import cgct, modern, paper, pi, scg
-from .case import Suite
+from .case import CASES, Suite
 
 
 if TYPE_CHECKING:
@@ -48,12 +48,6 @@ BORROWED: dict[str, Callable[[Case], bool]] = {
     "bindings": lambda case: case.suite == "pi",
     "quick": lambda case: case.quick,
 }
-
-CASES: dict[str, Case] = {}
-for _suite in (pi, cgct, modern, paper, scg):
-    if _twice := CASES.keys() & _suite.CASES.by_name:
-        raise ValueError(f"two cases {', '.join(sorted(_twice))}")
-    CASES |= _suite.CASES.by_name
 
 
 def select(suite: str, names: list[str] | None = None) -> list[Case]:

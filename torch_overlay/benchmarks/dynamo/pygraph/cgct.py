@@ -7,6 +7,7 @@ values on the GPU; cgct_run.py says how, and what a case must show.
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .case import Case, Cases, Inputs, Suite
+from .case import adding, Case, Inputs, Suite
 from .models.small import MLP, MutatedInput
 
 
@@ -38,7 +39,7 @@ SUITE = Suite(
     solo=(),
     must_equal=("pygraph", "forced_node_update"),
 )
-CASES = Cases("cgct", CpuValues, gib=0.5, capturable=False)
+add = adding("cgct", CpuValues, gib=0.5, capturable=False)
 
 
 class Function(nn.Module):
@@ -50,19 +51,14 @@ class Function(nn.Module):
         return self.function(*args)
 
 
-def gpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    "On the current device."
-    return _values(size, dtype, None)
-
-
-def cpu(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return _values(size, dtype, "cpu")
-
-
-def _values(size: tuple[int, ...], dtype: torch.dtype, device: str | None) -> torch.Tensor:
+def _values(device: str | None, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     if dtype.is_floating_point:
         return torch.rand(size, dtype=dtype, device=device) + 0.5
     return torch.randint(8, size, dtype=dtype, device=device)
+
+
+# "gpu" is on the current device.
+gpu, cpu = functools.partial(_values, None), functools.partial(_values, "cpu")
 
 
 def values(
@@ -74,7 +70,7 @@ def values(
         found = inputs()
         return found if isinstance(found[-1], dict) else (found, {})
 
-    CASES.add(name, module, both, program=program, **kwargs)
+    add(name, module, both, program=program, **kwargs)
 
 
 def function(name: str, program: str, fn: Callable[..., Any], inputs: Callable[[], Any], **kwargs: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from .case import Cases, Inputs, sized, WORKLOADS
+from .case import adding, Inputs, sized, WORKLOADS
 from .models.hpc import ShallowWater
 from .models.hub import token_inputs, transformers_model
 from .models.language import CachedDecoder, Decoder, empty_caches, GatheredExperts, RelativeEncoder, RoutedExperts
@@ -22,8 +22,7 @@ from .models.tables import CartPoleRollout, CrossNetworkRecommender, GraphAttent
 
 
 SUITE = WORKLOADS
-CASES = Cases("modern")
-modern = CASES.add
+modern = adding("modern")
 
 
 # decoding

@@ -89,19 +89,17 @@ def copies(overlay: Path, site: Path, folder: Path) -> dict[str, Path]:
     """
     found = {build: folder / str(i) for i, build in enumerate(BUILDS)}
     shutil.copytree(overlay, found["flag_off"], symlinks=True)
-    for where, directories, files in os.walk(overlay):
-        member = Path(where).relative_to(overlay)
-        target = found["stock"] / member
-        if not (site / member).exists():
-            directories.clear()
-            continue
-        target.mkdir()
-        for name in [*directories, *files]:
-            entry = Path(where, name)
-            if entry.is_symlink():
-                (target / name).symlink_to(os.readlink(entry))
-            elif entry.is_file() and (site / member / name).exists():
-                shutil.copy2(site / member / name, target / name)
+
+    def in_site(path: str | Path) -> Path:
+        return site / Path(path).relative_to(overlay)
+
+    def not_installed(where: str, names: list[str]) -> list[str]:
+        return [name for name in names if not (in_site(where) / name).exists()]
+
+    def copy(source: str, target: str) -> None:
+        shutil.copy2(in_site(source), target)
+
+    shutil.copytree(overlay, found["stock"], symlinks=True, ignore=not_installed, copy_function=copy)
     return found
 
 

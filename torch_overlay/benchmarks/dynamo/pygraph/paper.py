@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .case import Cases, Inputs, normal, sized, WORKLOADS
+from .case import adding, images, Inputs, normal, sized, WORKLOADS
 from .models.hpc import EquationOfState, TurbulentKineticEnergy
 from .models.hub import token_inputs, torchvision_model, transformers_model
 from .models.language import BertPretraining
@@ -26,11 +26,11 @@ from .models.vision import Discriminator, EfficientDet, LCNet
 
 
 SUITE = WORKLOADS
-CASES = Cases("paper")
+add = adding("paper")
 
 
 def paper(name: str, label: str, *args: Any, **kwargs: Any) -> None:
-    CASES.add(name, *args, paper=label, **kwargs)
+    add(name, *args, paper=label, **kwargs)
 
 
 # HPC
@@ -203,11 +203,6 @@ paper(
 # vision
 
 
-def _images(batch: int, dtype: torch.dtype = torch.float16, small_size: int = 224) -> Callable[[bool], Inputs]:
-    full = normal((batch, 3, 224, 224), dtype=dtype)
-    return sized(full, normal((2, 3, small_size, small_size), dtype=dtype))
-
-
 def _mask_rcnn(small: bool) -> nn.Module:
     from torchvision.models.detection import maskrcnn_resnet50_fpn
 
@@ -244,7 +239,7 @@ paper(
     "alexnet",
     "ALNET",
     torchvision_model("alexnet"),
-    _images(2),
+    images(2, small_size=224),
     dtype=torch.float16,
     about="torchvision's",
     needs=("torchvision",),
@@ -274,7 +269,7 @@ paper(
     "densenet121",
     "DNET",
     torchvision_model("densenet121"),
-    _images(64, small_size=64),
+    images(64),
     dtype=torch.float16,
     about="torchvision's",
     obstacle="18 MiB to copy",
@@ -284,7 +279,7 @@ paper(
     "lcnet",
     "LCNET",
     lambda small: LCNet(),
-    _images(256, small_size=64),
+    images(256),
     dtype=torch.float16,
     about="own, for timm's lcnet_050",
     obstacle="74 MiB to copy, read by cuDNN",

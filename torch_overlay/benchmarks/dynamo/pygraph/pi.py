@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .case import Cases, Inputs, normal, sized, Suite
+from .case import adding, images, normal, sized, Suite
 from .models.hub import token_inputs, torchvision_model, transformers_model
 from .models.small import MLP, MutatedInput, Pointwise
 
@@ -22,8 +22,7 @@ SUITE = Suite(
     must_equal=("pygraph", "forced_node_update"),
     selects_in_loop=True,
 )
-CASES = Cases("pi")
-add = CASES.add
+add = adding("pi")
 
 
 class Attention(nn.Module):
@@ -105,13 +104,6 @@ def _llama(layers: int) -> Callable[[bool], nn.Module]:
     return lambda small: transformers_model("LlamaForCausalLM", small, drops=True, num_hidden_layers=layers, **sizes)
 
 
-def _images(batch: int, dtype: torch.dtype) -> Callable[[bool], Inputs]:
-    return sized(
-        normal((batch, 3, 224, 224), dtype=dtype),
-        normal((2, 3, 64, 64), dtype=dtype),
-    )
-
-
 def _model(name: str, mode: str, *what: Any) -> None:
     # Weights in bfloat16 for inference, in float32 under autocast for training.
     needs = "torchvision" if name.startswith("resnet") else "transformers"
@@ -123,5 +115,5 @@ _model("bert", "inference", _bert(12), token_inputs(30522, 4, 128))
 _model("bert", "training", _bert(6), token_inputs(30522, 8, 128))
 _model("llama", "inference", _llama(12), token_inputs(32000, 1, 256))
 _model("llama", "training", _llama(6), token_inputs(32000, 4, 256))
-_model("resnet18", "inference", torchvision_model("resnet18"), _images(16, torch.bfloat16))
-_model("resnet18", "training", torchvision_model("resnet18"), _images(32, torch.float32))
+_model("resnet18", "inference", torchvision_model("resnet18"), images(16, torch.bfloat16))
+_model("resnet18", "training", torchvision_model("resnet18"), images(32, torch.float32))

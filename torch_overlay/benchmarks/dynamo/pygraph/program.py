@@ -36,8 +36,6 @@ class Variant:
     compile: dict[str, Any] | None
     # Inductor's configuration while it runs.
     config: dict[str, Any] = field(default_factory=dict)
-    # It times itself, so it starts over in a quiet machine.
-    selects: bool = False
     # Measured after the others, and dropped, so that not all of them hold memory at once.
     alone: bool = False
     # Captured by hand, in one graph.
@@ -57,7 +55,7 @@ VARIANTS = {
     "stock_cg": Variant({"mode": "reduce-overhead"}),
     # As in the PyTorch of the paper, where one CPU node keeps all of a graph from capture.
     "stock_whole": Variant({"options": {"triton.cudagraphs": True, "graph_partition": False}}),
-    "pygraph": Variant({"options": {"pygraph": True}}, selects=True),
+    "pygraph": Variant({"options": {"pygraph": True}}),
     # The ablation: every graph deployed with its inputs copied, which leaves the code
     # transformations; every graph with its inputs bound, which adds parameter indirection.
     # With selection that is pygraph itself.
@@ -69,7 +67,7 @@ VARIANTS = {
     "hand_written": Variant({}, alone=True, hand_written=True),
     "jax": Variant(None, in_jax=True),
     # Of the same program with its CPU values on the GPU; see cgct_run.py.
-    "gpu": Variant({"options": {"pygraph": True}}, selects=True),
+    "gpu": Variant({"options": {"pygraph": True}}),
     "gpu_node_update": _forced("node_update"),
 }
 

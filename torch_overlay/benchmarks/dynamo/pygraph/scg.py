@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .case import Cases, normal, sized, Suite
+from .case import adding, normal, sized, Suite
 from .models.small import MLP, MutatedInput, Pointwise
 
 
@@ -28,11 +28,8 @@ SUITE = Suite(
     selects_in_loop=True,
     rounds=41,
     round_s=0.004,
-    repeated=("mlp_40x64_of_8", "pointwise_4x16MiB", "chain_3", "train_mlp", "mutated_mlp", "waits_for_a_value"),
-    decided_at_once="chain_3",
 )
-CASES = Cases("scg", gib=1.0)
-add = CASES.add
+add = adding("scg", gib=1.0)
 
 
 class SharedInput(nn.Module):

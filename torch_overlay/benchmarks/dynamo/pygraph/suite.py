@@ -7,7 +7,6 @@ while nothing else runs, after which its row is complete.
 from __future__ import annotations
 
 import contextlib
-import functools
 import getpass
 import logging
 import math
@@ -33,14 +32,12 @@ from .timing import Interval, MAX_SLOWDOWN
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from .case import Case, Suite
+    from .case import Case
     from .report import Row
 
 
 log = logging.getLogger(__name__)
 
-# Processes that decide at once.
-AT_ONCE = 8
 # Of what is left of the budget: compiling that takes longer leaves no time to measure.
 COMPILE_SHARE = 0.5
 # Of the time for compiling: the last variant that begins to compile must end in it.
@@ -69,22 +66,14 @@ def kept_caches() -> str:
 class Worker(Answering):
     """A process that runs one case."""
 
-    def __init__(
-        self,
-        case: Case,
-        options: Sequence[str],
-        logs: Path,
-        threads: int,
-        cold: bool = False,
-        caches: str | None = None,
-    ) -> None:
+    def __init__(self, case: Case, options: Sequence[str], logs: Path, threads: int, cold: bool = False) -> None:
         """
-        With caches of its own if ``cold``, or else the case's in the folder ``caches``, or where
-        they are kept: of cases that share kernels, one would get what another one tuned meanwhile.
+        With caches of its own if ``cold``, or else the case's where they are kept: of cases
+        that share kernels, one would get what another one tuned meanwhile.
         """
         self.case = case
         self.caches = tempfile.TemporaryDirectory() if cold else None
-        self.folder = self.caches.name if self.caches else os.path.join(caches or kept_caches(), case.name)
+        self.folder = self.caches.name if self.caches else os.path.join(kept_caches(), case.name)
         environment = {
             **os.environ,
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
@@ -120,18 +109,7 @@ def run_suite(
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
     """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
-    run = _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker)
-    suite = SUITES[cases[0].suite] if cases else None
-    if not suite or not suite.repeated:
-        return run.cases(cases)
-    # New decisions: those of an earlier run would be found again.
-    with tempfile.TemporaryDirectory() as caches:
-        run.start_worker = functools.partial(start_worker, caches=caches)
-        rows, skipped = run.cases(cases)
-        if run.deadline > time.monotonic():
-            run.start_worker = start_worker
-            rows += run.processes(suite, {case.name: case for case in cases}, rows, caches)
-        return rows, skipped
+    return _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker).cases(cases)
 
 
 class _Room:
@@ -264,56 +242,6 @@ class _Run:
         second["equal"] = second["equal"] and culprit not in SUITES[worker.case.suite].must_equal
         return second
 
-    def processes(self, suite: Suite, cases: dict[str, Case], rows: list[Row], caches: str) -> list[Row]:
-        """
-        Of cases once again in a second process, and of one in processes that start together
-        on empty caches, and in one after them.
-        """
-        ran = {row["name"]: row["graphs"] for row in rows if "graphs" in row}
-        repeated = [cases[name] for name in suite.repeated if name in ran]
-        at_once = [cases[suite.decided_at_once]] * AT_ONCE if suite.decided_at_once in ran else []
-        with tempfile.TemporaryDirectory() as empty:
-            answers = self.again([*((case, caches) for case in repeated), *((case, empty) for case in at_once)])
-            afterwards = self.again([(case, empty) for case in at_once[:1]])
-        second, together = answers[: len(repeated)], answers[len(repeated) :]
-        found = []
-        if repeated:
-            missed = []
-            for case, answer in zip(repeated, second):
-                first = [graph["choice"] for graph in ran[case.name]]
-                missed += [f"{case.name}: {text}" for text in _not_remembered(answer)]
-                if answer.get("choices", first) != first:
-                    missed.append(f"{case.name}: {answer['choices']}, and {first} in the first process")
-            found.append(self.of_processes("second_process", repeated, second, missed))
-        if at_once:
-            missed = [text for answer in together for text in _not_decided(answer)]
-            missed += [f"afterwards: {text}" for text in _not_remembered(*afterwards)]
-            found.append(self.of_processes(f"{AT_ONCE}_processes", at_once[:1], [*together, *afterwards], missed))
-        return found
-
-    def again(self, tasks: list[tuple[Case, str]]) -> list[Row]:
-        """The answers of processes that start together, each with its folder of caches."""
-        if not tasks:
-            return []
-        threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(tasks))
-        started = [self.start_worker(case, self.options, self.logs, threads, caches=caches) for case, caches in tasks]
-        with closing(started) as workers, ThreadPoolExecutor(len(workers)) as pool:
-            return list(pool.map(lambda worker: worker.ask("again", self.deadline), workers))
-
-    def of_processes(self, name: str, cases: list[Case], answers: list[Row], missed: list[str]) -> Row:
-        row = {
-            "suite": cases[0].suite,
-            "name": name,
-            **dict.fromkeys(("no_cg_us", "stock_cg_us", "pygraph_us", "max_diff")),
-            "choice": None,
-            **{key: all(answer.get(key) for answer in answers) for key in ("equal", "bitwise")},
-            "processes": answers,
-            "note": f"processes: {len(answers)}, of {', '.join(case.name for case in cases)}",
-            "missed": missed,
-        }
-        self.on_row(row)
-        return row
-
 
 def _add_alone(row: Row, answers: dict[str, Row]) -> None:
     """What variants need that ran alone, of those whose results are right."""
@@ -340,24 +268,6 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
                 found[variant] = launches
         if variant == "pygraph" and answer["choice"] != row["choice"]:
             _note(row, f"ran alone with {answer['choice']}")
-
-
-def _not_decided(answer: Row) -> list[str]:
-    if "error" in answer:
-        return [answer["error"]]
-    found = ["undecided"] if "undecided" in answer["choices"] else []
-    return found if answer["equal"] else [*found, "results differ"]
-
-
-def _not_remembered(answer: Row) -> list[str]:
-    found = _not_decided(answer)
-    if "error" in answer:
-        return found
-    if answer["timed_calls"]:
-        found.append(f"{answer['timed_calls']} calls were timed again")
-    if answer["remembered"] != len(answer["choices"]):
-        found.append(f"{answer['remembered']} of {len(answer['choices'])} functions were remembered")
-    return found
 
 
 def _batches(cases: list[Case], gib: float) -> list[list[Case]]:

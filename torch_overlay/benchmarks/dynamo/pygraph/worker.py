@@ -23,7 +23,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
-from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
@@ -160,15 +159,12 @@ class CaseRun:
 
     def prepare(self, seconds: str = "inf") -> None:
         """
-        Compiles everything once, while other processes may do the same. The variants that
-        measure themselves are only brought into the caches: they start over in a quiet
-        machine. Those for which there is no time are left out.
+        Compiles everything once, while other processes may do the same. PyGraph, which measures
+        itself, is only brought into the caches: it starts over in a quiet machine. Variants for
+        which there is no time are left out.
         """
         deadline = time.monotonic() + float(seconds)
-        selecting = [name for name, variant in self.variants.items() if variant.selects]
-        if self.suite.exhaustive:
-            # The others of them are forced, and measure nothing.
-            selecting = [name for name in selecting if name == "pygraph"]
+        selecting = [name for name in self.variants if name == "pygraph"]
         # What a row cannot do without is compiled first.
         others = [name for name, variant in self.variants.items() if not (name in selecting or variant.in_jax)]
         others.sort(key=lambda name: name not in ESSENTIAL)
@@ -358,34 +354,6 @@ class CaseRun:
             "pools_mib": memory_of_pools(),
             "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
             **({"launches": self._launches(loop)} if self.suite.cold else {}),
-        }
-
-    def again(self) -> dict[str, Any]:
-        """What a process decides that need not be the first, and whether its results are right."""
-        from torch._inductor.pygraph.select.timing import Samples
-
-        timed_calls = 0
-        call = Samples.call
-
-        def counted(*args: Any) -> Any:
-            nonlocal timed_calls
-            timed_calls += 1
-            return call(*args)
-
-        reset_report()
-        ring = [self._inputs() for _ in range(self.case.ring)]
-        expected = [self._observe("no_cg", inputs) for inputs in ring]
-        with mock.patch.object(Samples, "call", counted):
-            found = self._settle("pygraph", ring, expected)
-        entries = report()
-        # It may not have been compared while it settled.
-        found |= self._check(["pygraph"])["pygraph"]
-        return {
-            "choices": [entry["choice"] for entry in entries],
-            "remembered": sum(entry["remembered"] for entry in entries),
-            "timed_calls": timed_calls,
-            "equal": found.close,
-            "bitwise": found.bitwise,
         }
 
     def _program(self, name: str) -> Program:
@@ -679,14 +647,10 @@ def hardly_called(entry: dict[str, Any]) -> bool:
 
 
 def totals(entries: list[dict[str, Any]]) -> dict[str, Any]:
-    choices = {
-        choice: sum(entry["choice"] == choice for entry in entries)
-        for choice in sorted({entry["choice"] for entry in entries})
-    }
-    if len(choices) > 1:
-        choice = " + ".join(f"{count} {name}" for name, count in choices.items())
-    else:
-        choice = next(iter(choices), None)
+    choices = sorted(collections.Counter(entry["choice"] for entry in entries).items())
+    choice = " + ".join(f"{count} {name}" for name, count in choices)
+    if len(choices) < 2:
+        choice = choices[0][0] if choices else None
     return {
         "choice": choice,
         "copied_bytes": sum(entry["copied_bytes"] for entry in entries),
