@@ -42,19 +42,19 @@ class BranchTest(TestCase):
         """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
         compiled = torch.compile(fn, options={"pygraph": True}, **options)
         torch.manual_seed(0)
-        expected = [outcome(fn, args) for args in calls]
+        expected = [outcome_of(fn, fn, args) for args in calls]
         torch.manual_seed(0)
-        found = [outcome(compiled, args) for args in calls]
+        found = [outcome_of(compiled, fn, args) for args in calls]
         for one, other in zip(expected, found):
             self.assertEqual(one, other)
         self.assertEqual(number_of_graphs(), graphs)
 
 
-def outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:
+def outcome_of(fn: Callable[..., Any], module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the result or the error, gradients, arguments afterwards and the state of the generator."""
     args = copy.deepcopy(args)
     leaves = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-    leaves += list(fn.parameters()) if isinstance(fn, torch.nn.Module) else []
+    leaves += list(module.parameters()) if isinstance(module, torch.nn.Module) else []
     leaves = [t for t in leaves if t.requires_grad]
     for leaf in leaves:
         leaf.grad = None
@@ -146,7 +146,7 @@ class GuardTest(BranchTest):
         calls = [(torch.randn(n, requires_grad=True),) for n in (5, 7, 2, 9)]
         compiled = torch.compile(fn, options={"pygraph": True}, dynamic=dynamic)
         for args in calls:
-            self.assertEqual(outcome(fn, args), outcome(compiled, args))
+            self.assertEqual(outcome_of(fn, fn, args), outcome_of(compiled, fn, args))
         self.assertEqual(counters["resumes"], {})
 
     def test_written(self):
@@ -201,7 +201,175 @@ class GuardTest(BranchTest):
         self.assertNotEqual(counters["resumes"], {})
 
 
+class LayerDrop(torch.nn.Module):
+    """Layers of which each call drops some, as in BART: a flag, and in-place writes and stores in a path."""
+
+    def __init__(self, layers: int = 2, layerdrop: float = 0.5) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(layers))
+        self.layerdrop = layerdrop
+        self.used: list[int] = []
+        self.last = None
+
+    def forward(self, x):
+        self.used = []
+        for i, layer in enumerate(self.layers):
+            to_drop = False
+            if self.training:
+                probability = torch.rand([])
+                if probability < self.layerdrop:
+                    to_drop = True
+            if not to_drop:
+                x = torch.nn.functional.dropout(layer(x), 0.5, self.training)
+                self.used.append(i)
+                self.last = x.detach()
+        return x
+
+
+class Started(torch.nn.Module):
+    """Sets its scale at the first call, as ActNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.started = torch.nn.Buffer(torch.zeros((), dtype=torch.uint8))
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        if not self.started:
+            with torch.no_grad():
+                self.scale.copy_(1 / x.std(0))
+            self.started.fill_(1)
+        return x * self.scale
+
+
+class HostTest(BranchTest):
+    """Where the host knows a CPU value before the graph runs, each outcome has its graph."""
+
+    @parametrize("layers", (1, 2))
+    def test_layerdrop(self, layers):
+        """Gradients of dropped layers are None, and random numbers are those of eager mode."""
+        with torch._inductor.config.patch(fallback_random=True):
+            eager, compiled = LayerDrop(layers), LayerDrop(layers)
+            compiled.load_state_dict(eager.state_dict())
+            forward = torch.compile(compiled, options={"pygraph": True})
+            calls = [(torch.randn(3, 4, requires_grad=True),) for _ in range(12)]
+            torch.manual_seed(1)
+            expected = [(outcome_of(eager, eager, args), eager.used, eager.last) for args in calls]
+            torch.manual_seed(1)
+            found = [(outcome_of(forward, compiled, args), compiled.used, compiled.last) for args in calls]
+        # Of 1 layer, which has a dropout behind the draw; of 2, the first dropout is drawn between two branches.
+        self.assertEqual(found, expected)
+        self.assertEqual(number_of_graphs() == 2, layers == 1)
+
+    def test_layerdrop_with_inductor(self):
+        """Without eager mode's random numbers: the layers that ran are those that the gradients show."""
+        self.backend.stop()
+        model = LayerDrop(2)
+        compiled = torch.compile(model, options={"pygraph": True})
+        for _ in range(30):
+            model.zero_grad()
+            compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
+            self.assertEqual([i for i in (0, 1) if model.layers[i].weight.grad is not None], model.used)
+        self.assertEqual(number_of_graphs(), 4)
+        self.assertEqual(counters["resumes"], {})
+        self.backend.start()
+
+    def test_many_layers(self):
+        """More branches than outcomes can have graphs: as stock."""
+        model = LayerDrop(4, 0.1)
+        compiled = torch.compile(model, options={"pygraph": True})
+        for _ in range(20):
+            model.zero_grad()
+            compiled(torch.ones(3, 4)).sum().backward()
+            self.assertEqual([i for i in range(4) if model.layers[i].weight.grad is not None], model.used)
+
+    def test_buffer(self):
+        eager, compiled = Started(), Started()
+        forward = torch.compile(compiled, options={"pygraph": True})
+        for _ in range(3):
+            x = torch.randn(5, 4)
+            self.assertEqual(eager(x), forward(x))
+        self.assertEqual(eager.state_dict(), compiled.state_dict())
+        self.assertEqual(number_of_graphs(), 2)
+        with torch.no_grad():
+            eager.started.zero_()
+            compiled.started.zero_()
+        for _ in range(2):
+            x = torch.randn(5, 4)
+            self.assertEqual(eager(x), forward(x))
+        self.assertEqual(number_of_graphs(), 2)
+
+    @parametrize("name", ("written", "alias", "number_used", "number_returned", "many", "nan"))
+    def test_values(self, name):
+        def written(x, flag):
+            flag.add_(1)
+            return x + 1 if flag > 1 else x - 1
+
+        def alias(x, flag):
+            flag.view(1)[0] = 3
+            return x + 1 if flag > 1 else x - 1
+
+        def number_used(x, flag):
+            number = torch.rand([])
+            return x + number if number < 0.5 else x - number
+
+        def number_returned(x, flag):
+            number = torch.rand(1)
+            return x + 1 if number < 0.5 else x - 1, number
+
+        def many(x, flag):
+            if flag > 0:
+                x = x + 1
+            if (flag * 2 + 1 > 4).any():
+                x = x * 2
+            return x if flag != 7 else x * 3
+
+        def nan(x, flag):
+            return x + 1 if flag * float("nan") else x - 1
+
+        fn = locals()[name]
+        calls = [(torch.ones(3, requires_grad=True), torch.tensor(n)) for n in (0, 1, 2, -1, 7, 8, 9)]
+        compiled = torch.compile(fn, options={"pygraph": True})
+        torch.manual_seed(0)
+        expected = [outcome_of(fn, None, args) for args in calls]
+        torch.manual_seed(0)
+        self.assertEqual([outcome_of(compiled, None, args) for args in calls], expected)
+
+    def test_bound(self):
+        def fn(x, n):
+            if n > 1:
+                x = x * 2
+            if n > 2:
+                x = x * 3
+            if n > 3:
+                x = x * 4
+            if n > 4:
+                x = x * 5
+            if n > 5:
+                x = x * 6
+            return x + 1
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for n in range(8):
+            x, n = torch.ones(2), torch.tensor(n)
+            self.assertEqual(compiled(x, n), fn(x, n))
+            self.assertEqual(counters["resumes"] == {}, bool(n < 5))
+
+    def test_generator_that_is_reset(self):
+        def fn(x):
+            return x + 1 if torch.rand([]) < 0.5 else x - 1
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for seed in range(10):
+            torch.manual_seed(seed)
+            expected = [fn(torch.ones(1)) for _ in range(3)]
+            torch.manual_seed(seed)
+            self.assertEqual([compiled(torch.ones(1)) for _ in range(3)], expected)
+        self.assertEqual(number_of_graphs(), 2)
+
+
 instantiate_parametrized_tests(GuardTest)
+instantiate_parametrized_tests(HostTest)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """
 Branches on tensors that do not break the graph.
 
-Where sizes and constants decide (ranges.py), Dynamo traces the path that is taken, and guards on the sizes. Otherwise
-the graph breaks.
+- Sizes and constants decide (ranges.py): Dynamo traces the path that is taken, and guards on the sizes.
+- CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
+- Otherwise the graph breaks.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
+from torch._inductor.pygraph.dynamo.hosts import Hosts
+from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
 
 
@@ -20,19 +23,33 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-class Branches:
-    def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-        value = tx.stack[-1]
-        if not value.is_tensor() or is_assertion(tx, inst):
+class Branches(Hosts):
+    def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+        """Trace the path that sizes decide for, if they do."""
+        value = condition_of(tx)
+        outcome = None if value is None else outcome_of(value.as_proxy().node)
+        if outcome is not None:
+            follow(tx, inst, outcome)
+        return outcome is not None
+
+    def branch(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+        """Trace a branch that sizes do not decide, if that is exact."""
+        value = condition_of(tx)
+        if value is None or is_check(tx, inst):
             return False
-        value = value.realize()
-        if not is_plain(tx, value):
-            return False
-        outcome = outcome_of(value.as_proxy().node)
-        if outcome is None:
-            return False
-        follow(tx, inst, outcome)
-        return True
+        outcome = self.decide(tx, value.as_proxy().node)
+        if outcome is not None:
+            follow(tx, inst, outcome)
+        return outcome is not None
+
+
+def condition_of(tx: InstructionTranslatorBase) -> variables.TensorVariable | None:
+    """Return the value on top of the stack, if its truth is that of a tensor of one element in Dynamo's graph."""
+    value = tx.stack[-1]
+    if not value.is_tensor():
+        return None
+    value = value.realize()
+    return value if is_plain(tx, value) else None
 
 
 def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
@@ -42,7 +59,7 @@ def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
         return False
     example = value.as_proxy().node.meta.get("example_value")
     return (
-        value.class_type is torch.Tensor
+        value.class_type in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and example is not None
         and example.numel() == 1
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -50,8 +67,9 @@ def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
     )
 
 
-def is_assertion(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-    return "JUMP" in inst.opname and tx.next_instruction.opname == "LOAD_ASSERTION_ERROR"
+def is_check(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+    """Return whether a path only raises."""
+    return "JUMP" in inst.opname and any(raising_path(tx, start) for start in (inst.target, tx.next_instruction))
 
 
 def follow(tx: InstructionTranslatorBase, inst: Instruction, outcome: bool) -> None:

@@ -14,6 +14,7 @@ PyGraph extends the analysis of each frame:
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, TYPE_CHECKING
 
 from torch._dynamo.capabilities import BackendCapabilities
@@ -28,7 +29,7 @@ from torch._inductor.pygraph.dynamo.slices import make_slice
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -53,13 +54,24 @@ class MendingFrame(Branches, Checks, PyGraphFrame):
     def __init__(self) -> None:
         PyGraphFrame.__init__(self)
         Checks.__init__(self)
+        Branches.__init__(self)
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-        return Branches.on_jump(self, tx, inst) or self.check_at_jump(tx, inst)
+        return self.follow_sizes(tx, inst) or self.check_at_jump(tx, inst) or self.branch(tx, inst)
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
         self.check_effects(tx)
+        self.guard_outcomes(tx)
+
+    def check_graph(self, tx: InstructionTranslatorBase) -> None:
+        super().check_graph(tx)
+        self.erase_draws(tx)
+
+    @contextlib.contextmanager
+    def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:
+        with super().around_backend(tx), self.around_compilation(tx):
+            yield
 
 
 class PyGraphCapabilities(BackendCapabilities):

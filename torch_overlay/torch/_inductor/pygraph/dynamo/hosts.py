@@ -1,0 +1,316 @@
+"""
+Branches on CPU values that the host knows before the graph runs: ``if torch.rand([]) < layerdrop``, ``if self.started``.
+
+Dynamo traces the path that is taken, and a guard finds the outcome of each call on a copy of the generator's state. With
+another outcome Dynamo compiles another graph. Each graph holds one path, so gradients of the other one are None, and
+effects, aliases, random numbers and exceptions are eager mode's, whatever the paths contain. torch.cond would need one
+graph for all outcomes, but its paths must be alike, its gradients are zeros, and its backward draws other numbers.
+
+The price is one compilation an outcome. Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame,
+the graph breaks. Draws that only a branch reads leave the graph: bytecode draws in front of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import Any, TYPE_CHECKING
+
+import torch
+import torch.fx
+from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.guards import _get_closure_vars, install_guard
+from torch._dynamo.source import GlobalStateSource
+from torch._guards import Guard
+from torch._inductor.pygraph.dynamo.obstacles import draws
+from torch._inductor.pygraph.dynamo.ranges import is_torch, is_untouched, name_of
+from torch._inductor.pygraph.dynamo.totals import is_total
+from torch.fx.node import map_aggregate, map_arg
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Callable, Iterator
+
+    from torch._dynamo.guards import GuardBuilder
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+# Of one code object, all sizes included.
+MAX_GRAPHS = 4
+
+# Of n branches on random numbers there are 2^n outcomes.
+MAX_DRAWS = 2
+
+# A guard computes with tensors of at most so many elements.
+MAX_ELEMENTS = 1024
+
+# The key in a code object's context of the number of its graphs.
+GRAPHS = "pygraph_graphs_of_outcomes"
+
+DRAWS = frozenset(("rand", "randn", "randint"))
+RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+CONSTRUCTORS = frozenset(("arange", "full", "ones", "tensor", "zeros"))
+WRITES = ("setitem", "batch_norm", "instance_norm", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
+PURE = frozenset(
+    """
+    abs add all amax amin and any bool clamp clone cpu detach double eq float floor ge gt invert isfinite
+    isinf isnan le logical_and logical_not logical_or logical_xor long lt max maximum mean min minimum mul ne neg or
+    reshape round sign squeeze sub sum to truediv div unsqueeze view where
+    """.split()
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """The value of an earlier step."""
+
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """
+    A node of Dynamo's graph as the host computes it.
+
+    Attributes:
+        function: that is called; the name of a method; None for an input
+        source: the expression of an input
+    """
+
+    function: Callable[..., Any] | str | None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    source: types.CodeType | None = None
+    is_draw: bool = False
+
+    def run(self, values: list[Any], read: Callable[[types.CodeType], Any]) -> Any:
+        if self.source is not None:
+            return read(self.source)
+        args, kwargs = map_aggregate((self.args, self.kwargs), lambda a: values[a.step] if type(a) is Reference else a)
+        if isinstance(self.function, str):
+            return getattr(args[0], self.function)(*args[1:], **kwargs)
+        return self.function(*args, **kwargs)
+
+
+@dataclasses.dataclass
+class Outcomes:
+    """
+    Attributes:
+        steps: in the order of the graph
+        expected: the truth of the values of some steps, in the order of the branches
+    """
+
+    steps: list[Step]
+    expected: dict[int, bool]
+
+    @property
+    def draws(self) -> bool:
+        return any(step.is_draw for step in self.steps)
+
+    def evaluate(self, read: Callable[[types.CodeType], Any]) -> list[Any]:
+        """Return the values of the steps. The generator is left as it was."""
+        state = torch.get_rng_state() if self.draws else None
+        values: list[Any] = []
+        try:
+            with torch.no_grad():
+                for step in self.steps:
+                    values.append(step.run(values, read))
+        finally:
+            if state is not None:
+                torch.set_rng_state(state)
+        return values
+
+    def are_met(self, read: Callable[[types.CodeType], Any]) -> bool:
+        values = self.evaluate(read)
+        return all(bool(values[step]) is expected for step, expected in self.expected.items())
+
+
+class Hosts:
+    def __init__(self) -> None:
+        # Nodes whose truth decided, in program order
+        self.decided: dict[torch.fx.Node, bool] = {}
+        self.slice: OrderedSet[torch.fx.Node] = OrderedSet()
+
+    def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        """Return the truth that a tensor of one element has in this call, or None if a graph cannot depend on it."""
+        if node in self.decided:
+            return self.decided[node]
+        output = tx.output
+        root = output.root_tx
+        if (
+            root is None
+            or output.package is not None
+            or context(root.f_code)[GRAPHS] >= MAX_GRAPHS
+            or not all(map(is_known, ancestors := ancestors_of(node)))
+            or not is_in_order(output.graph, ancestors | self.slice)
+            or (any(n.op == "placeholder" for n in ancestors) and any(map(may_write, output.graph.nodes)))
+            or torch.is_autocast_enabled("cpu")
+        ):
+            return None
+        if sum(any(map(is_draw, ancestors_of(n))) for n in (*self.decided, node)) > MAX_DRAWS:
+            refuse(root.f_code, "too many branches on random numbers")
+        nodes = [n for n in output.graph.nodes if n in ancestors | self.slice]
+        values = outcomes_of(nodes, self.decided).evaluate(reader(tx.output.global_scope, output.local_scope))
+        if any(bool(values[nodes.index(n)]) is not truth for n, truth in self.decided.items()):
+            return None
+        self.slice |= ancestors
+        self.decided[node] = bool(values[nodes.index(node)])
+        return self.decided[node]
+
+    def guard_outcomes(self, tx: InstructionTranslatorBase) -> None:
+        """Guard on the branches that were decided, and let bytecode draw. Called before bytecode is made."""
+        if not self.decided:
+            return
+        nodes = [n for n in tx.output.graph.nodes if n in self.slice]
+        outcomes = outcomes_of(nodes, self.decided)
+        install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
+        for step in outcomes.steps:
+            if step.is_draw:
+                tx.output.random_calls.append((step.function, step.args, step.kwargs))
+
+    def erase_draws(self, tx: InstructionTranslatorBase) -> None:
+        """
+        Raises:
+            RestartAnalysis: the complete graph reads a number that decided.
+        """
+        graph = tx.output.graph
+        for node in reversed(list(graph.nodes)):
+            if node in self.slice and node.op != "placeholder" and not node.users:
+                graph.erase_node(node)
+        if any(node in self.slice and is_draw(node) for node in graph.nodes):
+            refuse(tx.output.root_tx.f_code, "a random number decides, and is read by the graph")
+
+    @contextlib.contextmanager
+    def around_compilation(self, tx: InstructionTranslatorBase) -> Iterator[None]:
+        """Count the graph, and leave the generator as the guards that are checked next have to find it."""
+        if not self.decided:
+            yield
+            return
+        state = torch.get_rng_state()
+        yield
+        torch.set_rng_state(state)
+        context(tx.output.root_tx.f_code)[GRAPHS] += 1
+
+
+def refuse(code: types.CodeType, reason: str) -> None:
+    context(code)[GRAPHS] = MAX_GRAPHS
+    raise RestartAnalysis(restart_reason=reason)
+
+
+def context(code: types.CodeType) -> dict[str, Any]:
+    found = code_context.get_context(code)
+    found.setdefault(GRAPHS, 0)
+    return found
+
+
+# Nodes
+
+
+def ancestors_of(node: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
+    found: OrderedSet[torch.fx.Node] = OrderedSet()
+    work = [node]
+    while work:
+        node = work.pop()
+        if node not in found:
+            found.add(node)
+            work += node.all_input_nodes
+    return found
+
+
+def is_known(node: torch.fx.Node) -> bool:
+    """Return whether the host can compute a node as the graph would."""
+    example = node.meta.get("example_value")
+    if (
+        not isinstance(example, torch.Tensor)
+        or example.device.type != "cpu"
+        or example.layout != torch.strided
+        or not is_untouched(node, example)
+        or not all(type(size) is int for size in example.shape)
+        or example.numel() > MAX_ELEMENTS
+    ):
+        return False
+    if node.op == "placeholder":
+        argument = node.meta["grapharg"]
+        is_tensor = type(argument.example) in (torch.Tensor, torch.nn.Parameter)
+        return is_tensor and not argument.pass_arg_as_tensor and argument.source is not None
+    if "generator" in node.kwargs or "out" in node.kwargs:
+        return False
+    name = name_of(node)
+    if node.op == "call_function" and not node.all_input_nodes:
+        return is_torch(node) and name in DRAWS | CONSTRUCTORS
+    return name in PURE and (node.op == "call_method" or is_torch(node))
+
+
+def is_draw(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and name_of(node) in DRAWS
+
+
+def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]) -> bool:
+    """Return whether numbers that are drawn in front of the graph are those that the program draws there."""
+    if not torch._inductor.config.fallback_random:
+        # Inductor draws seeds in front of the graph, and no number is that of eager mode.
+        return True
+    return not any(
+        (draws(node) or name_of(node) in RECURRENT) and node not in drawn_in_front and not is_on_gpu(node)
+        for node in graph.nodes
+    )
+
+
+def is_on_gpu(node: torch.fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and example.device.type not in ("cpu", "meta")
+
+
+def may_write(node: torch.fx.Node) -> bool:
+    """Return whether a node may write a CPU tensor. Any two may share memory."""
+    if node.op in ("placeholder", "get_attr", "output"):
+        return False
+    values = (n.meta.get("example_value") for n in node.all_input_nodes)
+    if not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
+        return False
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_"))
+    return is_in_place or "out" in node.kwargs or not is_total(node) and name_of(node) not in PURE
+
+
+def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:
+    places = {node: i for i, node in enumerate(nodes)}
+
+    def step(node: torch.fx.Node) -> Step:
+        if node.op == "placeholder":
+            return Step(None, source=compile(node.meta["grapharg"].source.name, "<source>", "eval"))
+        args, kwargs = map_arg((node.args, node.kwargs), lambda n: Reference(places[n]))
+        return Step(node.target, plain(args), plain(kwargs), is_draw=is_draw(node))
+
+    return Outcomes([step(node) for node in nodes], {places[node]: truth for node, truth in decided.items()})
+
+
+def plain(value: Any) -> Any:
+    """Return arguments without the types of a graph."""
+    if isinstance(value, dict):
+        return {k: plain(v) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [plain(v) for v in value] if isinstance(value, list) else tuple(plain(v) for v in value)
+    return value
+
+
+# Guards
+
+
+def reader(global_scope: dict[str, Any], local_scope: Any) -> Callable[[types.CodeType], Any]:
+    scope = {**_get_closure_vars(), "G": global_scope, "L": local_scope}
+    return lambda source: eval(source, scope)
+
+
+def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes) -> None:
+    global_scope = builder.scope["G"]
+
+    def are_met(local_scope: Any) -> bool:
+        return outcomes.are_met(reader(global_scope, local_scope))
+
+    # The guards of the inputs come first.
+    builder.guard_manager.root.add_epilogue_lambda_guard(are_met, ["the outcomes of branches"], None)
