@@ -257,6 +257,33 @@ class LoopFusionTest(FixesTestCase):
         self.assertEqual(torch.compile(fn)(v, u), expected)
 
 
+class CondTest(FixesTestCase):
+    def test_gradients_of_two(self) -> None:
+        """A branch overwrites no operand, which the other torch.cond reads."""
+
+        def inner(x):
+            return torch.cond(x.sum() > 0, lambda x: x.exp(), lambda x: x.neg(), (x,))
+
+        x = torch.ones(4, requires_grad=True)
+        torch.compile(lambda x: inner(x) + inner(-x))(x).sum().backward()
+        self.assertEqual(x.grad, torch.full((4,), torch.e + 1))
+
+    @parametrize("backend", (None, "aot_eager"))
+    def test_random_gradient(self, backend) -> None:
+        """The backward would draw another mask than the forward."""
+
+        def fn(x, function):
+            return torch.cond(x.sum() > 0, function, lambda x: x.cos(), (x,))
+
+        if backend is not None:
+            fn = torch.compile(fn, backend=backend)
+        x = torch.ones(16, requires_grad=True)
+        with self.assertRaisesRegex(RuntimeError, "depends on random numbers"):
+            fn(x, lambda x: torch.nn.functional.dropout(x, 0.5)).sum().backward()
+        fn(x, lambda x: x * x + torch.rand_like(x)).sum().backward()
+        self.assertEqual(x.grad, torch.full((16,), 2.0))
+
+
 class CUDAGraphTreesTest(FixesTestCase):
     def test_config_is_asked_once_for_each_size(self) -> None:
         model = lambda inputs: [inputs[0] + 1]  # noqa: E731
@@ -308,6 +335,7 @@ class CUDAGraphTreesTest(FixesTestCase):
 
 
 instantiate_parametrized_tests(FloatTest)
+instantiate_parametrized_tests(CondTest)
 
 if __name__ == "__main__":
     if HAS_CPU:
