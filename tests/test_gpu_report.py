@@ -121,8 +121,6 @@ def test_plots(rows, tmp_path):
     assert list(plots.draw("paper", _of(rows, "paper"), tmp_path).values()) == [
         "paper-speedup.png",
         "paper-ablation.png",
-        "paper-copies.png",
-        "paper-memory.png",
     ]
     # Nothing is drawn of what was not measured.
     assert list(plots.draw("tp", _of(rows, "tp"), tmp_path).values()) == ["tp-speedup.png"]

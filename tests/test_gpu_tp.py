@@ -18,6 +18,7 @@ sys.path.insert(0, str(BENCHMARKS))
 torch = pytest.importorskip("torch")
 
 from pygraph import tp  # noqa: E402
+from pygraph.models.language import RelativeEncoder  # noqa: E402
 
 from torch import nn  # noqa: E402
 
@@ -69,8 +70,8 @@ def test_heads_that_cannot_be_shared_stay_whole(monkeypatch):
     split = []
     monkeypatch.setattr(tp, "parallelize_module", lambda part, mesh, plan: split.append((part, set(plan))))
     module = nn.Module()
-    module.uneven = tp.RelativeEncoder(32, 64, 1, 4, 64).attention[0]
-    module.even = tp.RelativeEncoder(32, 96, 1, 6, 64).attention[0]
+    module.uneven = RelativeEncoder(32, 64, 1, 4, 64).attention[0]
+    module.even = RelativeEncoder(32, 96, 1, 6, 64).attention[0]
     whole = module.even.content_bias.detach().clone()
     tp.shard(module, Mesh())
     assert [part for part, _ in split] == [module.even] and split[0][1] == {"q", "k", "v", "r", "out"}

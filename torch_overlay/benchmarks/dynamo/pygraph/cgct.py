@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from .case import adding, Case, Inputs, Suite
-from .models.small import MLP, MutatedInput
+from .models.small import Function, MLP, MutatedInput
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,6 @@ SUITE = Suite(
     must_equal=("pygraph", "forced_node_update"),
 )
 add = adding("cgct", CpuValues, gib=0.5, capturable=False)
-
-
-class Function(nn.Module):
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, *args: Any) -> Any:
-        return self.function(*args)
 
 
 def _values(device: str | None, *size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

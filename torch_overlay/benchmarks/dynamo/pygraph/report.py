@@ -267,6 +267,7 @@ SMALL_COLUMNS: Columns = {
     "choice": lambda row: row.get("choice") or "-",
     "copied": lambda row: _of(row.get("copied_bytes"), row.get("stock_copied_bytes"), bytes_text),
     "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("stock_reserved_mib")),
+    "peak MiB": lambda row: _of(row.get("peak_reserved_mib"), row.get("peak_stock_reserved_mib")),
     **JUDGED,
 }
 # Those that are shown where no row of a suite has them.

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from .case import adding, normal, sized, Suite
-from .models.small import MLP, MutatedInput, Pointwise
+from .models.small import Function, MLP, MutatedInput, Pointwise
 
 
 KIB, MIB = 1 << 8, 1 << 18  # in float32
@@ -45,26 +45,13 @@ class SharedInput(nn.Module):
         return x
 
 
-class Fan(nn.Module):
-    """As many outputs as asked for."""
-
-    def __init__(self, outputs: int) -> None:
-        super().__init__()
-        self.outputs = outputs
-
-    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.sin(x + i) for i in range(self.outputs)]
-
-
-class Stencil(nn.Module):
+def stencil(salt: torch.Tensor, heat: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
     """As in the paper's EOS: much arithmetic on few large fields."""
-
-    def forward(self, salt: torch.Tensor, heat: torch.Tensor, depth: torch.Tensor) -> torch.Tensor:
-        root = salt.abs().sqrt()
-        density = 999.8 + heat * (6.8e-2 - heat * 9.1e-3)
-        for power in range(1, 6):
-            density = density + salt * (0.8 - heat * 4e-3 / power) + root * heat * 1e-4 * power
-        return density / (1 - depth / (1 + depth * density * 1e-5))
+    root = salt.abs().sqrt()
+    density = 999.8 + heat * (6.8e-2 - heat * 9.1e-3)
+    for power in range(1, 6):
+        density = density + salt * (0.8 - heat * 4e-3 / power) + root * heat * 1e-4 * power
+    return density / (1 - depth / (1 + depth * density * 1e-5))
 
 
 class Recommender(nn.Module):
@@ -214,14 +201,14 @@ for _depth in (32, 96):
     _on_mlp_inputs(f"shared_input_{_depth}", lambda small, depth=_depth: SharedInput(2 if small else depth), inputs=2)
 
 _on_mlp_inputs("norms_of_32MiB", lambda small: Norms(3, 1024), batch=8192, width=1024)
-_on_mlp_inputs("outputs_16x1KiB", lambda small: Fan(16), batch=1, width=256)
-_on_mlp_inputs("outputs_8x4MiB", lambda small: Fan(8), batch=1024, width=1024)
+_on_mlp_inputs("outputs_16x1KiB", lambda small: Function(lambda x: [torch.sin(x + i) for i in range(16)]), batch=1, width=256)
+_on_mlp_inputs("outputs_8x4MiB", lambda small: Function(lambda x: [torch.sin(x + i) for i in range(8)]), batch=1024, width=1024)
 
 add("convolutions_6", lambda small: Convolutions(6, 16), sized(normal((2, 16, 16, 16)), normal((1, 16, 4, 4))))
 add(
     "attention_small", lambda small: SelfAttention(), sized(normal(*[(2, 4, 128, 64)] * 3), normal(*[(1, 1, 4, 8)] * 3))
 )
-add("density_of_3x4MiB", lambda small: Stencil(), sized(normal(*[(204 * 204 * 26,)] * 3), normal(*[(KIB,)] * 3)))
+add("density_of_3x4MiB", lambda small: Function(stencil), sized(normal(*[(204 * 204 * 26,)] * 3), normal(*[(KIB,)] * 3)))
 
 
 def _recommended(small: bool) -> Any:

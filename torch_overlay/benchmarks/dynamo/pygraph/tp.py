@@ -28,10 +28,9 @@ from torch import distributed as dist, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module, RowwiseParallel
 
-from .case import Case
 from .catalogue import CASES
 from .compare import compare, Difference, snapshot
-from .models.language import CachedDecoder, RelativeEncoder
+from .models.language import CachedDecoder
 from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
@@ -70,12 +69,9 @@ def _tokens(small: bool) -> Inputs:
 
 # One sequence or image, as in the paper, but for XLNet.
 PARALLEL_CASES = {
-    "xlnet": Case(
-        "xlnet",
-        "tp",
-        lambda small: RelativeEncoder(256, 64, 2, 4, 128) if small else RelativeEncoder(),
-        _tokens,
-        dtype=torch.float16,
+    "xlnet": replace(
+        CASES["xlnet_cpu_positions"],
+        inputs=_tokens,
         ring=2,
         about="own; XLNet's architecture with its CPU position table, batch 128",
     ),
