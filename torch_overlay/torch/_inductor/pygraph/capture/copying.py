@@ -100,8 +100,8 @@ class CopyGraphNode(CUDAGraphNode):
             # activations in the pool. They move in every step if the forward is no graph.
             saved = self.policy.spec.info.saved_input_idxs
             declared = [i for i in declared if i in managed or i not in saved]
-        unmanaged = [i for i in declared if i not in managed]
-        self.request = self.policy.request({i: t for i in unmanaged if isinstance(t := inputs[i], torch.Tensor)})
+        unmanaged = {i: t for i in declared if i not in managed and isinstance(t := inputs[i], torch.Tensor)}
+        self.request = self.policy.request(unmanaged)
         if (refusal := self.request.refusal) is not None:
             self._refuse(refusal, inputs, is_capturable=False)
         static = OrderedSet(self.request.static_input_idxs)

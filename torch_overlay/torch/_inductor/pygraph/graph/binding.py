@@ -278,18 +278,16 @@ def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
     """Return native.compiled.Nodes of these updates, or None where there is none."""
     if native.compiled is None:
         return None
+    nodes = []
     try:
-        set_functions = [entry_point(update.set.__name__) for update in updates]
+        for update in updates:
+            executable, node, params, *context = update.args
+            handles = entry_point(update.set.__name__), int(executable), int(node), int(params.getPtr())
+            words = [(ctypes.addressof(w.value), w.input, w.offset) for w in update.words]
+            nodes.append((*handles, int(context[0]) if context else None, words))
     except DriverError as e:
         log.info("nodes are set by Python: %s", e)
         return None
-    nodes = []
-    for set_function, update in zip(set_functions, updates):
-        executable, node, params, *context = update.args
-        handles = int(executable), int(node), int(params.getPtr())
-        words = [(ctypes.addressof(w.value), w.input, w.offset) for w in update.words]
-        context = int(context[0]) if context else None
-        nodes.append((set_function, *handles, context, words))
     return native.compiled.Nodes(pointers, nodes, updates)
 
 

@@ -176,7 +176,8 @@ class CapturedValues:
         """
         for deliver in self.delivers:
             with torch.cuda.device(deliver.device_index):
-                deliver.packed().target.write(deliver._stream())  # type: ignore[union-attr]
+                stream = torch._C._cuda_getCurrentRawStream(deliver.device_index)
+                deliver.packed().target.write(stream)  # type: ignore[union-attr]
 
 
 _local = threading.local()
@@ -290,9 +291,6 @@ class Deliver:
             # From now on there is nothing but to copy.
             self.compiled.add(threading.get_ident(), packed.address, packed.memory, packed.pointer_attributes)
 
-    def _stream(self) -> int:
-        return torch._C._cuda_getCurrentRawStream(self.device_index)
-
     def launch(self) -> list[torch.Tensor]:
         """
         Called with the GPU as the current device, after ``pack``.
@@ -301,7 +299,7 @@ class Deliver:
             RuntimeError: the capture that is under way can not take values.
         """
         packed = self.packed()
-        stream = self._stream()
+        stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         capture: CapturedValues | None = getattr(_local, "capture", None)
         if capture is not None and self not in capture.own:
             capture = None

@@ -234,7 +234,9 @@ PyObject* Replay::run(
     const at::TensorBase& tensor = unpack(tensors.back().get());
     pointers.push_back(address_of(tensor));
     combined |= pointers.back();
-    if (is_in_pool(pointers.back()) || is_lazy(tensor)) {
+    // Bounds alternate between the start and the end of a segment.
+    auto above = std::upper_bound(pool.begin(), pool.end(), pointers.back());
+    if ((above - pool.begin()) % 2 == 1 || is_lazy(tensor)) {
       throw Unusual();
     }
   }
@@ -327,12 +329,6 @@ void Replay::check_caches() const {
       throw Unusual();
     }
   }
-}
-
-bool Replay::is_in_pool(uint64_t address) const {
-  // Bounds alternate between the start and the end of a segment.
-  auto above = std::upper_bound(pool.begin(), pool.end(), address);
-  return (above - pool.begin()) % 2 == 1;
 }
 
 // Sets the nodes. Throws Unusual if one refused: the general path tries again

@@ -267,7 +267,6 @@ struct Replay : Trees {
   void add_output(PyObject* output);
   void check_path(PyObject* last);
   void check_caches() const;
-  bool is_in_pool(uint64_t address) const;
   void bind(const Pointers& pointers) const;
   Ref collect(PyObject* inputs, const c10::SmallVector<Ref, 16>& tensors) const;
 };
