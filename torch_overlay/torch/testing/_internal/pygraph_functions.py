@@ -479,7 +479,7 @@ class RecordTestCase(TestCase):
     def remembered(self, choice: str = candidate.NODE_UPDATE) -> Iterator[store.Entry]:
         "An earlier process bound it, or copied its inputs, and it was faster."
         with tempfile.TemporaryDirectory() as directory:
-            entry = store.Entry(Path(directory), {}, {})
+            entry = store.Entry(Path(directory), {})
             entry.save(store.Decision(choice, [Reason.of(Code.NOT_FASTER)], {}))
             with mock.patch.object(store, "entry_for", lambda *args: entry):
                 yield entry
