@@ -184,24 +184,36 @@ def _batch() -> torch.Tensor:
     return gpu(8, WIDTH)
 
 
-def _scaled(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x * self.value
-
-
-def _moved(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return x + self.value.to(x.device)
+def attribute(name: str, program: str, before: Callable[..., torch.Tensor], value: Callable[[], Any]) -> None:
+    perceptron(name, program, before, lambda: ((_batch(),), {"value": value()}), attributes=("value",))
 
 
 _TABLE = torch.linspace(0.5, 1.5, 8 * WIDTH, device="cpu").view(8, WIDTH)
 
-for _name, _what, _before, _value in (
-    ("numpy_attribute", "* self.value), a NumPy scalar", _scaled, lambda: np.float32(random.uniform(0.5, 1.5))),
-    ("cpu_scalar_attribute", "* self.value), a 0-d tensor", _scaled, cpu),
-    ("cpu_tensor_attribute", "+ self.value.to(device)), another in each call", _moved, lambda: cpu(8, WIDTH)),
-    ("cpu_table", "+ self.value.to(device)), always the same", _moved, lambda: _TABLE),
-):
-    _inputs = lambda value=_value: ((_batch(),), {"value": value()})  # noqa: E731
-    perceptron(_name, f"mlp(x {_what}", _before, _inputs, attributes=("value",))
+attribute(
+    "numpy_attribute",
+    "mlp(x * self.value), a NumPy scalar",
+    lambda self, x: x * self.value,
+    lambda: np.float32(random.uniform(0.5, 1.5)),
+)
+attribute(
+    "cpu_scalar_attribute",
+    "mlp(x * self.value), a 0-d tensor",
+    lambda self, x: x * self.value,
+    cpu,
+)
+attribute(
+    "cpu_tensor_attribute",
+    "mlp(x + self.value.to(device)), another in each call",
+    lambda self, x: x + self.value.to(x.device),
+    lambda: cpu(8, WIDTH),
+)
+attribute(
+    "cpu_table",
+    "mlp(x + self.value.to(device)), always the same",
+    lambda self, x: x + self.value.to(x.device),
+    lambda: _TABLE,
+)
 perceptron(
     "cpu_tensor_input",
     "mlp(x + v.to(device))",
