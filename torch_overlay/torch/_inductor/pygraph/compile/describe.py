@@ -14,6 +14,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
+from torch._inductor.pygraph.compile.sizes import describe_sizes
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo, PartitionReport
 from torch._inductor.pygraph.types.source import span
 from torch._inductor.scheduler import ExternKernelSchedulerNode, operations_of_subgraphs
@@ -81,6 +82,7 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         saved_input_idxs=tuple(i for i, n in enumerate(inputs) if n in placeholders and is_saved(placeholders[n])),
         returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
         reused_input_idxs=tuple(i for i, name in enumerate(inputs) if name in reused),
+        sizes=describe_sizes(wrapper, nodes),
     )
 
 

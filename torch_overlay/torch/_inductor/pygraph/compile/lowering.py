@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import ir
-from torch._inductor.codegen.wrapper import SubgraphPythonWrapperCodegen, WrapperLine
+from torch._inductor.codegen.wrapper import ExternKernelAllocLine, SubgraphPythonWrapperCodegen, WrapperLine
 from torch._inductor.lowering import register_lowering
 from torch._inductor.utils import IndentedBuffer
 from torch._inductor.virtualized import V
@@ -137,7 +137,8 @@ class Launch(ir.ExternKernel):
         return False
 
     def codegen(self, wrapper: PythonWrapperCodegen) -> None:
-        wrapper.writeline(f"{self.get_name()} = {self.pack.deliver_name}.launch()")
+        self.python_kernel_name = f"{self.pack.deliver_name}.launch"
+        wrapper.writeline(ExternKernelAllocLine(wrapper, self))
 
 
 @register_lowering(DELIVER, type_promotion_kind=None)

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch._inductor.pygraph.types.reason import Reason
 from torch._inductor.pygraph.types.report import PartitionReport
+from torch._inductor.pygraph.types.sizes import SizeMap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +31,7 @@ class PartitionInfo:
         reused_input_idxs: inputs that are not mutated and that the code may write all the same,
             because nothing reads them any more
         code_hash: of the graph's code; None if decisions on the function are not kept
+        sizes: what it does at other sizes, or why that is not known; None if it takes no size
     """
 
     name: str
@@ -42,6 +45,7 @@ class PartitionInfo:
     reused_input_idxs: tuple[int, ...] = ()
     report: PartitionReport = PartitionReport(0, "")
     code_hash: str | None = None
+    sizes: SizeMap | Reason | None = None
 
 
 @dataclasses.dataclass(frozen=True)

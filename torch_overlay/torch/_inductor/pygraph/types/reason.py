@@ -180,6 +180,11 @@ class Code(str, enum.Enum):
     )
     UPSTREAM = "{said}"
 
+    # Why a function has a graph for each size
+    SIZE_EXPRESSION = "it computes {expression} from its sizes"
+    CALL_AT_OTHER_SIZES = "what {call} does at other sizes is not known"
+    SIZES_NOT_DESCRIBED = "what it does at other sizes was not found out: {error}"
+
     # Frames that run without a graph
     EAGER = "compiled code may differ from eager code: {obstacle}"
 
