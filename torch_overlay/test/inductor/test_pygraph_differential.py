@@ -76,7 +76,7 @@ if TYPE_CHECKING:
 # Features of programs that are known to go wrong, and why: programs are drawn without.
 KNOWN_GAPS: dict[str, str] = {}
 # torch.compile without CUDA graphs does not equal eager in these.
-INDUCTORS_OWN = {
+UPSTREAM_DIFFERENCES = {
     "mutation: float64 scalar": "AOTAutograd, even with aot_eager, loses the mutation",
     "return: view": "of a view of its own tensor, Inductor returns a dense copy",
     "scalar: NumPy promotes": "Dynamo makes a NumPy scalar a 0-d tensor of its own dtype",
@@ -86,7 +86,7 @@ NOT_WITHOUT_A_GPU = {
     "item": "fake tensors have no values to read",
     "backward: CPU": "fake tensors on the CPU take no gradient there",
 }
-EXCLUDED = KNOWN_GAPS.keys() | INDUCTORS_OWN.keys()
+EXCLUDED = KNOWN_GAPS.keys() | UPSTREAM_DIFFERENCES.keys()
 
 # Programs of a hypothesis run. All but the first are mutations of earlier ones.
 CHUNK = 25
@@ -525,7 +525,7 @@ class ProgramsTest(TestCase):
 
     def test_equal(self) -> None:
         found = search(
-            programs(without=["layout: alias", *INDUCTORS_OWN]),
+            programs(without=["layout: alias", *UPSTREAM_DIFFERENCES]),
             on_cpu("aot_eager"),
             20,
             60.0,
