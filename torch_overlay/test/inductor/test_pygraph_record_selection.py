@@ -148,7 +148,7 @@ class SelectionTest(RecordTestCase):
         ):
             calls = 3 if hidden is None else 200
             self.check(self.ADD, force=None, code_hash="c", calls=calls)
-            kept = entry.load(candidate.CANDIDATES)
+            kept = entry.load()
         (function,) = report()
         self.assertEqual(function.choice, kept.choice)
         self.assertEqual(function.remembered, hidden is None)
@@ -180,7 +180,7 @@ class SelectionTest(RecordTestCase):
             self.remembered() as entry,
         ):
             self.check(self.ADD, make, force=None, code_hash="c", calls=120)
-            kept = entry.load(candidate.CANDIDATES)
+            kept = entry.load()
         (function,) = report()
         self.assertNotEqual(function.choice, candidate.NODE_UPDATE)
         self.assertEqual(function.choice, kept.choice)
