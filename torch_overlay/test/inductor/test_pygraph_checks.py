@@ -7,11 +7,16 @@ PYTEST_DONT_REWRITE: assertions of the programs are compiled.
 
 from __future__ import annotations
 
+import inspect
+import logging
+import re
 import traceback
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
+from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
@@ -435,7 +440,70 @@ class CheckTest(MendTestCase):
         self.assertEqual(*lines)
 
 
+class ReportTest(MendTestCase):
+    """The report and the log list the breaks that were repaired, and those that stay."""
+
+    def seen(self, fn) -> list[tuple[str, Code, bool]]:
+        reset_report()
+        self.observe_compiled(fn, INPUTS)
+        lines, first = inspect.getsourcelines(fn)
+        found = []
+        for entry in report().breaks:
+            path, line, function = re.fullmatch(r"(.*):(\d+) in (.*)", entry.source).groups()
+            self.assertEqual(path, __file__)
+            found.append(
+                (
+                    lines[int(line) - first].strip() if function == fn.__name__ else function,
+                    entry.reason.code,
+                    entry.is_repaired,
+                )
+            )
+        return found
+
+    def test_repaired(self):
+        self.assertEqual(
+            self.seen(between_prints),
+            [
+                ('print("before", x.sum())', Code.CALL_BEHIND_GRAPH, True),
+                ("if is_bad(x):", Code.CHECK_BEHIND_GRAPH, True),
+                ('print("after", x.mean())', Code.CALL_BEHIND_GRAPH, True),
+            ],
+        )
+
+    @parametrize(
+        "fn, code",
+        [
+            (behind_a_change, Code.BEHIND_A_CHANGE),
+            (before_a_write, Code.BEFORE_A_WRITE),
+            (before_statistics, Code.BEFORE_A_WRITE),
+            (before_an_operator_that_raises, Code.BEFORE_AN_ERROR),
+            (reads_an_object, Code.NOT_PLAIN),
+            (flag_of_many, Code.DYNAMO),
+        ],
+        name_fn=lambda fn, code: fn.__name__,
+    )
+    def test_stays(self, fn, code):
+        place, found, is_repaired = self.seen(fn)[0]
+        self.assertEqual((found, is_repaired), (code, False))
+        self.assertRegex(place, "^if ")
+
+    def test_inlined(self):
+        """The break is where the program has it, not where the outermost frame calls."""
+        self.assertEqual({place for place, *_ in self.seen(checks_in_calls)}, {"inner", 'print("between", y.sum())'})
+
+    def test_log_and_text(self):
+        with self.assertLogs("torch._inductor.pygraph", logging.INFO) as logged:
+            self.seen(behind_a_change)
+        text = str(report())
+        for said in ("(BEHIND_A_CHANGE)", "Move it in front of the statement"):
+            self.assertTrue(any(said in line for line in logged.output), logged.output)
+        self.assertIn("Graph breaks that stay", text)
+        self.assertIn("change: Move it in front", text)
+        self.assertIn('"BEHIND_A_CHANGE"', report().json())
+
+
 instantiate_parametrized_tests(CheckTest)
+instantiate_parametrized_tests(ReportTest)
 
 
 if __name__ == "__main__":

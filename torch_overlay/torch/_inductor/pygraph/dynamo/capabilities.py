@@ -25,6 +25,7 @@ from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.slices import make_slice
+from torch._inductor.pygraph.types.reason import Code, Reason
 
 
 if TYPE_CHECKING:
@@ -57,12 +58,21 @@ class MendingFrame(Branches, Checks, PyGraphFrame):
         Branches.__init__(self)
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-        return self.follow_sizes(tx, inst) or self.check_at_jump(tx, inst) or self.branch(tx, inst)
+        for code, trace in (
+            (Code.SIZES_DECIDE, self.follow_sizes),
+            (Code.CHECK_BEHIND_GRAPH, self.check_at_jump),
+            (Code.HOST_DECIDES, self.branch),
+        ):
+            if trace(tx, inst):
+                self.repair(tx, Reason.of(code))
+                return True
+        return False
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
         self.check_effects(tx)
         self.guard_outcomes(tx)
+        self.report_breaks(tx)
 
     def check_graph(self, tx: InstructionTranslatorBase) -> None:
         super().check_graph(tx)

@@ -23,19 +23,19 @@ from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import cleaned_instructions
 from torch._dynamo.source import is_from_global_source, is_from_local_source
 from torch._dynamo.variables.functions import NestedUserFunctionVariable
+from torch._inductor.pygraph.dynamo.breaks import refuse
 from torch._inductor.pygraph.dynamo.effects import (
-    broken,
     Effect,
     Effects,
     FromSource,
-    has_changed_objects,
     has_text,
-    is_free,
+    may_defer,
     nodes_after,
     Rebuilt,
 )
 from torch._inductor.pygraph.dynamo.raising import is_number, raising_path
 from torch._inductor.pygraph.dynamo.totals import draws, indices_of, is_total
+from torch._inductor.pygraph.types.reason import Code, Reason
 
 
 if TYPE_CHECKING:
@@ -104,15 +104,16 @@ class Checks(Effects):
     def check_at_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Queue a jump to a path that only raises, and trace the other path."""
         condition = tx.stack[-1]
-        if not inst.opname.startswith("POP_JUMP") or not is_flag(condition) or not may_check(tx):
+        if not inst.opname.startswith("POP_JUMP") or not is_flag(condition):
             return False
         paths = [raising_path(tx, start) for start in (inst.target, tx.next_instruction)]
-        if (paths[0] is None) == (paths[1] is None):
+        if (paths[0] is None) == (paths[1] is None) or not may_defer(tx, may_raise=True):
             return False
         jumps = paths[0] is None
         path = paths[1] if jumps else paths[0]
         values = values_of(tx, path)
         if values is None:
+            refuse(tx, Code.NOT_PLAIN)
             return False
         raises_if = ("TRUE" in inst.opname) is not jumps
         raises = path.make_function(tx, [*values])
@@ -123,7 +124,6 @@ class Checks(Effects):
             tx.jump(inst)
         return True
 
-
     def defer(
         self,
         tx: InstructionTranslatorBase,
@@ -132,14 +132,19 @@ class Checks(Effects):
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker | None:
         result = super().defer(tx, fn, args, kwargs)
-        if result is not None or getattr(fn, "value", None) not in FUNCTIONS or not may_check(tx):
+        function = getattr(fn, "value", None)
+        if result is not None or not isinstance(function, types.FunctionType) or function not in FUNCTIONS:
             return result
-        given = arguments_of(tx, fn.value, args, kwargs)
+        if not may_defer(tx, may_raise=True):
+            return None
+        given = arguments_of(tx, function, args, kwargs)
         if given is None:
+            refuse(tx, Code.NOT_PLAIN)
             return None
         names, flag, others = given
         check = Check.at(tx, True, [])
-        self.call_later(tx, check, function_checker(fn.value, names), [flag, *others])
+        self.call_later(tx, check, function_checker(function, names), [flag, *others])
+        self.repair(tx, Reason.of(Code.CHECK_BEHIND_GRAPH))
         return variables.ConstantVariable.create(None)
 
 
@@ -177,10 +182,6 @@ def is_flag(value: VariableTracker) -> bool:
         return False
     example = value.as_proxy().node.meta.get("example_value")
     return example is not None and type(example.numel()) is int and example.numel() == 1
-
-
-def may_check(tx: InstructionTranslatorBase) -> bool:
-    return is_free(tx) and not has_changed_objects(tx) and tx.instruction_pointer not in broken(tx.f_code)
 
 
 def values_of(tx: InstructionTranslatorBase, path: RaisingPath) -> dict[str, VariableTracker] | None:

@@ -34,7 +34,9 @@ from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
-from torch._inductor.pygraph.dynamo.totals import is_total, writes_statistics
+from torch._inductor.pygraph.dynamo.breaks import Breaks, refuse
+from torch._inductor.pygraph.dynamo.totals import is_total, name_of, writes_statistics
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -149,8 +151,9 @@ class Effect:
         """Change the complete graph for the call."""
 
 
-class Effects:
+class Effects(Breaks):
     def __init__(self) -> None:
+        super().__init__()
         self.queue: list[Effect] = []
 
     def defer(
@@ -163,14 +166,13 @@ class Effects:
         """Return what the call returns, or None if it cannot be made behind the graph."""
         values = [*args, *kwargs.values()]
         warns = is_warning(fn, args, kwargs)
-        if (
-            not (is_effect(fn, kwargs) or (warns and not has_changed_objects(tx)))
-            or not is_free(tx)
-            or tx.instruction_pointer in broken(tx.f_code)
-            or not all(has_text(tx, value) for value in values)
-        ):
+        if not warns and not is_effect(fn, kwargs) or not may_defer(tx, may_raise=warns):
+            return None
+        if not all(has_text(tx, value) for value in values):
+            refuse(tx, Code.NOT_PLAIN)
             return None
         self.call_later(tx, Effect.at(tx, warns, [fn]), call_from(tx, len(args), tuple(kwargs)), values)
+        self.repair(tx, Reason.of(Code.CALL_BEHIND_GRAPH))
         return variables.ConstantVariable.create(None)
 
     def call_later(
@@ -225,12 +227,14 @@ class Effects:
         for effect in self.queue:
             written = versions_of(graph) != effect.versions
             leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
-            if (
-                (written and effect.may_raise)
-                or any(t.value(written) is t.copy for t in leaves)
-                or not all(node in copies or effect.allows(node) for node in nodes_after(effect.last))
-            ):
-                broken(effect.code).add(effect.instruction)
+            later = (node for node in nodes_after(effect.last) if node not in copies)
+            reason = None
+            if (written and effect.may_raise) or any(t.value(written) is t.copy for t in leaves):
+                reason = Reason.of(Code.BEFORE_A_WRITE)
+            elif (node := next((n for n in later if not effect.allows(n)), None)) is not None:
+                reason = Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node) or node.name)
+            if reason is not None:
+                broken(effect.code)[effect.instruction] = reason
                 raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
             effect.values += [make(written) for make in effect.makers]
         for effect in self.queue:
@@ -242,6 +246,21 @@ class Effects:
                 if text.value(written) is text.tensor and not node.users:
                     graph.erase_node(node)
         self.queue = []
+
+
+def may_defer(tx: InstructionTranslatorBase, *, may_raise: bool) -> bool:
+    """Return whether a call may be made behind the graph, as far as the frame tells."""
+    if not is_traced_alone(tx):
+        return False
+    if (reason := broken(tx.f_code).get(tx.instruction_pointer)) is not None:
+        refuse(tx, reason.code, **reason.details)
+    elif not is_free(tx):
+        refuse(tx, Code.IN_HANDLER)
+    elif may_raise and has_changed_objects(tx):
+        refuse(tx, Code.BEHIND_A_CHANGE)
+    else:
+        return True
+    return False
 
 
 def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
@@ -293,18 +312,21 @@ def has_changed_objects(tx: InstructionTranslatorBase) -> bool:
     )
 
 
-def is_free(tx: InstructionTranslatorBase) -> bool:
-    """Return whether what is called behind the graph is called as it would be now."""
+def is_traced_alone(tx: InstructionTranslatorBase) -> bool:
+    """Return whether bytecode can call something behind the graph."""
     output = tx.output
-    if (
+    return not (
         output.export
         # Another process would not find the function that bytecode calls.
         or output.package is not None
         or output.current_tracer is not output.root_tracer
         or torch._dynamo.config.nested_graph_breaks
         or torch._C._functorch.peek_interpreter_stack() is not None
-    ):
-        return False
+    )
+
+
+def is_free(tx: InstructionTranslatorBase) -> bool:
+    """Return whether no handler of exceptions or context is around the current instruction."""
     frame: InstructionTranslatorBase | None = tx
     while frame is not None:
         blocks = frame.block_stack
@@ -372,9 +394,9 @@ def nodes_after(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         yield node
 
 
-def broken(code: types.CodeType) -> set[int]:
-    """Return the instructions of a code object at which the graph has to break. They survive a new analysis."""
-    return code_context.get_context(code).setdefault(BREAKS, set())
+def broken(code: types.CodeType) -> dict[int, Reason]:
+    """Return the instructions of a code object at which the graph has to break, and why. They survive a new analysis."""
+    return code_context.get_context(code).setdefault(BREAKS, {})
 
 
 def call_from(tx: InstructionTranslatorBase, num_args: int, names: tuple[str, ...]) -> Callable[..., None]:

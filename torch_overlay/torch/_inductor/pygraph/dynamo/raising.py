@@ -88,7 +88,8 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
             i < first
             or inst.opname in LEAVES
             or handler_of(inst) is not handler
-            or inst.opcode in dis.hasfree and inst.opname != "LOAD_DEREF"
+            or inst.opcode in dis.hasfree
+            and inst.opname != "LOAD_DEREF"
         ):
             return None
         reached.add(i)

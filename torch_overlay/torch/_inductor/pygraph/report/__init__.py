@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class Report(ReportData):
-    """The functions and graphs of one process. As a sequence, its functions."""
+    """The functions, graphs and graph breaks of one process. As a sequence, its functions."""
 
     def __str__(self) -> str:
         return self.text()
@@ -45,7 +45,7 @@ class Report(ReportData):
 
 def report() -> Report:
     """What was seen since the process started or :func:`reset_report` was called."""
-    return Report(journal.functions, journal.graphs)
+    return Report(journal.functions, journal.graphs, breaks=journal.breaks)
 
 
 def reset_report() -> None:

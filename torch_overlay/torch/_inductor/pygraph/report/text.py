@@ -13,7 +13,7 @@ from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, NODE_UPDATE,
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch._inductor.pygraph.types.report import Blocker, FunctionReport, GraphReport, ReportData
+    from torch._inductor.pygraph.types.report import Blocker, BreakReport, FunctionReport, GraphReport, ReportData
 
 
 LABELS = {
@@ -134,6 +134,14 @@ def sections(report: ReportData) -> Iterator[tuple[str, list[tuple[str, str, lis
                 skipped.append((shorten(p.source or g.source), kernels, _why_not(p.avoidable)))
     yield "CPU values that GPU code reads", values
     yield "Not captured", skipped
+    yield "Graph breaks that stay", [_break(b) for b in report.breaks if not b.is_repaired]
+    yield "Graph breaks that were repaired", [_break(b) for b in report.breaks if b.is_repaired]
+
+
+def _break(entry: BreakReport) -> tuple[str, str, list[str]]:
+    reason = entry.reason
+    lines = [f"{'how' if entry.is_repaired else 'why'}: {reason.text} ({reason.code.name})"]
+    return shorten(entry.source), entry.compile_id, lines + [f"change: {reason.advice}"] * bool(reason.advice)
 
 
 def _why_not(blockers: list[Blocker]) -> list[str]:

@@ -9,7 +9,14 @@ from typing import Any, TYPE_CHECKING
 from torch._inductor.pygraph.report import Report
 from torch._inductor.pygraph.types.journal import ARTIFACT
 from torch._inductor.pygraph.types.reason import Reason
-from torch._inductor.pygraph.types.report import Blocker, CpuValue, FunctionReport, GraphReport, PartitionReport
+from torch._inductor.pygraph.types.report import (
+    Blocker,
+    BreakReport,
+    CpuValue,
+    FunctionReport,
+    GraphReport,
+    PartitionReport,
+)
 
 
 if TYPE_CHECKING:
@@ -40,16 +47,19 @@ def load(path: Path) -> list[Report]:
 def _of_log(path: Path) -> Report | None:
     functions: dict[int, FunctionReport] = {}
     graphs = []
+    breaks = []
     title = path.name
     for record, payload in _artifacts(path):
         if "function" in payload:
             function = _function(payload["function"])
             functions[function.number] = function
-        else:
+        elif "graph" in payload:
             graphs.append(_graph(payload["graph"]))
+        else:
+            breaks.append(_break(payload["break"]))
         if "rank" in record:
             title = f"rank {record['rank']}"
-    return Report(functions.values(), graphs, title) if functions or graphs else None
+    return Report(functions.values(), graphs, title, breaks) if functions or graphs or breaks else None
 
 
 def _function(content: dict[str, Any]) -> FunctionReport:
@@ -62,6 +72,10 @@ def _graph(content: dict[str, Any]) -> GraphReport:
         for p in content["partitions"]
     ]
     return GraphReport(**{**content, "blockers": _blockers(content), "partitions": partitions})
+
+
+def _break(content: dict[str, Any]) -> BreakReport:
+    return BreakReport(**{**content, "reason": Reason.from_json(content["reason"])})
 
 
 def _blockers(content: dict[str, Any]) -> list[Blocker]:

@@ -8,7 +8,7 @@ import json
 from typing import TYPE_CHECKING
 
 from torch._guards import CompileId
-from torch._inductor.pygraph.types.report import as_json, FunctionReport, GraphReport
+from torch._inductor.pygraph.types.report import as_json, BreakReport, FunctionReport, GraphReport
 from torch._logging import trace_structured
 
 
@@ -20,15 +20,19 @@ ARTIFACT = "pygraph_report"
 
 functions: list[FunctionReport] = []
 graphs: list[GraphReport] = []
+breaks: list[BreakReport] = []
+
+KINDS = {FunctionReport: ("function", functions), GraphReport: ("graph", graphs), BreakReport: ("break", breaks)}
 
 
 def clear() -> None:
     functions.clear()
     graphs.clear()
+    breaks.clear()
 
 
-def add(entry: FunctionReport | GraphReport) -> None:
-    (functions if isinstance(entry, FunctionReport) else graphs).append(entry)
+def add(entry: FunctionReport | GraphReport | BreakReport) -> None:
+    KINDS[type(entry)][1].append(entry)
     publish(entry)
 
 
@@ -36,9 +40,9 @@ def drop(entries: Collection[FunctionReport]) -> None:
     functions[:] = [f for f in functions if f not in entries]
 
 
-def publish(entry: FunctionReport | GraphReport) -> None:
+def publish(entry: FunctionReport | GraphReport | BreakReport) -> None:
     """Write to the structured trace. The last report of a function there is the valid one."""
-    kind = "function" if isinstance(entry, FunctionReport) else "graph"
+    kind, _ = KINDS[type(entry)]
     trace_structured(
         "artifact",
         metadata_fn=lambda: {"name": ARTIFACT, "encoding": "json"},

@@ -185,6 +185,33 @@ class Code(str, enum.Enum):
     CALL_AT_OTHER_SIZES = "what {call} does at other sizes is not known"
     SIZES_NOT_DESCRIBED = "what it does at other sizes was not found out: {error}"
 
+    # Graph breaks that Dynamo does not make with PyGraph
+    CALL_BEHIND_GRAPH = "the call is made behind the graph"
+    CHECK_BEHIND_GRAPH = "the check is made behind the graph"
+    SIZES_DECIDE = "sizes decide the branch, which Dynamo guards"
+    HOST_DECIDES = "the host decides the branch before the graph runs"
+    COPIED_BY_DYNAMO = "Dynamo copies the object, whose attributes it guards"
+
+    # Those that stay
+    IN_HANDLER = (
+        "a handler of exceptions or a with statement is around it",
+        "Move it out of the try or with statement.",
+    )
+    BEHIND_A_CHANGE = (
+        "the program changed an object before it",
+        "Move it in front of the statement that changes an attribute, a list or a dictionary.",
+    )
+    NOT_PLAIN = (
+        "it takes what may have another text or value behind the graph",
+        "Pass numbers, strings and tensors without a history, or lists and tuples of them: tensor.detach() has none.",
+    )
+    BEFORE_A_WRITE = ("the graph writes an input behind it", _MUTATED)
+    BEFORE_AN_ERROR = (
+        "{op} follows it in the graph, and may raise an error or draw random numbers",
+        "Move it behind that operator, or in front of the compiled function.",
+    )
+    DYNAMO = ("Dynamo breaks the graph: {said}", "TORCH_LOGS=graph_breaks shows what Dynamo says.")
+
     # Frames that run without a graph
     EAGER = "compiled code may differ from eager code: {obstacle}"
 

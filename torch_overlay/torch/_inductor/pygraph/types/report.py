@@ -139,17 +139,39 @@ class GraphReport:
         return OrderedSet(v for p in self.partitions for v in p.cpu_values)
 
 
+@dataclasses.dataclass(frozen=True)
+class BreakReport:
+    """
+    A place at which Dynamo breaks the graph without PyGraph.
+
+    Attributes:
+        is_repaired: Dynamo does not break the graph there
+    """
+
+    source: str
+    reason: Reason
+    is_repaired: bool
+    compile_id: str = dataclasses.field(default="", compare=False)
+
+
 def as_json(entry: Any) -> dict[str, Any]:
     """Return what json.dumps should write for a report or a part of one."""
     return entry.as_json() if isinstance(entry, Reason) else vars(entry)
 
 
 class ReportData(list[FunctionReport]):
-    """The functions of one process, and its graphs."""
+    """The functions of one process, its graphs, and its graph breaks."""
 
-    def __init__(self, functions: Iterable[FunctionReport], graphs: Iterable[GraphReport], title: str = "") -> None:
+    def __init__(
+        self,
+        functions: Iterable[FunctionReport],
+        graphs: Iterable[GraphReport],
+        title: str = "",
+        breaks: Iterable[BreakReport] = (),
+    ) -> None:
         super().__init__(functions)
         self.graphs = list(graphs)
+        self.breaks = list(breaks)
         self.title = title
 
     def by_gain(self) -> list[FunctionReport]:
@@ -158,4 +180,6 @@ class ReportData(list[FunctionReport]):
 
     def json(self) -> str:
         content = {"title": self.title, "functions": [*self], "graphs": self.graphs}
+        if self.breaks:
+            content["breaks"] = self.breaks
         return json.dumps(content, indent=1, default=as_json)

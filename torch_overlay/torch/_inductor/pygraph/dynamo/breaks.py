@@ -1,0 +1,79 @@
+"""
+Which graph breaks were repaired, and which stay: for the report and the log.
+
+A frame is analysed again at a break, and the call that it breaks at is not traced then. The reason why a repair was
+refused is kept with the code of the outermost frame.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from torch._dynamo.code_context import code_context
+from torch._guards import CompileContext
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.reason import Code, first_line, log_line, Reason
+from torch._inductor.pygraph.types.report import BreakReport
+
+
+if TYPE_CHECKING:
+    import types
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+
+log = logging.getLogger(__name__)
+
+# The key in a code object's context of the refused repairs: by instruction, the place and the reason.
+REFUSED = "pygraph_refused_repairs"
+
+
+class Breaks:
+    """What was repaired in one frame and the calls that it inlines."""
+
+    def __init__(self) -> None:
+        self.repaired: dict[str, Reason] = {}
+
+    def repair(self, tx: InstructionTranslatorBase, reason: Reason) -> None:
+        self.repaired[place_of(tx)] = reason
+
+    def report_breaks(self, tx: InstructionTranslatorBase) -> None:
+        """Called at the end of a graph, for a break or not."""
+        for place, reason in self.repaired.items():
+            add(BreakReport(place, reason, True, compile_id()))
+        why = tx.output.compile_subgraph_reason
+        if why.graph_break:
+            known = refused(tx.f_code)
+            said = place_of(tx), Reason.of(Code.DYNAMO, said=first_line(why.reason))
+            if why.reason == "step_unsupported":
+                # The statement began at an earlier instruction.
+                known = dict.fromkeys([tx.instruction_pointer], [*known.values()][-1]) if known else {}
+            place, reason = known.get(tx.instruction_pointer, said)
+            add(BreakReport(place, reason, False, compile_id()))
+
+
+def add(report: BreakReport) -> None:
+    if report in journal.breaks:
+        return
+    journal.add(report)
+    outcome = "graph break repaired" if report.is_repaired else "graph break"
+    log.info("%s", log_line(report.source, report.compile_id, outcome, report.reason))
+
+
+def refuse(tx: InstructionTranslatorBase, code: Code, **details: object) -> None:
+    """Keep why the graph breaks at the current instruction."""
+    root = tx.output.root_tx
+    refused(root.f_code)[root.instruction_pointer] = (place_of(tx), Reason.of(code, **details))
+
+
+def refused(code: types.CodeType) -> dict[int, tuple[str, Reason]]:
+    return code_context.get_context(code).setdefault(REFUSED, {})
+
+
+def place_of(tx: InstructionTranslatorBase) -> str:
+    return f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
+
+
+def compile_id() -> str:
+    return str(CompileContext.current_compile_id() or "")
