@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import logging
 import sys
@@ -139,6 +140,20 @@ def warns_inline(x):
     return warns(x) + warns(x * 2)
 
 
+@functools.lru_cache(None)
+def warning_once(self, *args):
+    self.warning(*args)
+
+
+logging.Logger.warning_once = warning_once
+
+
+def logs_once(x):
+    log.warning_once("deprecated")
+    log.warning_once("shape %s", x.shape[0])
+    return x + 1
+
+
 def result_of_print(x):
     r = print("r")
     return x + 1, r
@@ -146,7 +161,7 @@ def result_of_print(x):
 
 ONE_GRAPH = [plain, tensors, options, formatted, written_later, input_written_later, alias_written_later]
 ONE_GRAPH += [list_changed_later, inlined, in_loop, number_that_varies, under_no_grad, logged, logged_inline, result_of_print]
-ONE_GRAPH += [warns, warns_inline]
+ONE_GRAPH += [warns, warns_inline, logs_once]
 
 
 # Programs that break the graph as without PyGraph
@@ -263,7 +278,9 @@ def raise_error(y):
 class EffectTest(MendTestCase):
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ONE_GRAPH])
     def test_one_graph(self, fn):
-        found = self.check(fn)
+        seen, found = self.observe_compiled(fn)
+        warning_once.cache_clear()
+        self.assertEqual(seen, self.observe(fn))
         self.assertEqual(found, {"graphs": 1, "breaks": 0})
         # Without PyGraph, resumed functions have other names in the log.
         _, without = self.observe_compiled(fn, pygraph_mend=False)

@@ -55,6 +55,17 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(n), x.new_empty(n, dtype=torch.int64)
 
 
+class Config:
+    def __init__(self) -> None:
+        self.layers = 2
+
+    def __getattribute__(self, name: str) -> Any:
+        return super().__getattribute__(name)
+
+    def twice(self) -> int:
+        return 2 * self.layers
+
+
 def python_frames(fn: Callable[[], Any]) -> list[str]:
     """Return the names of the Python functions that a call runs."""
     names: list[str] = []
@@ -282,6 +293,20 @@ class CondTest(FixesTestCase):
             fn(x, lambda x: torch.nn.functional.dropout(x, 0.5)).sum().backward()
         fn(x, lambda x: x * x + torch.rand_like(x)).sum().backward()
         self.assertEqual(x.grad, torch.full((16,), 2.0))
+
+
+class ObjectTest(FixesTestCase):
+    def test_dict_of_an_object(self) -> None:
+        """It has the attributes that the frame has set."""
+        config = Config()
+
+        def fn(x):
+            config.kind = "small"
+            return x * config.twice() + len(config.__dict__), config.__dict__.get("kind")
+
+        result = torch.compile(fn, backend="eager")(torch.ones(2))
+        config = Config()
+        self.assertEqual(result, fn(torch.ones(2)))
 
 
 class CUDAGraphTreesTest(FixesTestCase):

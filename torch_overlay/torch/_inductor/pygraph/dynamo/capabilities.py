@@ -9,6 +9,7 @@ PyGraph extends the analysis of each frame:
 - effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
 - checks     a path that only raises is run behind the graph (checks.py), with ``config.pygraph_mend``
 - branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
+- copies     copy.deepcopy of a plain object is traced (copies.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 
@@ -22,6 +23,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.checks import Checks
+from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.slices import make_slice
@@ -51,11 +53,25 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Branches, Checks, PyGraphFrame):
+class MendingFrame(Branches, Checks, Copies, PyGraphFrame):
     def __init__(self) -> None:
         PyGraphFrame.__init__(self)
         Checks.__init__(self)
         Branches.__init__(self)
+        Copies.__init__(self)
+
+    def defer(
+        self,
+        tx: InstructionTranslatorBase,
+        fn: VariableTracker,
+        args: Sequence[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker | None:
+        copied = self.deepcopy(tx, fn, args, kwargs)
+        if copied is None:
+            return super().defer(tx, fn, args, kwargs)
+        self.repair(tx, Reason.of(Code.COPIED_BY_DYNAMO))
+        return copied
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         for code, trace in (
@@ -70,6 +86,7 @@ class MendingFrame(Branches, Checks, PyGraphFrame):
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
+        self.check_copies(tx)
         self.check_effects(tx)
         self.guard_outcomes(tx)
         self.report_breaks(tx)

@@ -18,6 +18,8 @@ At other calls the graph breaks.
 from __future__ import annotations
 
 import dataclasses
+import dis
+import functools
 import logging
 import types
 import warnings
@@ -270,13 +272,26 @@ def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
         logger = fn.obj.value
         return (
             type(logger) in LOGGERS
-            and fn.name in METHODS
+            and (fn.name in METHODS or is_once(getattr(logging.Logger, fn.name, None)))
             and fn.name not in logger.__dict__
             and fn.obj.source is not None
             and not kwargs
             and not torch._dynamo.config.ignore_logging_functions
         )
     return False
+
+
+def is_once(method: object) -> bool:
+    """Return whether a method of loggers, as transformers adds them, logs what it is given if that is new."""
+    wrapped = getattr(method, "__wrapped__", None)
+    return (
+        type(method) is functools._lru_cache_wrapper
+        and isinstance(wrapped, types.FunctionType)
+        and wrapped.__closure__ is None
+        and len(wrapped.__code__.co_names) == 1
+        and METHODS.issuperset(wrapped.__code__.co_names)
+        and not any(inst.opname in ("LOAD_GLOBAL", "LOAD_NAME") for inst in dis.get_instructions(wrapped))
+    )
 
 
 def is_warning(fn: VariableTracker, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> bool:

@@ -87,7 +87,7 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
         if (
             i < first
             or inst.opname in LEAVES
-            or handler_of(inst) is not handler
+            or not (handler_of(inst) is handler or is_comprehension(inst, instructions, index))
             or inst.opcode in dis.hasfree
             and inst.opname != "LOAD_DEREF"
         ):
@@ -114,6 +114,16 @@ def is_number(instructions: Sequence[Instruction], name: str) -> bool:
         for i, inst in enumerate(instructions)
         if inst.opname.startswith("LOAD_") and name in names_of(inst)
     )
+
+
+def is_comprehension(inst: Instruction, instructions: Sequence[Instruction], index: dict[Instruction, int]) -> bool:
+    """Return whether an exception at ``inst`` only restores variables: from Python 3.12 on, comprehensions do."""
+    if (handler := handler_of(inst)) is None:
+        return False
+    for each in instructions[index[handler] :]:
+        if each.opname not in ("SWAP", "POP_TOP", "STORE_FAST"):
+            return each.opname == "RERAISE"
+    return False
 
 
 def handler_of(inst: Instruction) -> Instruction | None:
