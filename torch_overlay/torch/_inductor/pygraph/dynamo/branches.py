@@ -3,27 +3,77 @@ Branches on tensors that do not break the graph.
 
 - Sizes and constants decide (ranges.py): Dynamo traces the path that is taken, and guards on the sizes.
 - CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
+- Both paths run, and torch.where selects (paths.py, joins.py).
 - Otherwise the graph breaks.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
+from torch._dynamo.bytecode_transformation import create_instruction
+from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import RestartAnalysis
+from torch._inductor.pygraph.dynamo.control_flow import fork_at
 from torch._inductor.pygraph.dynamo.hosts import Hosts
+from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
+from torch._inductor.pygraph.dynamo.paths import RefusedError, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterable, Sequence
+
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
 
 
+# Instructions that compare values, or find them by their hash.
+COMPARING = frozenset(
+    """
+    BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_MAP BUILD_SET COMPARE_OP CONTAINS_OP DELETE_SUBSCR IS_OP MAP_ADD SET_ADD
+    STORE_SUBSCR
+    """.split()
+)
+
+# The key in a code object's context of the branches at which the graph breaks. They survive a new analysis.
+BREAKS = "pygraph_breaks_at_branches"
+
+
 class Branches(Hosts):
+    def __init__(self) -> None:
+        super().__init__()
+        # Of tensors that existed before a branch
+        self.joins: list[Join] = []
+        # Where bools of tensors were made
+        self.truths: OrderedSet[tuple[Any, int]] = OrderedSet()
+        # Those that trace a path
+        self.forked: list[InstructionTranslatorBase] = []
+
+    def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
+        super().on_instruction(tx, inst)
+        if self.joins and reads_identity(tx, inst):
+            refuse([j.site for j in self.joins], "the identity of a tensor is asked")
+        if self.truths and compares_truth(tx, inst):
+            refuse(self.truths, "a bool of a tensor is compared")
+
+    def defer(
+        self,
+        tx: InstructionTranslatorBase,
+        fn: VariableTracker,
+        args: Sequence[VariableTracker],
+        kwargs: dict[str, VariableTracker],
+    ) -> VariableTracker | None:
+        if self.truths and any(isinstance(v, Truth) for v in (*args, *kwargs.values())) and not is_inlined(fn):
+            refuse(self.truths, "a bool of a tensor is passed to a builtin function")
+        return super().defer(tx, fn, args, kwargs)
+
     def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Trace the path that sizes decide for, if they do."""
         value = condition_of(tx)
@@ -37,15 +87,118 @@ class Branches(Hosts):
         value = condition_of(tx)
         if value is None or is_check(tx, inst):
             return False
-        outcome = self.decide(tx, value.as_proxy().node)
+        outcome = None if isinstance(tx.stack[-1], Truth) else self.decide(tx, value.as_proxy().node)
         if outcome is not None:
             follow(tx, inst, outcome)
-        return outcome is not None
+            return True
+        return self.fork(tx, inst, value)
+
+    def fork(self, tx: InstructionTranslatorBase, inst: Instruction, value: variables.TensorVariable) -> bool:
+        """Trace both paths, if they can be joined."""
+        site = (tx.f_code, tx.indexof[inst])
+        if site[1] in breaks(tx.f_code) or tx.output.side_effects.tensor_hooks:
+            return False
+        if "JUMP" not in inst.opname:
+            tx.pop()
+            condition = truth_of(tx, value)
+            tx.push(Truth(condition.call_method(tx, "logical_not", [], {})))
+            self.truths.add(site)
+            return True
+        fork = fork_at(tx, inst)
+        if fork is None:
+            return False
+        top = tx.pop()
+        self.forked.append(tx)
+        try:
+            condition = truth_of(tx, value)
+            paths = []
+            for truth in (True, False):
+                jumps = truth == ("IF_TRUE" in inst.opname)
+                stack = [*tx.stack, top] if jumps and inst.opname.endswith("_OR_POP") else tx.stack
+                start = tx.indexof[inst.target] if jumps else tx.indexof[inst] + 1
+                paths.append(trace(tx, fork, start, stack))
+            joiner = Joiner(tx, condition, paths)
+            end, joins = join(joiner, fork, site)
+        except RefusedError as e:
+            breaks(tx.f_code).add(site[1])
+            raise RestartAnalysis(restart_reason=f"a branch cannot be joined: {e}") from e
+        self.forked.pop()
+        self.joins += joins
+        if joiner.has_truths:
+            self.truths.add(site)
+        tx.stack[:] = end.stack
+        if fork.join is None:
+            if tx in self.forked:
+                raise Returned(end.returned)
+            tx.push(end.returned)
+            leave = create_instruction("RETURN_VALUE")
+            leave.copy_positions(inst)
+            tx.RETURN_VALUE(leave)
+            return True
+        for name in [*tx.symbolic_locals]:
+            if name not in end.variables:
+                del tx.symbolic_locals[name]
+        tx.symbolic_locals.update(end.variables)
+        tx.instruction_pointer = tx.start_point = fork.join
+        return True
+
+    def check_joins(self, tx: InstructionTranslatorBase) -> None:
+        """
+        Raises:
+            RestartAnalysis: the complete graph tells a join from what it stands for.
+        """
+        if self.joins and (told := told_apart(tx.output.graph, self.joins)):
+            refuse([j.site for j in told], "a join is told from the tensor that it stands for")
+        if self.joins and tx.output.side_effects.tensor_hooks:
+            refuse([j.site for j in self.joins], "a hook is registered")
+
+
+def breaks(code: types.CodeType) -> set[int]:
+    return code_context.get_context(code).setdefault(BREAKS, set())
+
+
+def refuse(sites: Iterable[tuple[types.CodeType, int]], reason: str) -> NoReturn:
+    for code, place in sites:
+        breaks(code).add(place)
+    raise RestartAnalysis(restart_reason=reason)
+
+
+def compares_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+    """Return whether Dynamo would compare a bool of a tensor by its variable."""
+    if inst.opname not in COMPARING:
+        return False
+    operands = tx.stack[-3:] if "SUBSCR" in inst.opname or "MAP" in inst.opname else tx.stack[-2:]
+    if inst.opname == "IS_OP" and any(v.is_constant_none() for v in operands):
+        return False
+    return any(isinstance(v, Truth) for v in operands)
+
+
+def is_inlined(fn: VariableTracker) -> bool:
+    if isinstance(fn, variables.BuiltinVariable):
+        return fn.fn is isinstance
+    return isinstance(fn, (variables.functions.BaseUserFunctionVariable, variables.UserDefinedClassVariable))
+
+
+def reads_identity(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+    stack = tx.stack
+    if inst.opname in ("IS_OP", "CONTAINS_OP"):
+        return stack[-2].is_tensor() and (inst.opname == "CONTAINS_OP" or stack[-1].is_tensor())
+    return inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in IDENTITY and stack[-1].is_tensor()
+
+
+def truth_of(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Any:
+    """Return a bool without dimensions. It is new, and stays as it is if the program writes the value."""
+    truth = value.call_method(tx, "ne", [variables.ConstantVariable.create(0)], {})
+    if value.as_proxy().node.meta["example_value"].dim():
+        truth = truth.call_method(tx, "reshape", [variables.TupleVariable([])], {})
+    return truth
 
 
 def condition_of(tx: InstructionTranslatorBase) -> variables.TensorVariable | None:
     """Return the value on top of the stack, if its truth is that of a tensor of one element in Dynamo's graph."""
     value = tx.stack[-1]
+    if isinstance(value, Truth):
+        value = value.tensor
     if not value.is_tensor():
         return None
     value = value.realize()

@@ -94,6 +94,7 @@ class MendingFrame(Branches, Checks, Copies, PyGraphFrame):
     def check_graph(self, tx: InstructionTranslatorBase) -> None:
         super().check_graph(tx)
         self.erase_draws(tx)
+        self.check_joins(tx)
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:

@@ -1,0 +1,363 @@
+"""
+What stands for the values of both paths of a branch: torch.where of two tensors that the graph computes anyway.
+
+With torch.where both paths run. Eager mode cannot be told from this if
+
+- the paths are few operators, most of them pointwise, that raise for no value
+- two tensors that are joined agree in all but their elements, and their gradients reach the same tensors
+- under autograd each operator passes a zero on as a zero, whatever its operand: not sqrt, whose derivative may be infinite
+- where a path leaves a tensor as it was, nothing tells that tensor from the join, which is another one
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo import variables
+from torch._dynamo.current_scope_id import current_scope_id
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
+from torch._dynamo.variables.misc import NullVariable
+from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
+from torch._inductor.pygraph.dynamo.totals import indices, is_of_torch, name_of
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.node import map_arg
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.control_flow import Fork
+    from torch._inductor.pygraph.dynamo.paths import Path
+
+
+# Of both paths, which fuse. Python copies a short rest of a function into its paths.
+MAX_OPERATORS = 16
+
+# Operators of elements, and reductions, which nested conditions are. They raise for no element.
+OPERATORS = frozenset(
+    """
+    abs absolute add all amax amin and any bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp clamp_max clamp_min
+    clone cos cosh detach div double elu eq erf exp exp2 expm1 float floor ge gelu gt half hardtanh int invert isfinite
+    isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor long lt max maximum
+    mean min minimum mish mul nan_to_num ne neg or reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh softplus
+    sqrt square sub sum tan tanh to truediv where xor
+    """.split()
+)
+VIEWS = frozenset(
+    "contiguous expand flatten getattr getitem permute reshape squeeze t transpose unflatten unsqueeze view".split()
+)
+CONSTRUCTORS = frozenset("full full_like ones ones_like tensor zeros zeros_like".split())
+
+# Of these, a gradient of zeros gives zeros. Those in SCALING do if the other operand is a finite number.
+LINEAR = VIEWS | frozenset(
+    "add clamp clamp_max clamp_min clone float double half mean nan_to_num neg relu sub sum to where".split()
+)
+SCALING = frozenset(("mul", "truediv", "div"))
+KEYWORDS = frozenset(("dtype", "device", "min", "max", "approximate", "memory_format"))
+
+# What tells a tensor from an equal one.
+IDENTITY = frozenset(
+    ("_base", "_is_view", "_version", "data", "data_ptr", "grad", "grad_fn", "is_leaf", "register_hook", "retain_grad")
+    + ("storage", "untyped_storage", "is_set_to")
+)
+
+
+@dataclasses.dataclass
+class Join:
+    """
+    A join of a tensor that existed before.
+
+    Attributes:
+        node, other: the join, and the tensor
+        own: the nodes of both paths
+        site: where the branch is
+    """
+
+    node: torch.fx.Node
+    other: torch.fx.Node
+    own: OrderedSet[torch.fx.Node]
+    site: tuple[Any, int]
+    versions: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        self.versions = (version(self.node), version(self.other))
+
+
+class Joiner:
+    """Joins what two paths leave. ``makers`` give the joined values, once it is known that all can be joined."""
+
+    def __init__(self, tx: InstructionTranslatorBase, condition: variables.TensorVariable, paths: list[Path]) -> None:
+        self.tx = tx
+        self.condition = condition
+        self.paths = paths
+        self.pairs: dict[tuple[torch.fx.Node, torch.fx.Node], tuple[VariableTracker, VariableTracker]] = {}
+        self.joined: dict[tuple[torch.fx.Node, torch.fx.Node], VariableTracker] = {}
+        self.lists: dict[tuple[int, int], VariableTracker | None] = {}
+        self.has_truths = False
+
+    def match(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
+        """
+        Return what makes the join of two values.
+
+        Raises:
+            RefusedError: there is none.
+        """
+        if a is b or (a.source is not None and a.source == b.source and type(a) is type(b)):
+            return lambda: a
+        a, b = (v.realize() if isinstance(v, LazyVariableTracker) else v for v in (a, b))
+        if a is b or (isinstance(a, NullVariable) and isinstance(b, NullVariable)):
+            return lambda: a
+        if type(a) is type(b) is variables.TensorVariable:
+            return self._match_tensors(a, b)
+        if type(a) is type(b) in (variables.TupleVariable, variables.ListVariable):
+            return self._match_sequences(a, b)
+        if is_truth(a) and is_truth(b):
+            return self._match_truths(a, b)
+        if a.is_python_constant() and b.is_python_constant():
+            values = (a.as_python_constant(), b.as_python_constant())
+            if values[0] is values[1] or (type(values[0]) is type(values[1]) and repr(values[0]) == repr(values[1])):
+                if type(a) is type(b) is variables.ConstantVariable or values[0] is values[1]:
+                    return lambda: a
+        raise RefusedError(f"the paths leave different {a.python_type_name()}s")
+
+    def _match_tensors(self, a: variables.TensorVariable, b: variables.TensorVariable) -> Callable[[], VariableTracker]:
+        key = (a.as_proxy().node, b.as_proxy().node)
+        if key[0] is key[1]:
+            return lambda: a
+        if not is_alike(a, b):
+            raise RefusedError("the paths leave tensors of different kinds")
+        self.pairs[key] = (a, b)
+        return lambda: self.joined[key]
+
+    def _match_sequences(self, a: Any, b: Any) -> Callable[[], VariableTracker]:
+        is_new = all(v.source is None for v in (a, b))
+        if type(a) is variables.ListVariable:
+            scopes = [getattr(v.mutation_type, "scope", 0) for v in (a, b)]
+            is_new &= all(scope > current_scope_id() for scope in scopes)
+        others = [key for key in self.lists if (key[0] == id(a)) != (key[1] == id(b))]
+        if not is_new or others or len(a.items) != len(b.items):
+            raise RefusedError("the paths leave different sequences")
+        key = (id(a), id(b))
+        makers = [self.match(x, y) for x, y in zip(a.items, b.items)]
+        # Objects live as long as the paths.
+        self.lists.setdefault(key, None)
+
+        def make() -> VariableTracker:
+            if self.lists[key] is None:
+                items = [maker() for maker in makers]
+                is_list = type(a) is variables.ListVariable
+                self.lists[key] = type(a)(items, mutation_type=ValueMutationNew()) if is_list else type(a)(items)
+            return self.lists[key]
+
+        return make
+
+    def _match_truths(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
+        condition = self.condition
+        values = [v.as_python_constant() if v.is_python_constant() else None for v in (a, b)]
+        if None not in values:
+            if values[0] == values[1]:
+                return lambda: a
+            self.has_truths = True
+            return lambda: Truth(condition if values[0] else self.call(condition, "logical_not"))
+
+        self.has_truths = True
+
+        def make() -> VariableTracker:
+            parts = []
+            for value, truth, chosen in zip(values, (a, b), (condition, self.call(condition, "logical_not"))):
+                if value is not False:
+                    parts.append(chosen if value else self.call(chosen, "logical_and", truth.tensor))
+            return Truth(parts[0] if len(parts) == 1 else self.call(parts[0], "logical_or", parts[1]))
+
+        return make
+
+    def call(self, tensor: VariableTracker, name: str, *args: VariableTracker) -> Any:
+        return tensor.call_method(self.tx, name, [*args], {})
+
+    def select(self, site: tuple[Any, int]) -> list[Join]:
+        """
+        Join each pair of tensors by torch.where. Return the joins of tensors that existed before.
+
+        Raises:
+            RefusedError: the paths cannot both run.
+        """
+        own = OrderedSet(node for path in self.paths for node in path.nodes)
+        for node in own:
+            if not is_selectable(node):
+                raise RefusedError(f"{name_of(node)} in a path")
+        if count_work(own) > MAX_OPERATORS:
+            raise RefusedError("the paths have many operators")
+        before = OrderedSet(storage(n) for n in self.tx.output.graph.nodes if n not in own) - OrderedSet([None])
+        for path, i in zip(self.paths, (0, 1)):
+            left = OrderedSet(pair[i] for pair in self.pairs)
+            if len(OrderedSet(map(storage, left))) < len(self.pairs):
+                raise RefusedError("a path leaves one tensor under several names")
+        joins = []
+        for key, (a, b) in self.pairs.items():
+            if grad_sources(key[0], own) != grad_sources(key[1], own):
+                raise RefusedError("gradients of the paths reach different tensors")
+            if a.device != self.condition.device:
+                raise RefusedError("the condition is on another device")
+            where = variables.TorchInGraphFunctionVariable(torch.where)
+            joined = where.call_function(self.tx, [self.condition, a, b], {})
+            if not is_alike(joined, a):
+                raise RefusedError("the join has another layout")
+            self.joined[key] = joined
+            node = joined.as_proxy().node
+            joins += [Join(node, n, own, site) for n in key if storage(n) in before]
+        return joins
+
+
+def join(joiner: Joiner, fork: Fork, site: tuple[Any, int]) -> tuple[Path, list[Join]]:
+    """
+    Return the stack and the variables behind both paths, and the joins of tensors that existed before.
+
+    Raises:
+        RefusedError: there are none.
+    """
+    one, other = joiner.paths
+    if len(one.stack) != len(other.stack):
+        raise RefusedError("the stacks differ")
+    stack = [joiner.match(a, b) for a, b in zip(one.stack, other.stack)]
+    names = {}
+    for name in OrderedSet([*one.variables, *other.variables]) if fork.join is not None else ():
+        a, b = one.variables.get(name), other.variables.get(name)
+        if a is None or b is None:
+            if name in fork.live:
+                raise RefusedError(f"{name} is unbound in a path")
+        elif a is b:
+            names[name] = lambda a=a: a
+        elif name in fork.live:
+            names[name] = joiner.match(a, b)
+    returned = None
+    if fork.join is None:
+        returned = joiner.match(one.returned, other.returned)
+    joins = joiner.select(site)
+    made = {name: make() for name, make in names.items()}
+    path = type(one)([make() for make in stack], made, [], returned and returned())
+    return path, joins
+
+
+def is_truth(value: VariableTracker) -> bool:
+    return isinstance(value, Truth) or (type(value) is variables.ConstantVariable and type(value.value) is bool)
+
+
+def is_alike(a: VariableTracker, b: VariableTracker) -> bool:
+    """Return whether two tensors agree in all but their elements."""
+    values = [v.as_proxy().node.meta.get("example_value") for v in (a, b)]
+    if any(type(v) is not FakeTensor or v.layout != torch.strided for v in values):
+        return False
+    if any(v.class_type is not torch.Tensor for v in (a, b)):
+        return False
+    kinds = [(v.dtype, v.device, v.requires_grad, v.is_conj(), v.is_neg()) for v in values]
+    sizes = [[n.node.expr if isinstance(n, torch.SymInt) else n for n in (*v.shape, *v.stride())] for v in values]
+    return kinds[0] == kinds[1] and sizes[0] == sizes[1]
+
+
+def is_selectable(node: torch.fx.Node) -> bool:
+    """Return whether a node may run for nothing."""
+    example = node.meta.get("example_value")
+    name = name_of(node)
+    stripped = name[2:-2] if name.startswith("__") else name.rstrip("_") if name in ("and_", "or_") else name
+    if (
+        not isinstance(example, torch.Tensor)
+        or stripped not in OPERATORS | VIEWS | CONSTRUCTORS
+        or not (node.op == "call_method" or (node.op == "call_function" and is_of_torch(node.target)))
+        or any(node.kwargs[k] for k in OrderedSet(node.kwargs) - KEYWORDS)
+    ):
+        return False
+    if stripped == "getitem" and any(isinstance(i, torch.fx.Node) for i in indices(node.args[1])):
+        return False
+    if stripped == "getattr" and node.args[1] not in ("mT", "T"):
+        return False
+    if not example.requires_grad:
+        return True
+    if stripped in SCALING:
+        numbers = [a for a in node.args if not isinstance(a, torch.fx.Node)]
+        is_divided = stripped == "mul" or isinstance(node.args[0], torch.fx.Node)
+        return is_divided and len(numbers) == 1 and all(math.isfinite(n) and n for n in numbers)
+    return stripped in LINEAR
+
+
+def count_work(nodes: Iterable[torch.fx.Node]) -> int:
+    """Return how many different nodes compute more than one number."""
+    first: dict[Any, torch.fx.Node] = {}
+    same: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        args = map_arg((node.args, node.kwargs), lambda n: same.get(n, n))
+        same[node] = first.setdefault((node.target, str(args)), node)
+    is_scalar = {n: all(m.meta["example_value"].numel() == 1 for m in (n, *n.all_input_nodes)) for n in same.values()}
+    return sum(not is_scalar[n] and name_of(n) not in VIEWS | CONSTRUCTORS for n in is_scalar)
+
+
+def grad_sources(node: torch.fx.Node, own: OrderedSet[torch.fx.Node]) -> OrderedSet[torch.fx.Node]:
+    """Return the tensors from before the branch that a gradient of ``node`` reaches."""
+    found = ancestors_with_gradient([node], own)
+    return OrderedSet(sorted(n for n in found if n not in own))
+
+
+def ancestors_with_gradient(
+    nodes: Iterable[torch.fx.Node], through: OrderedSet[torch.fx.Node] | None = None
+) -> OrderedSet[torch.fx.Node]:
+    """Return the tensors that a gradient of ``nodes`` reaches, if it only passes ``through`` these."""
+    found: OrderedSet[torch.fx.Node] = OrderedSet()
+    work = [*nodes]
+    while work:
+        node = work.pop()
+        if node not in found and getattr(node.meta.get("example_value"), "requires_grad", False):
+            found.add(node)
+            if through is None or node in through:
+                work += node.all_input_nodes
+    return found
+
+
+def storage(node: torch.fx.Node) -> int | None:
+    example = node.meta.get("example_value")
+    return example.untyped_storage()._cdata if type(example) is FakeTensor and example.layout == torch.strided else None
+
+
+def version(node: torch.fx.Node) -> int:
+    return node.meta["example_value"]._version
+
+
+# The complete graph
+
+
+def told_apart(graph: torch.fx.Graph, joins: Sequence[Join]) -> list[Join]:
+    """Return the joins that a program can tell from the tensors that they stand for."""
+    by_storage: dict[int | None, list[torch.fx.Node]] = {}
+    for node in graph.nodes:
+        by_storage.setdefault(storage(node), []).append(node)
+    outputs = OrderedSet(n for node in graph.nodes if node.op == "output" for n in node.all_input_nodes)
+    differentiated = ancestors_with_gradient(outputs)
+
+    def stands_for(node: torch.fx.Node) -> Iterable[torch.fx.Node]:
+        """Yield what may share memory with a tensor in eager mode."""
+        same = by_storage[storage(node)]
+        yield from same
+        for j in joins:
+            if j.node in same:
+                yield from stands_for(j.other)
+
+    def is_told(j: Join) -> bool:
+        if j.versions != (version(j.node), version(j.other)):
+            return True
+        same, others = by_storage[storage(j.node)], [*stands_for(j.other)]
+        users = [user for node in (*same, *others) for user in node.users]
+        if any(name_of(user) in ("_get_data_attr", "set_", "requires_grad_", "detach_") for user in users):
+            return True
+        if not any(node in outputs for node in same):
+            return False
+        if any(node in outputs or node.op in ("placeholder", "get_attr") for node in others):
+            return True
+        # The gradient of the join would lack that of the other uses.
+        own = OrderedSet(n for k in joins for n in (*k.own, k.node))
+        return any(user in differentiated and user not in own for node in others for user in node.users)
+
+    return [j for j in joins if is_told(j)]

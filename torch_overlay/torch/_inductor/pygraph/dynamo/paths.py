@@ -1,0 +1,148 @@
+"""
+Tracing both paths of a branch into one graph, and joining what they leave.
+
+The translator itself traces one path up to the join, is set back, and traces the other one. Objects that existed before
+cannot be changed meanwhile, as in the body of a higher order operator. What a path leaves are the stack and the
+variables that are read later. Of two tensors, the join is torch.where (joins.py); equal constants and the same object
+stay; of two bools the join is a Truth, which is branched on or negated without a wait. Anything else is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo import variables
+from torch._dynamo.current_scope_id import enter_new_scope
+from torch._dynamo.exc import ObservedException, unimplemented, Unsupported
+from torch._dynamo.variables.base import VariableTracker
+from torch._inductor.pygraph.dynamo.control_flow import RETURNS
+from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
+
+
+if TYPE_CHECKING:
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.control_flow import Fork
+
+
+# A path that traces more is a loop.
+MAX_INSTRUCTIONS = 10_000
+
+
+class RefusedError(Exception):
+    """The paths of a branch cannot be joined."""
+
+
+class Returned(Exception):  # noqa: N818
+    """Both paths of a branch in a path return."""
+
+    def __init__(self, value: VariableTracker) -> None:
+        super().__init__()
+        self.value = value
+
+
+class Truth(VariableTracker):
+    """The bool of a tensor that has no dimensions. Where something else needs it, bytecode reads the tensor."""
+
+    def __init__(self, tensor: variables.TensorVariable, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.tensor = tensor
+
+    def python_type(self) -> type:
+        return bool
+
+    def as_proxy(self) -> Any:
+        unimplemented(
+            gb_type="bool of a tensor",
+            context=str(self),
+            explanation="The graph cannot take a bool that depends on a tensor.",
+            hints=[],
+        )
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen(self.tensor)
+        codegen.load_method("item")
+        codegen.call_method(0)
+
+
+@dataclasses.dataclass
+class Path:
+    """
+    Attributes:
+        stack, variables: at the end of the path
+        nodes: of the graph that the path made
+        returned: what it returns
+    """
+
+    stack: list[VariableTracker]
+    variables: dict[str, VariableTracker]
+    nodes: list[torch.fx.Node]
+    returned: VariableTracker | None = None
+
+
+def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[VariableTracker]) -> Path:
+    """
+    Trace a path from the instruction ``start``. The translator is left as it was.
+
+    Raises:
+        RefusedError: it changes what existed before, breaks the graph, or raises.
+    """
+    output = tx.output
+    if OPAQUE_NAMES.intersection(tx.f_code.co_names):
+        raise RefusedError("the code may read its variables by name")
+    last, before, versions = last_node(output.graph), state_of(tx), versions_of(output.graph)
+    kept = (tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph)
+    tx.stack, tx.symbolic_locals = [*stack], dict(tx.symbolic_locals)
+    tx.instruction_pointer = tx.start_point = start
+    # An instruction that breaks the graph raises an error then.
+    tx.one_graph = True
+    try:
+        with enter_new_scope():
+            returned = run(tx, fork)
+        path = Path(tx.stack, tx.symbolic_locals, [*nodes_after(last)], returned)
+    except (Unsupported, ObservedException, NotImplementedError) as e:
+        raise RefusedError(str(e).partition("\n")[0]) from e
+    finally:
+        tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph = kept
+        tx.start_point = tx.instruction_pointer
+    after = versions_of(output.graph)
+    if state_of(tx) != before or any(after[node] != version for node, version in versions.items()):
+        raise RefusedError("a path changes what existed before")
+    return path
+
+
+def run(tx: InstructionTranslatorBase, fork: Fork) -> VariableTracker | None:
+    """Trace up to the join. Return what the path returns, if it does."""
+    for _ in range(MAX_INSTRUCTIONS):
+        place = tx.instruction_pointer
+        if place == fork.join:
+            return None
+        if place not in fork.region:
+            raise RefusedError("a path leaves its block")
+        inst = tx.instructions[place]
+        if inst.opname in RETURNS:
+            return tx.stack.pop() if inst.opname == "RETURN_VALUE" else tx._load_const(inst)
+        try:
+            if not tx.step():
+                raise RefusedError("a path ends the analysis")
+        except Returned as e:
+            return e.value
+    raise RefusedError("a path is long")
+
+
+def versions_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
+    """Return how often each tensor was written."""
+    examples = ((node, node.meta.get("example_value")) for node in graph.nodes)
+    return {node: value._version for node, value in examples if isinstance(value, torch.Tensor)}
+
+
+def state_of(tx: InstructionTranslatorBase) -> tuple[Any, ...]:
+    """Return what else a path may not change."""
+    output = tx.output
+    extension: Any = output.extension
+    collections = (tx.block_stack, output.random_calls, output.side_effects.tensor_hooks)
+    of_extension = (extension.queue, extension.decided, extension.by_name)
+    return (*map(len, collections), *map(len, of_extension), torch.is_grad_enabled())
