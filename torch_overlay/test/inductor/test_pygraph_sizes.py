@@ -25,6 +25,7 @@ from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap, T
 from torch._inductor.pygraph.values.sizes import LaunchValues, lower, Steps
 from torch._inductor.runtime.triton_heuristics import get_constexprs, GridExpr
 from torch._inductor.test_case import run_tests, TestCase
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -113,12 +114,28 @@ class Noted:
         return Noted(self.dry_run, value, self.name if is_space else f"{self.name}.{name}")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.dry_run.in_operator = True
         result = kwargs["out"] if "out" in kwargs else self.real(*args, **kwargs)
+        self.dry_run.in_operator = False
         name = self.name.split(".")[1]
         # A view of another dtype is no call.
         if name != "view":
             arguments = pytree.tree_leaves((args, kwargs))
             self.dry_run.run.events.append(Event(name, arguments, result))
+        return result
+
+
+class NotedReductions(TorchFunctionMode):
+    """Notes the sums that code calls as methods of a tensor."""
+
+    def __init__(self, dry_run: DryRun) -> None:
+        super().__init__()
+        self.dry_run = dry_run
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if function is torch.Tensor.sum and not self.dry_run.in_operator:
+            self.dry_run.run.events.append(Event("sum", [args[0]], result))
         return result
 
 
@@ -131,6 +148,7 @@ class DryRun:
         self.inputs = inputs
         self.kernels: dict[str, Kernel] = {}
         self.run: Run | None = None
+        self.in_operator = False
         scope: dict[str, Any] = {"__name__": "dry_run"}
 
         def make_kernel(_: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Kernel:
@@ -187,10 +205,11 @@ class DryRun:
 
     def at(self, sizes: dict[str, int]) -> bool:
         """Run at these sizes. Return False if generated code cannot."""
-        self.run = Run([])
+        self.run, self.in_operator = Run([]), False
         before = [len(runs) for runs in self.runs]
         try:
-            self.call([_concrete(i, sizes) for i in self.inputs])
+            with NotedReductions(self):
+                self.call([_concrete(i, sizes) for i in self.inputs])
         except (RuntimeError, ZeroDivisionError, ValueError):
             for runs, count in zip(self.runs, before):
                 del runs[count:]
@@ -751,6 +770,17 @@ class GeneratedProgramsTest(SizesTestCase):
     @slowTest
     def test_500_programs(self) -> None:
         self.check_programs(range(20, 520))
+
+
+class OperatorsTest(SizesTestCase):
+    def test_mix_order_reduction(self) -> None:
+        """The sums behind a mix-order reduction are operators on parts of its workspace."""
+        norm = torch.nn.LayerNorm(1024)
+        checks = self.check(lambda: run(norm, dynamic(8192, 1024, dims=[0]).requires_grad_(), train=True))
+        self.assertEqual([str(r) for r in self.refused], [])
+        calls = [call for check in checks for call in check.map.calls]
+        sums = [call for call in calls if isinstance(call, OperatorAt) and call.name == "aten.sum"]
+        self.assertEqual(len(sums), 2)
 
 
 class IncompleteMapTest(SizesTestCase):

@@ -29,10 +29,12 @@ from torch._inductor.pygraph.types.sizes import (
     TensorAt,
 )
 from torch._inductor.pygraph.values.sizes import Steps
+from torch._inductor.runtime.runtime_utils import is_power_of_2
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 
@@ -138,6 +140,15 @@ class _Lowering:
         return self.mul(self.floordiv(self.mul(quotient.left, minus), quotient.right), minus)
 
 
+def _floor(fraction: sympy.Expr) -> sympy.Expr:
+    """Return the floor of a fraction as a division of integers, which // of two symbols is not."""
+    numerator, denominator = sympy.fraction(sympy.together(fraction))
+    # Generated code computes with floats, which are exact then.
+    if not (denominator.is_Integer and is_power_of_2(int(denominator))):
+        raise NotImplementedError(fraction)
+    return FloorDiv(numerator, denominator)
+
+
 class _Describer:
     def __init__(self, wrapper: codegen.PythonWrapperCodegen, sizes: dict[str, sympy.Symbol]) -> None:
         self.wrapper = wrapper
@@ -166,6 +177,8 @@ class _Describer:
                 zeroed.clear()
             elif isinstance(line, OPERATOR_LINES):
                 calls.append(self._operator(line.node))
+            elif isinstance(line, codegen.PartialReductionLine):
+                calls.append(self._partial_reduction(line))
             elif isinstance(line, (codegen.AllocateLine, codegen.ReuseLine)):
                 buffer = line.node if isinstance(line, codegen.AllocateLine) else line.reused_as
                 if isinstance(buffer, WorkspaceArg) and buffer.zero_mode != WorkspaceZeroMode.UNINITIALIZED:
@@ -213,7 +226,7 @@ class _Describer:
         sizevars = V.graph.sizevars
         simplified = sizevars.simplify(sizevars.remove_precomputed_replacements(expression))
         try:
-            return sympy_interp(self.lowering, self.symbols, simplified)
+            return sympy_interp(self.lowering, self.symbols, simplified.replace(sympy.floor, _floor))
         # A symbol that is no input, or an operation that sympy_interp or the lowering does not know.
         except (AttributeError, KeyError, NotImplementedError) as error:
             raise RefusedError(Reason.of(Code.SIZE_EXPRESSION, expression=str(simplified))) from error
@@ -237,6 +250,8 @@ class _Describer:
             elif isinstance(line, OPERATOR_LINES):
                 name = line.node.get_name()
                 self.places.setdefault(name, (name, zero))
+            elif isinstance(line, codegen.PartialReductionLine):
+                self.places[line.buffer_name] = (line.buffer_name, zero)
             elif isinstance(line, codegen.ReuseLine):
                 self.places[line.reused_as.get_name()] = self._place(line.node.get_name())
             elif isinstance(line, codegen.ReinterpretLine):
@@ -292,9 +307,7 @@ class _Describer:
     # Calls
 
     def _kernel(self, line: codegen.KernelCallLine, zeroed: tuple[TensorAt, ...]) -> KernelAt:
-        # Text behind a mix-order reduction adds up what the kernel left in its workspace.
-        is_mix_order = "RSPLIT_SIZE" in (line.inductor_meta or {})
-        if not line.triton or line.triton_meta is None or is_mix_order:
+        if not line.triton or line.triton_meta is None:
             raise _unknown(line.kernel_name)
         signature, constants = line.triton_meta["signature"], line.triton_meta["constants"]
         compiled = [name for name, type_ in signature.items() if type_ != "constexpr"]
@@ -364,6 +377,16 @@ class _Describer:
         return OperatorAt(
             _operator_name(operation), tuple(operands), tuple(map(self.tensor, results)), tuple(numbers)
         )
+
+    def _partial_reduction(self, line: codegen.PartialReductionLine) -> OperatorAt:
+        owner, offset = self._place(line.workspace_name)
+        nbytes = line.index * line.nsplit * line.rnumel * torch.float32.itemsize
+        rows, columns, one = self._values((line.nsplit, line.rnumel, 1))
+        partial = TensorAt(
+            owner, self.lowering.add(offset, self.value(nbytes)), (rows, columns), (columns, one), str(torch.float32)
+        )
+        result = self.tensor(V.graph.get_buffer(line.buffer_name))
+        return OperatorAt(f"aten.{line.reduction_type}", (partial,), (result,), ())
 
 
 def _calls_allocator(line: codegen.AllocateLine) -> bool:
