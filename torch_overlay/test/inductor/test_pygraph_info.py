@@ -418,9 +418,6 @@ class InspectionTest(InfoTestCase):
     @parametrize("name", sorted(PROGRAMS))
     def test_programs(self, name):
         for graph_partition in (True, False):
-            if name == "dynamic_shapes" and not graph_partition:
-                # fake_cuda takes each input of such a graph for a tensor.
-                continue
             options = {**OPTIONS["pygraph"], "graph_partition": graph_partition}
             torch._dynamo.reset()
             with warnings.catch_warnings(), fake_cuda() as graphs:

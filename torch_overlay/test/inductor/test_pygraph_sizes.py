@@ -15,13 +15,19 @@ import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import triton
+import triton.language as tl
+
 import torch
 import torch._inductor.compile_fx as compile_fx
 from torch._dynamo import mark_dynamic
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import async_compile, config
 from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.exc import InductorError
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap, TensorAt
+from torch._inductor.pygraph.values import deliver
 from torch._inductor.pygraph.values.sizes import LaunchValues, lower, Steps
 from torch._inductor.runtime.triton_heuristics import get_constexprs, GridExpr
 from torch._inductor.test_case import run_tests, TestCase
@@ -71,7 +77,7 @@ class Kernel:
 
     def __init__(self, dry_run: DryRun, name: str, source: str) -> None:
         self.dry_run = dry_run
-        self.name = name
+        self.name = ""
         autotuner = async_compile._load_triton_kernel_from_source(name, source)
         self.inductor_meta = autotuner.inductor_meta
         self.configs = autotuner.configs
@@ -125,6 +131,34 @@ class Noted:
         return result
 
 
+class NotedDeliver:
+    """In the place of a Deliver."""
+
+    def __init__(self, dry_run: DryRun, values: Sequence[tuple[torch.dtype, tuple[int, ...]]]) -> None:
+        self.dry_run = dry_run
+        self.values = values
+
+    def pack(self, values: Sequence[torch.Tensor]) -> None:
+        pass
+
+    def launch(self) -> list[torch.Tensor]:
+        results = [torch.empty(shape, dtype=dtype, device="cuda") for dtype, shape in self.values]
+        self.dry_run.run.events.append(Event("launch", [], results))
+        return results
+
+
+class Copier:
+    """In the place of a Stage or an Upload, which are outside of the functions."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    def stage(self, value: torch.Tensor) -> torch.Tensor:
+        return torch.empty(value.shape, dtype=value.dtype, device="cuda")
+
+    upload = stage
+
+
 class NotedReductions(TorchFunctionMode):
     """Notes the sums that code calls as methods of a tensor."""
 
@@ -154,15 +188,24 @@ class DryRun:
         def make_kernel(_: Any, name: str, source: str, *args: Any, **kwargs: Any) -> Kernel:
             return Kernel(self, name, source)
 
-        with mock.patch.object(AsyncCompile, "triton", make_kernel):
+        make_deliver = lambda device, *values: NotedDeliver(self, values)  # noqa: E731
+        with (
+            mock.patch.object(AsyncCompile, "triton", make_kernel),
+            mock.patch.object(AsyncCompile, "cpp_pybinding", lambda *args: lambda *args: None),
+            mock.patch.multiple(deliver, Deliver=make_deliver, Stage=Copier, Upload=Copier),
+        ):
             exec(compile(graph.source, "<dry run>", "exec"), scope)
         self.kernels = {n: k for n, k in scope.items() if isinstance(k, Kernel)}
+        for name, kernel in self.kernels.items():
+            kernel.name = name
         scope.update(
             torch=Noted(self, torch, "torch"),
             aten=Noted(self, torch.ops.aten, "aten"),
             extern_kernels=Noted(self, scope["extern_kernels"], "extern_kernels"),
             get_raw_stream=lambda device: 0,
             empty_strided_cpu=lambda *a: torch.empty_strided(*a[:2], dtype=a[2]),
+            # A nested region's. Functions take theirs as an argument.
+            empty_strided_cuda=lambda *a: torch.empty_strided(*a[:2], dtype=a[2], device="cuda"),
             assert_size_stride=lambda *a: None,
             assert_alignment=lambda *a: None,
             reinterpret_tensor=lambda t, size, stride, offset: t.as_strided(
@@ -203,8 +246,8 @@ class DryRun:
         expressions = (e for i in self.inputs for e in _expressions(i))
         return sorted({str(s) for e in expressions for s in getattr(e, "free_symbols", ())})
 
-    def at(self, sizes: dict[str, int]) -> bool:
-        """Run at these sizes. Return False if generated code cannot."""
+    def at(self, sizes: dict[str, int], is_first: bool) -> None:
+        """Run at these sizes. Forget it if generated code cannot, which was compiled for the first ones."""
         self.run, self.in_operator = Run([]), False
         before = [len(runs) for runs in self.runs]
         try:
@@ -213,8 +256,8 @@ class DryRun:
         except (RuntimeError, ZeroDivisionError, ValueError):
             for runs, count in zip(self.runs, before):
                 del runs[count:]
-            return False
-        return True
+            if is_first:
+                raise
 
 
 def _expressions(i: Any) -> Iterator[Any]:
@@ -267,7 +310,7 @@ class Check:
     def run(self, run: Run, first: Run) -> None:
         sizes = [run.inputs[size.input] for size in self.map.sizes]
         self.values = self.everything(*sizes)
-        # Else an empty result of an operator may have other strides.
+        # Else a tensor without elements may have other strides.
         self.is_admitted = all(n >= size.lower for n, size in zip(sizes, self.map.sizes))
         self.owners: dict[str, tuple[Any, int]] = {}
         for name, t in zip(self.map.inputs, run.inputs, strict=True):
@@ -278,13 +321,11 @@ class Check:
             actual = self.numbers(allocation.size), self.numbers(allocation.stride), allocation.dtype
             expect((tuple(size), tuple(stride), str(dtype)), actual, f"allocation of {allocation.buffer}")
             self.own(allocation.buffer, t)
-        allocated = {*self.owners}
         self.calls(run, first)
         expect(len(run.outputs), len(self.map.outputs), "outputs")
         for t, output in zip(run.outputs, self.map.outputs):
             if isinstance(output, TensorAt):
-                if self.is_admitted or output.owner in allocated:
-                    self.tensor(t, output, "output")
+                self.tensor(t, output, "output")
             else:
                 expect(t, None if output is None else self.values[output], "output")
         events = [e for e in run.events if e.is_kernel]
@@ -325,8 +366,10 @@ class Check:
         expect(expected, (storage, start + offset), f"address of {what}, {owner}")
 
     def tensor(self, t: torch.Tensor, described: TensorAt, what: str) -> None:
-        shape = self.numbers(described.size), self.numbers(described.stride), described.dtype
-        expect((tuple(t.shape), t.stride(), str(t.dtype)), shape, what)
+        size, stride = self.numbers(described.size), self.numbers(described.stride)
+        expect((tuple(t.shape), str(t.dtype)), (size, described.dtype), what)
+        if self.is_admitted:
+            expect(t.stride(), stride, what)
         self.address(t, described.owner, self.values[described.offset], what)
 
     def calls(self, run: Run, first: Run) -> None:
@@ -375,9 +418,8 @@ class Check:
             elif argument != before and argument not in self.numbers(call.numbers):
                 raise Mismatch(f"argument of {call.name}")
         results = [t for t in pytree.tree_leaves(event.results) if isinstance(t, torch.Tensor)]
-        if self.is_admitted and len(results) == len(call.results):
-            for result, t in zip(call.results, results):
-                self.tensor(t, result, f"result of {call.name}")
+        for result, t in zip(call.results, results) if len(results) == len(call.results) else ():
+            self.tensor(t, result, f"result of {call.name}")
 
 
 def dynamic(*shape: int, dims: Sequence[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -717,7 +759,8 @@ def check_graph(dry_run: DryRun) -> list[Check]:
     symbols = dry_run.symbols
     for n in range(len(SIZES)):
         # Sizes of their own for all symbols.
-        dry_run.at({symbol: SIZES[(n + 7 * i) % len(SIZES)] for i, symbol in enumerate(symbols)})
+        sizes = {symbol: SIZES[(n + 7 * i) % len(SIZES)] for i, symbol in enumerate(symbols)}
+        dry_run.at(sizes if n else dict.fromkeys(symbols, SIZES[0]), is_first=n == 0)
     checks = []
     for i, (function, runs) in enumerate(zip(dry_run.info.functions, dry_run.runs)):
         if isinstance(function.sizes, SizeMap) and runs:
@@ -727,6 +770,10 @@ def check_graph(dry_run: DryRun) -> list[Check]:
             check.runs(runs)
             checks.append(check)
     return checks
+
+
+# Training has a forward of its own, and IncompleteMapTest checks prefill.
+SLOW = ("convolution", "encoder", "graph_network", "graph_network_training", "mlp", "prefill", "recommender")
 
 
 class SizesTestCase(TestCase):
@@ -748,8 +795,7 @@ class SizesTestCase(TestCase):
 
 
 class ProgramsTest(SizesTestCase):
-    # Training has a forward of its own.
-    @parametrize("name", [subtest(n, decorators=[slowTest] if f"{n}_training" in PROGRAMS else []) for n in PROGRAMS])
+    @parametrize("name", [subtest(n, decorators=[slowTest] if n in SLOW else []) for n in PROGRAMS])
     def test_program(self, name: str) -> None:
         checks = self.check(PROGRAMS[name])
         self.assertEqual([str(r) for r in self.refused], [])
@@ -761,7 +807,13 @@ class GeneratedProgramsTest(SizesTestCase):
         described = 0
         for seed in seeds:
             with self.subTest(seed=seed):
-                described += len(self.check(GeneratedProgram(seed)))
+                program = GeneratedProgram(seed)
+                try:
+                    described += len(self.check(program))
+                except (BackendCompilerFailed, InductorError):
+                    # Upstream does not compile all programs.
+                    with self.assertRaises((BackendCompilerFailed, InductorError)), fake_cuda():
+                        program()
         self.assertGreater(described, 9 * len(self.refused))
 
     def test_programs(self) -> None:
@@ -772,15 +824,141 @@ class GeneratedProgramsTest(SizesTestCase):
         self.check_programs(range(20, 520))
 
 
-class OperatorsTest(SizesTestCase):
+@triton.jit
+def scale_kernel(x, out, n, factor, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + i, tl.load(x + i, i < n) * factor, i < n)
+
+
+tuned_kernel = triton.autotune([triton.Config({"BLOCK": 32}), triton.Config({"BLOCK": 128})], key=[])(scale_kernel)
+
+
+def scale(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    scale_kernel[(triton.cdiv(x.numel(), 64),)](x, out, x.numel(), x.shape[0], BLOCK=64)
+    return out
+
+
+def scale_tuned(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    tuned_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x, out, x.numel(), x.shape[0])
+    return out
+
+
+@torch.compiler.nested_compile_region
+def region(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() @ x.t()
+
+
+class CallsTest(SizesTestCase):
+    """Kinds of calls that code makes."""
+
+    def check_function(self, fn: Callable[..., Any], *inputs: Any, **options: Any) -> list[Check]:
+        make = lambda: [i() if callable(i) else i for i in inputs]  # noqa: E731
+        checks = self.check(lambda: run(fn, *make(), train=False), **options)
+        self.assertEqual([str(r) for r in self.refused], [])
+        self.assertTrue(checks)
+        return checks
+
+    def matrix(self) -> torch.Tensor:
+        return dynamic(37, 64, dims=[0])
+
+    def calls(self, checks: list[Check], kind: type) -> list[Any]:
+        return [call for check in checks for call in check.map.calls if isinstance(call, kind)]
+
     def test_mix_order_reduction(self) -> None:
         """The sums behind a mix-order reduction are operators on parts of its workspace."""
         norm = torch.nn.LayerNorm(1024)
         checks = self.check(lambda: run(norm, dynamic(8192, 1024, dims=[0]).requires_grad_(), train=True))
         self.assertEqual([str(r) for r in self.refused], [])
-        calls = [call for check in checks for call in check.map.calls]
-        sums = [call for call in calls if isinstance(call, OperatorAt) and call.name == "aten.sum"]
+        sums = [call for call in self.calls(checks, OperatorAt) if call.name == "aten.sum"]
         self.assertEqual(len(sums), 2)
+
+    def test_zeroed_workspace(self) -> None:
+        """The workspace of a split scan is zeroed in front of the launch."""
+        checks = self.check_function(lambda x: x.cumsum(0), lambda: dynamic(200000, dims=[0]))
+        (workspace,) = (t for call in self.calls(checks, KernelAt) for t in call.zeroed)
+        self.assertIsNone(Steps(1, checks[0].map.steps).known(workspace.size[0]))
+
+    @parametrize("tuned", (False, True))
+    def test_kernel_of_the_program(self, tuned: bool) -> None:
+        fn = scale_tuned if tuned else scale
+        checks = self.check_function(lambda x: fn(x[1:]) + 1, self.matrix)
+        own = [call for call in self.calls(checks, KernelAt) if call.kernel.startswith("scale_kernel")]
+        self.assertEqual([len(call.words) for call in own], [2])
+        self.assertTrue(own[0].grid_arguments)
+
+    def test_offsets(self) -> None:
+        """Addresses in a buffer of other tensors depend on the sizes."""
+        checks = self.check_function(lambda x, y: torch.cat((x @ x.t() @ x, y.sin(), y @ y.t() @ y)), self.matrix, self.matrix)
+        offsets = [p.offset for call in self.calls(checks, KernelAt) for p in call.pointers]
+        offsets += [t.offset for call in self.calls(checks, OperatorAt) for t in (*call.operands, *call.results)]
+        (check,) = checks
+        steps = Steps(len(check.map.sizes), check.map.steps)
+        self.assertTrue([offset for offset in offsets if steps.known(offset) is None])
+
+    def test_kernel_for_several_tensors(self) -> None:
+        fn = lambda x, y: torch._foreach_add([x, y], 1)  # noqa: E731
+        self.check_function(fn, self.matrix, lambda: dynamic(53, 16, dims=[0]))
+
+    def test_cpu_value(self) -> None:
+        """The launch that delivers CPU values is a call."""
+        checks = self.check_function(lambda x, s: x * s + x.shape[0], self.matrix, lambda: torch.tensor(2.0))
+        names = [call.name for call in self.calls(checks, OperatorAt)]
+        self.assertEqual(len([name for name in names if name.endswith(".launch")]), 1)
+
+    def test_partitions(self) -> None:
+        """Each partition takes the sizes that it needs."""
+        fn = lambda x: (x.sin() @ x.t()).cpu().cos().cuda() @ x  # noqa: E731
+        checks = self.check_function(fn, self.matrix)
+        self.assertEqual(len(checks), 2)
+
+    def test_without_partitions(self) -> None:
+        self.check_function(lambda x: (x.sin() @ x.t(), x.shape[0]), self.matrix, graph_partition=False)
+
+    def test_template(self) -> None:
+        """The grid of a template is an argument of its launch."""
+        options = {
+            "max_autotune_gemm": True,
+            "max_autotune_gemm_backends": "TRITON",
+            "test_configs.max_mm_configs": 1,
+        }
+        x = lambda: dynamic(37, 64, dims=[0], dtype=torch.bfloat16)  # noqa: E731
+        checks = self.check_function(lambda x: torch.relu(x @ x.t()), x, **options)
+        templates = [call for call in self.calls(checks, KernelAt) if call.grid_arguments]
+        self.assertEqual(len(templates), 1)
+
+    def refusal(self, fn: Callable[..., Any], *inputs: Any, **options: Any) -> Reason:
+        self.assertEqual(self.check(lambda: run(fn, *(make() for make in inputs), train=False), **options), [])
+        (reason,) = self.refused
+        return reason
+
+    def test_unknown_call(self) -> None:
+        """What a nested region does is not described."""
+        reason = self.refusal(region, self.matrix)
+        self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
+
+    def test_unknown_expression(self) -> None:
+        """A size by way of floats is not described."""
+        fn = lambda x: torch.nn.functional.interpolate(x[None, None], scale_factor=1.3)  # noqa: E731
+        reason = self.refusal(fn, self.matrix)
+        self.assertEqual(reason.code, Code.SIZE_EXPRESSION)
+
+    def test_memory_planning(self) -> None:
+        reason = self.refusal(lambda x: x.sin() @ x.t(), self.matrix, memory_planning=True)
+        self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
+
+    @parametrize("pygraph", (False, True))
+    def test_static(self, pygraph: bool) -> None:
+        """A function that takes no size has no map, and without the flag no function has one."""
+        sizes = (64,) if pygraph else (37,)
+        with mock.patch("torch._inductor.pygraph.compile.sizes._Describer") as describer:
+            with fake_cuda() as graphs, config.patch(pygraph=pygraph):
+                x = torch.zeros(*sizes, 64, device="cuda") if pygraph else self.matrix()
+                run(lambda x: x.sin(), x, train=False)
+        describer.assert_not_called()
+        if pygraph:
+            self.assertIsNone(graphs[0].info.functions[0].sizes)
 
 
 class IncompleteMapTest(SizesTestCase):
@@ -839,6 +1017,7 @@ def incomplete(size_map: SizeMap) -> Iterator[tuple[str, SizeMap]]:
 
 
 instantiate_parametrized_tests(ProgramsTest)
+instantiate_parametrized_tests(CallsTest)
 
 
 if __name__ == "__main__":

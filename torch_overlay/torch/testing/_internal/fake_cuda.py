@@ -321,7 +321,8 @@ class _Recorder:
             tensors = (o for o in V.graph.graph_outputs if isinstance(o, IRNode) and o.get_device() is not None)
             self.outputs = tuple((o.get_dtype(), o.get_device().type) for o in tensors)
         if not config.graph_partition and not isinstance(V.graph, SubgraphLowering):
-            self.partitions.append(self._partition(scheduler, scheduler.nodes, False, V.graph.graph_inputs, set()))
+            inputs = {name: node for name, node in V.graph.graph_inputs.items() if isinstance(node, IRNode)}
+            self.partitions.append(self._partition(scheduler, scheduler.nodes, False, inputs, set()))
         return original(scheduler)
 
     def graph_partition(self, original: Callable[..., Any], scheduler: Scheduler) -> Any:
