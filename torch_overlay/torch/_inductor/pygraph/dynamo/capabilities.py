@@ -8,6 +8,7 @@ PyGraph extends the analysis of each frame:
 - loops      the code before a loop that breaks the graph is compiled (obstacles.py)
 - effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
 - checks     a path that only raises is run behind the graph (checks.py), with ``config.pygraph_mend``
+- turns      the body of a loop that asks a tensor is compiled (loops.py), with ``config.pygraph_mend``
 - branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
 - copies     copy.deepcopy of a plain object is traced (copies.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
@@ -25,6 +26,7 @@ from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.items import break_at, Items
+from torch._inductor.pygraph.dynamo.loops import Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.slices import make_slice
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -53,7 +55,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Branches, Checks, Copies, PyGraphFrame):
+class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
     def __init__(self) -> None:
         PyGraphFrame.__init__(self)
         Checks.__init__(self)
