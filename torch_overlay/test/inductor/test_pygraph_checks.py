@@ -293,6 +293,15 @@ def before_a_write(x):
     return x * 2
 
 
+def between_a_print_and_a_write(x):
+    n = x.sum()
+    print("before", n)
+    if is_bad(x):
+        raise ValueError(f"{n}")
+    x.add_(1)
+    return x * 2
+
+
 def before_statistics(x):
     if is_bad(x):
         raise ValueError("negative")
@@ -333,7 +342,13 @@ def flag_of_many(x):
     return x + 1
 
 
-BREAKS = [in_try, in_finally, before_a_write, before_statistics, before_an_operator_that_raises]
+BREAKS = [
+    in_try,
+    in_finally,
+    before_a_write,
+    before_statistics,
+    before_an_operator_that_raises,
+]
 BREAKS += [behind_a_change, reads_an_object, reads_a_history, flag_of_many]
 
 
@@ -371,7 +386,9 @@ class CheckTest(MendTestCase):
         _, without = self.observe_compiled(fn, INPUTS, pygraph_mend=False)
         self.assertEqual(found, without)
 
-    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, called_in_try)])
+    @parametrize(
+        "fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, called_in_try, between_a_print_and_a_write)]
+    )
     def test_order(self, fn):
         self.check(fn)
 

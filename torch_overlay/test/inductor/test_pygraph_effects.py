@@ -154,6 +154,13 @@ def logs_once(x):
     return x + 1
 
 
+def values_and_end(x):
+    print("a", x, end="~")
+    x += 1
+    print("a", x)
+    return x * 2
+
+
 def result_of_print(x):
     r = print("r")
     return x + 1, r
@@ -161,7 +168,7 @@ def result_of_print(x):
 
 ONE_GRAPH = [plain, tensors, options, formatted, written_later, input_written_later, alias_written_later]
 ONE_GRAPH += [list_changed_later, inlined, in_loop, number_that_varies, under_no_grad, logged, logged_inline, result_of_print]
-ONE_GRAPH += [warns, warns_inline, logs_once]
+ONE_GRAPH += [warns, warns_inline, logs_once, values_and_end]
 
 
 # Programs that break the graph as without PyGraph
@@ -228,6 +235,19 @@ def warning_before_a_write(x):
     return x * 2
 
 
+class CountingLogger(logging.Logger):
+    def warning(self, *args):
+        BOX.step += 1
+
+
+counting_log = CountingLogger("counting")
+
+
+def logger_of_another_class(x):
+    counting_log.warning("counted")
+    return x + BOX.step
+
+
 class Other(UserWarning):
     pass
 
@@ -238,7 +258,7 @@ def warning_of_another_kind(x):
     return x + 1
 
 
-BREAKS = [warning_behind_a_change, warning_before_a_write, warning_of_another_kind, to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
+BREAKS = [logger_of_another_class, warning_behind_a_change, warning_before_a_write, warning_of_another_kind, to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
 
 
 def around_a_break(x):
