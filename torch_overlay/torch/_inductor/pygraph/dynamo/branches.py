@@ -5,6 +5,8 @@ Branches on tensors that do not break the graph.
 - CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
 - Both paths run, and torch.where selects (paths.py, joins.py).
 - Otherwise the graph breaks.
+
+The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it.
 """
 
 from __future__ import annotations
@@ -34,13 +36,11 @@ if TYPE_CHECKING:
     from torch._dynamo.variables.base import VariableTracker
 
 
-# Instructions that compare values, or find them by their hash.
-COMPARING = frozenset(
-    """
-    BINARY_SUBSCR BUILD_CONST_KEY_MAP BUILD_MAP BUILD_SET COMPARE_OP CONTAINS_OP DELETE_SUBSCR IS_OP MAP_ADD SET_ADD
-    STORE_SUBSCR
-    """.split()
-)
+# Instructions that read their last two or three operands: Dynamo would compare a bool of a tensor by its variable, or
+# could not resume from there.
+BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR", "INPLACE", "IS_OP", "SET_ADD")
+MAPS = ("BUILD_MAP", "BUILD_SET", "MAP_ADD", "STORE_SUBSCR")
+UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
 
 # The key in a code object's context of the branches at which the graph breaks. They survive a new analysis.
 BREAKS = "pygraph_breaks_at_branches"
@@ -60,8 +60,8 @@ class Branches(Hosts):
         super().on_instruction(tx, inst)
         if self.joins and reads_identity(tx, inst):
             refuse([j.site for j in self.joins], "the identity of a tensor is asked")
-        if self.truths and compares_truth(tx, inst):
-            refuse(self.truths, "a bool of a tensor is compared")
+        if self.truths and reads_truth(tx, inst):
+            refuse(self.truths, "a bool of a tensor is read")
 
     def defer(
         self,
@@ -72,7 +72,27 @@ class Branches(Hosts):
     ) -> VariableTracker | None:
         if self.truths and any(isinstance(v, Truth) for v in (*args, *kwargs.values())) and not is_inlined(fn):
             refuse(self.truths, "a bool of a tensor is passed to a builtin function")
+        if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(args) == 1 and not kwargs:
+            value = plain_tensor(tx, args[0])
+            truth = None if value is None else self.bool_of(tx, value)
+            if truth is not None:
+                return truth
         return super().defer(tx, fn, args, kwargs)
+
+    def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
+        value = plain_tensor(tx, tensor)
+        if value is not None and value.as_proxy().node.meta["example_value"].dtype == torch.bool:
+            return self.bool_of(tx, value)
+        return super().item(tx, tensor)
+
+    def bool_of(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Truth | None:
+        """Return the bool of a tensor of one element, or None to break the graph."""
+        # step has moved on from the current instruction.
+        site = (tx.f_code, tx.indexof[tx.current_instruction])
+        if site[1] in breaks(tx.f_code):
+            return None
+        self.truths.add(site)
+        return Truth(truth_of(tx, value))
 
     def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Trace the path that sizes decide for, if they do."""
@@ -163,11 +183,10 @@ def refuse(sites: Iterable[tuple[types.CodeType, int]], reason: str) -> NoReturn
     raise RestartAnalysis(restart_reason=reason)
 
 
-def compares_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-    """Return whether Dynamo would compare a bool of a tensor by its variable."""
-    if inst.opname not in COMPARING:
-        return False
-    operands = tx.stack[-3:] if "SUBSCR" in inst.opname or "MAP" in inst.opname else tx.stack[-2:]
+def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+    """Return whether an instruction needs a bool of a tensor as a value."""
+    groups = ((UNARY, 1), (BINARY, 2), (MAPS, 3))
+    operands = next((tx.stack[-n:] for names, n in groups if inst.opname.startswith(names)), [])
     if inst.opname == "IS_OP" and any(v.is_constant_none() for v in operands):
         return False
     return any(isinstance(v, Truth) for v in operands)
@@ -197,8 +216,11 @@ def truth_of(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> 
 def condition_of(tx: InstructionTranslatorBase) -> variables.TensorVariable | None:
     """Return the value on top of the stack, if its truth is that of a tensor of one element in Dynamo's graph."""
     value = tx.stack[-1]
-    if isinstance(value, Truth):
-        value = value.tensor
+    return plain_tensor(tx, value.tensor if isinstance(value, Truth) else value)
+
+
+def plain_tensor(tx: InstructionTranslatorBase, value: VariableTracker) -> variables.TensorVariable | None:
+    """Return a value if its truth is that of a tensor of one element in Dynamo's graph."""
     if not value.is_tensor():
         return None
     value = value.realize()
