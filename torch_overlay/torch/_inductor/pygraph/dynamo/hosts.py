@@ -20,7 +20,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch.fx
 from torch._dynamo.code_context import code_context
-from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
@@ -44,6 +44,9 @@ MAX_GRAPHS = 4
 
 # Of n branches on random numbers there are 2^n outcomes.
 MAX_DRAWS = 2
+
+# Of one frame. The turns of a loop that asks a CPU value are unrolled, and its body is a function (loops.py) beyond.
+MAX_BRANCHES = 64
 
 # A guard computes with tensors of at most so many elements.
 MAX_ELEMENTS = 1024
@@ -153,6 +156,8 @@ class Hosts:
             return None
         if sum(any(map(is_draw, ancestors_of(n))) for n in (*self.decided, node)) > MAX_DRAWS:
             refuse(root.f_code, "too many branches on random numbers")
+        if len(self.decided) == MAX_BRANCHES:
+            refuse(root.f_code, "too many branches")
         nodes = [n for n in output.graph.nodes if n in ancestors | self.slice]
         values = outcomes_of(nodes, self.decided).evaluate(reader(tx.output.global_scope, output.local_scope))
         if any(bool(values[nodes.index(n)]) is not truth for n, truth in self.decided.items()):
@@ -198,7 +203,8 @@ class Hosts:
 
 def refuse(code: types.CodeType, reason: str) -> None:
     context(code)[GRAPHS] = MAX_GRAPHS
-    raise RestartAnalysis(restart_reason=reason)
+    # Other paths are traced from here on: what was speculated on those before is of no use.
+    raise UnspecializeRestartAnalysis(restart_reason=reason)
 
 
 def context(code: types.CodeType) -> dict[str, Any]:
