@@ -37,6 +37,8 @@ class Case:
     must_capture: bool = False
     min_gain_over_stock: float | None = None
     min_saved_mib: float = 0.0
+    # Graph breaks that PyGraph may leave.
+    max_breaks: int | None = None
     # For workloads: what it is, the paper's name for it, and what stands in the way of
     # CUDA graphs.
     about: str = ""

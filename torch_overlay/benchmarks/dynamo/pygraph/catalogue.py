@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import cgct, modern, paper, pi, scg
+from . import cgct, mend, modern, paper, pi, scg
 from .case import CASES, Suite
 
 
@@ -39,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "paper": paper.SUITE,
     "modern": modern.SUITE,
     "scg": scg.SUITE,
+    "mend": mend.SUITE,
     # A few of paper and modern, in the time of a coffee.
     "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11, max_case_s=60.0, solo=()),
 }
@@ -47,6 +48,7 @@ SUITES: dict[str, Suite] = {
 BORROWED: dict[str, Callable[[Case], bool]] = {
     "bindings": lambda case: case.suite == "pi",
     "quick": lambda case: case.quick,
+    "mend": lambda case: case.suite == "mend" or case.name in mend.ALSO,
 }
 
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from .catalogue import SUITES
 from .compare import snapshot
+from .frames import Frames
 
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ VARIANTS = {
     # As in the PyTorch of the paper, where one CPU node keeps all of a graph from capture.
     "stock_whole": Variant({"options": {"triton.cudagraphs": True, "graph_partition": False}}),
     "pygraph": Variant({"options": {"pygraph": True}}),
+    # With the graph breaks of stock.
+    "mend_off": Variant({"options": {"pygraph": True, "pygraph_mend": False}}),
     # The ablation: every graph deployed with its inputs copied, which leaves the code
     # transformations; every graph with its inputs bound, which adds parameter indirection.
     # With selection that is pygraph itself.
@@ -101,6 +104,7 @@ class Program:
         self.module = copy.deepcopy(original, shared)
         self.compiled = self.module if variant.compile is None else torch.compile(self.module, **variant.compile)
         self.config = variant.config
+        self.frames = Frames()
         self.optimizer = None
         if self.training and SUITES[case.suite].optimizer:
             self.optimizer = torch.optim.SGD(self.module.parameters(), lr=1e-3)
@@ -135,6 +139,7 @@ class Program:
             if self.config:
                 stack.enter_context(torch._inductor.config.patch(self.config))
             stack.enter_context(torch.set_grad_enabled(self.training))
+            stack.enter_context(self.frames.running())
             yield
 
     def loop(self, ring: list[Inputs]) -> Callable[[int], None]:

@@ -240,6 +240,7 @@ TITLES = {
     "stock_cg": "stock CG",
     "stock_whole": "whole graphs",
     "pygraph": "PyGraph",
+    "mend_off": "mend off",
     "gpu": "GPU values",
     "forced_copy": "copies",
     "forced_node_update": "node update",
@@ -324,6 +325,16 @@ ABOUT_COLUMNS: Columns = {
     "what is in the way of CUDA graphs": lambda row: row.get("obstacle") or "-",
 }
 
+BREAK_COLUMNS: Columns = {
+    "workload": label,
+    **{
+        f"{title} {kind}": lambda row, key=f"{prefix}{field}": _amount(row.get(key))
+        for kind, field in {"breaks": "breaks", "graphs": "dynamo_graphs"}.items()
+        for title, prefix in {"stock": "stock_", "mend off": "mend_off_", "PyGraph": ""}.items()
+    },
+    **_times("stock_cg", "mend_off", "pygraph"),
+}
+
 # Of the suite overhead, whose rows have no time of a call.
 OVERHEAD_COLUMNS: Columns = {
     "case": lambda row: row["name"],
@@ -369,6 +380,13 @@ SECTIONS = (
         "PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
         COST_COLUMNS,
         "alone",
+    ),
+    (
+        "Graph breaks",
+        "Of Dynamo, counted in the programs that were measured. A frame that Dynamo skips at a break counts as a break, and "
+        "its code runs eagerly. `mend off` is PyGraph without `config.pygraph_mend`.",
+        BREAK_COLUMNS,
+        "stock_breaks",
     ),
     (
         "Where the host's time goes",

@@ -263,7 +263,7 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
             _note(row, f"{variant} was not profiled: {launches['error']}")
         elif launches:
             found = row.setdefault("launches", {})
-            # A frame that Dynamo skips for one variant is skipped for all in the process.
+            # An open choice says less than the one that was timed.
             if variant not in found or "undecided" not in (answer["choice"] or ""):
                 found[variant] = launches
         if variant == "pygraph" and answer["choice"] != row["choice"]:
@@ -308,6 +308,11 @@ def missed(case: Case, row: Row) -> list[str]:
         found.append("no choice was made")
     elif case.must_capture and "no_graph" in choice:
         found.append("not captured")
+    breaks, most = row.get("breaks", 0), case.max_breaks
+    if most is not None and breaks > most:
+        found.append(f"{breaks} graph breaks, not {most}")
+    if breaks > row.get("stock_breaks", breaks):
+        found.append(f"{breaks} graph breaks, stock {row['stock_breaks']}")
     if row["copied_bytes"]:
         found.append(f"copies {row['copied_bytes']} bytes a call")
     if not row["equal"]:

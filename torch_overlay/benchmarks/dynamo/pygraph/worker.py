@@ -68,6 +68,8 @@ EAGER_CHECKS = 2
 FORCED = "forced_"
 STOCK = ("stock_cg", "stock_whole")
 ESSENTIAL = ("eager", "no_cg", "stock_cg", "pygraph")
+# Of whose graph breaks a row tells, and what its fields begin with.
+TRACED = {"stock_cg": "stock_", "pygraph": "", "mend_off": "mend_off_"}
 MAX_SUMMARY = 300
 # Of timing one variant: the seconds that are enough, the rounds that are not too few, and
 # the calls of a round of the slowest.
@@ -301,6 +303,7 @@ class CaseRun:
             "ratios": {name: [round(value, 4) for value in interval] for name, interval in ratios.items()},
             **in_jax,
             **totals(entries),
+            **self._traced(),
             **({"candidates_us": times, "best": best and as_choice(best)} if self.suite.exhaustive else {}),
             "equal": succeeded and (difference.bitwise or not to_the_bit or (difference.close and self.case.in_tf32)),
             "bitwise": succeeded and difference.bitwise,
@@ -511,6 +514,15 @@ class CaseRun:
         if counters["stats"]["unique_graphs"] != graphs:
             self.notes.append("compiled again while timed")
         return timings
+
+    def _traced(self) -> Row:
+        """Dynamo's graphs and graph breaks of the programs that were measured."""
+        found: Row = {}
+        for name, prefix in TRACED.items():
+            if name in self.programs:
+                frames = self.programs[name].frames
+                found |= {f"{prefix}breaks": frames.breaks, f"{prefix}dynamo_graphs": frames.graphs}
+        return found
 
     def _is_clear(self, timings: dict[str, Timing]) -> bool:
         """Whether PyGraph is slower than the fastest of the others."""

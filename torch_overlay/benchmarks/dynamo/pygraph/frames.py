@@ -1,0 +1,59 @@
+"""
+The frames of one program: how many graphs and graph breaks Dynamo makes of them, and which it skips.
+
+Dynamo skips a frame for all programs of a process once it has skipped it for one. Here each program has its own skips.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, ClassVar, TYPE_CHECKING
+from unittest import mock
+
+from torch._C._dynamo.eval_frame import set_code_exec_strategy
+from torch._dynamo.convert_frame import CatchErrorsWrapper
+from torch._dynamo.types import FrameAction, FrameExecStrategy
+from torch._dynamo.utils import counters, graph_break_reasons
+
+
+if TYPE_CHECKING:
+    import types
+    from collections.abc import Iterator
+
+    from torch._dynamo.types import ConvertFrameReturn
+
+
+TRACED = FrameExecStrategy(FrameAction.DEFAULT, FrameAction.DEFAULT)
+
+
+class Frames:
+    # By identity: code objects of other functions may be equal.
+    skipped_by_any: ClassVar[dict[int, types.CodeType]] = {}
+
+    def __init__(self) -> None:
+        self.graphs = self.breaks = 0
+        self.skipped: dict[int, FrameExecStrategy] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Give Dynamo the skips of this program, and count its graphs and breaks."""
+        for key, code in self.skipped_by_any.items():
+            set_code_exec_strategy(code, self.skipped.get(key, TRACED))
+        # Of counters["graph_break"], breaks at branches are missing.
+        graphs, breaks = counters["stats"]["unique_graphs"], len(graph_break_reasons)
+        convert = CatchErrorsWrapper.__call__
+
+        def noting(wrapper: CatchErrorsWrapper, frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
+            unsupported = counters["unimplemented"].total()
+            result = convert(wrapper, frame, *args, **kwargs)
+            if result.guarded_code is None and result.apply_to_code:
+                self.skipped_by_any[id(frame.f_code)] = frame.f_code
+                self.skipped[id(frame.f_code)] = result.frame_exec_strategy
+                # Dynamo gives no reason where it skips the frame for a break.
+                self.breaks += counters["unimplemented"].total() > unsupported
+            return result
+
+        with mock.patch.object(CatchErrorsWrapper, "__call__", noting):
+            yield
+        self.graphs += counters["stats"]["unique_graphs"] - graphs
+        self.breaks += len(graph_break_reasons) - breaks
