@@ -2,7 +2,7 @@
 Programs at which Dynamo breaks the graph, from configurations with random weights. Suites ``paper`` and ``modern`` declare
 others of them, which the catalogue adds.
 
-Six of the eight models of GraphMend (https://arxiv.org/abs/2509.16248) exist in transformers. They break in other places
+Six of the eight models of the GraphMend paper exist in transformers. They break in other places
 today.
 """
 
