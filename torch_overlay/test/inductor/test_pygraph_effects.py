@@ -314,7 +314,7 @@ class EffectTest(MendTestCase):
     def test_order(self, fn):
         self.check(fn)
 
-    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (warns, warns_inline, *BREAKS[:2])])
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (warns, warns_inline, warning_behind_a_change, warning_before_a_write)])
     @parametrize("action", ("error", "default", "ignore"))
     def test_filter(self, fn, action):
         self.action = action
