@@ -962,7 +962,7 @@ class WhereTest(BranchTest):
         self.check(fn, self.calls(grad), graphs=1)
         self.backend.start()
 
-    @settings(max_examples=int(os.environ.get("PYGRAPH_BRANCH_PROGRAMS", "12")), deadline=None, database=None)
+    @settings(max_examples=int(os.environ.get("PYGRAPH_BRANCH_PROGRAMS", "12")), deadline=None, database=None, derandomize=True)
     @given(strategies.data())
     def test_random_programs(self, data):
         """Results, gradients, writes, stores, output and exceptions of random programs are those of eager mode."""
