@@ -11,7 +11,7 @@ import os
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-from hypothesis import given, note, settings, strategies
+from hypothesis import given, note, Phase, settings, strategies
 
 import torch
 import torch._dynamo
@@ -962,7 +962,13 @@ class WhereTest(BranchTest):
         self.check(fn, self.calls(grad), graphs=1)
         self.backend.start()
 
-    @settings(max_examples=int(os.environ.get("PYGRAPH_BRANCH_PROGRAMS", "12")), deadline=None, database=None, derandomize=True)
+    @settings(
+        max_examples=int(os.environ.get("PYGRAPH_BRANCH_PROGRAMS", "12")),
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+    )
     @given(strategies.data())
     def test_random_programs(self, data):
         """Results, gradients, writes, stores, output and exceptions of random programs are those of eager mode."""
