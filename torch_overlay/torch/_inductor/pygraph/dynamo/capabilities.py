@@ -86,6 +86,12 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
                 return True
         return False
 
+    def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
+        super().on_failure(tx, error)
+        # Stock breaks the graph before the error, and has run what the program does until then.
+        if self.repaired and not tx.one_graph and not isinstance(error, RestartAnalysis | Unsupported):
+            raise SkipFrame("a frame whose graph breaks were repaired does not compile") from error
+
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
         self.check_copies(tx)
