@@ -1,5 +1,5 @@
 # Owner(s): ["module: inductor"]
-"""Branches on tensors: what is returned, differentiated, changed and raised is that of eager mode."""
+"""Branches on tensors: compiled functions have the results, gradients, changes and errors of eager mode."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class GuardTest(BranchTest):
         self.assertEqual(counters["resumes"], {})
 
     def test_written(self):
-        """A write to what sizes told makes it unknown."""
+        """After a write, sizes no longer tell the elements of a tensor."""
 
         def fn(x):
             positions = torch.arange(x.shape[0])
@@ -271,7 +271,7 @@ class HostTest(BranchTest):
         self.assertEqual(number_of_graphs() == 2, layers == 1)
 
     def test_layerdrop_with_inductor(self):
-        """Without eager mode's random numbers: the layers that ran are those that the gradients show."""
+        """Inductor draws its own random numbers. Layers have a gradient if, and only if, they ran."""
         self.backend.stop()
         model = LayerDrop(2)
         compiled = torch.compile(model, options={"pygraph": True})
@@ -284,7 +284,7 @@ class HostTest(BranchTest):
         self.backend.start()
 
     def test_many_layers(self):
-        """More branches than outcomes can have graphs: as stock."""
+        """Four layers have more outcomes than there may be graphs. The graph breaks, as in stock."""
         model = LayerDrop(4, 0.1)
         compiled = torch.compile(model, options={"pygraph": True})
         for _ in range(20):
@@ -1031,7 +1031,7 @@ class WhereTest(BranchTest):
 
     @parametrize("use", [*USES])
     def test_bool(self, use):
-        """A bool of a tensor is one, whatever a program does with it."""
+        """A program can do with a bool of a tensor what it can do with any bool."""
         then, graphs = USES[use]
 
         def fn(x):

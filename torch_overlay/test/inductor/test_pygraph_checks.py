@@ -398,7 +398,7 @@ class CheckTest(MendTestCase):
             self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
 
     def test_gradients(self):
-        """A flag and a text that need a gradient have no part in the backward."""
+        """Conditions and texts of tensors that require a gradient have no part in the backward."""
         weight = torch.ones(4, requires_grad=True)
 
         def fn(x):
@@ -458,7 +458,7 @@ class CheckTest(MendTestCase):
 
 
 class ReportTest(MendTestCase):
-    """The report and the log list the breaks that were repaired, and those that stay."""
+    """The report and the log list repaired graph breaks, and graph breaks that stay."""
 
     def seen(self, fn) -> list[tuple[str, Code, bool]]:
         reset_report()

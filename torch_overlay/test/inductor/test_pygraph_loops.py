@@ -1,5 +1,5 @@
 # Owner(s): ["module: inductor"]
-"""Loops that ask a tensor: what is returned, differentiated, changed and raised is that of eager mode."""
+"""Loops that ask a tensor: compiled functions have the results, gradients, changes and errors of eager mode."""
 
 from __future__ import annotations
 
@@ -636,7 +636,7 @@ class LoopTest(TestCase):
 
     @parametrize("program", named(STAY))
     def test_stays(self, program: Callable[..., Any]) -> None:
-        """What cannot be shown to be exact has the graphs that it has without the repair."""
+        """Loops that PyGraph leaves to stock have the graphs of stock."""
         calls = [(torch.tensor([0.5, 1, -1]), 20)]
         self.check(program, calls)
         found = self.num_graphs()
@@ -653,7 +653,7 @@ class LoopTest(TestCase):
         self.assertEqual(self.num_graphs(), found)
 
     def test_many_turns(self) -> None:
-        """A loop has no depth: where Dynamo resumes, it would call itself."""
+        """Turns do not nest: code that resumed in a loop would call itself in each turn."""
         self.check(while_below, [(torch.zeros(3), 6000)])
 
     def test_many_turns_of_known_values(self) -> None:

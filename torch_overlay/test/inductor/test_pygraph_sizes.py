@@ -934,12 +934,12 @@ class CallsTest(SizesTestCase):
         return reason
 
     def test_unknown_call(self) -> None:
-        """What a nested region does is not described."""
+        """PyGraph does not describe what a nested region does."""
         reason = self.refusal(region, self.matrix)
         self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
 
     def test_unknown_expression(self) -> None:
-        """A size by way of floats is not described."""
+        """PyGraph does not describe a size that is computed with floats."""
         fn = lambda x: torch.nn.functional.interpolate(x[None, None], scale_factor=1.3)  # noqa: E731
         reason = self.refusal(fn, self.matrix)
         self.assertEqual(reason.code, Code.SIZE_EXPRESSION)

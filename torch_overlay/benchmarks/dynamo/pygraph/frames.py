@@ -1,7 +1,8 @@
 """
-The frames of one program: how many graphs and graph breaks Dynamo makes of them, and which it skips.
+Counts the graphs and graph breaks of one program.
 
-Dynamo skips a frame for all programs of a process once it has skipped it for one. Here each program has its own skips.
+Once Dynamo has skipped a frame, it skips the frame for all programs of the process. Frames gives each program skips of
+its own.
 """
 
 from __future__ import annotations

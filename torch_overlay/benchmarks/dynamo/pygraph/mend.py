@@ -1,6 +1,6 @@
 """
-Programs at which Dynamo breaks the graph, from configurations with random weights. Suites ``paper`` and ``modern`` declare
-others of them, which the catalogue adds.
+Programs at which Dynamo breaks the graph. Their weights are random. The catalogue adds cases of the suites ``paper`` and
+``modern`` (ALSO).
 
 Six of the eight models of the GraphMend paper exist in transformers. They break in other places
 today.
@@ -60,7 +60,7 @@ def _generation(small: bool) -> nn.Module:
 
 CHUNK = sized(normal((1, 50, 32), (1, 50, 1024)), normal((1, 5, 32), (1, 5, 64)))
 OWN: dict[str, tuple[Any, ...]] = {
-    # The module, its inputs, the mode, what is in the way, and more of the case.
+    # Each has the module, its inputs, the mode, the reason of the graph break, and other fields of Case.
     "flow_clock": (_policy(True), CHUNK, "inference", "the loop asks a tensor", {"min_gain_over_stock": 8.0}),
     "flow_counter": (_policy(False), CHUNK, "inference", "none: flow_clock with a counter in Python", {}),
     "greedy_generation": (
@@ -152,7 +152,7 @@ BOTH = token_inputs(1000, 8, 128, decoder=True)
 LONG = token_inputs(1000, 1, 1024, decoder=True)
 SMALL_VOCABULARY = {"vocab_size": 1000, **SPECIAL}
 TRANSFORMERS: dict[str, tuple[Any, ...]] = {
-    # The class, its configuration, its inputs, the mode, and what is in the way.
+    # Each has the class, its configuration, its inputs, the mode, and the reason of the graph break.
     "bart_train": ("BartForConditionalGeneration", SMALL_VOCABULARY, BOTH, "training", LAYERDROP),
     "biogpt_train": ("BioGptForCausalLM", SMALL_VOCABULARY, TEXT, "training", LAYERDROP),
     "pegasus_train": ("PegasusForCausalLM", SMALL_VOCABULARY, TEXT, "training", LAYERDROP),
@@ -164,13 +164,19 @@ TRANSFORMERS: dict[str, tuple[Any, ...]] = {
         "inference",
         ".item() on the attention mask",
     ),
-    "whisper_train": ("WhisperForConditionalGeneration", _whisper, _speech, "training", f"{LAYERDROP}; {COPIED_CONFIG}"),
+    "whisper_train": (
+        "WhisperForConditionalGeneration",
+        _whisper,
+        _speech,
+        "training",
+        f"{LAYERDROP}; {COPIED_CONFIG}",
+    ),
     "t5": ("T5ForConditionalGeneration", {"vocab_size": 1000}, BOTH, "inference", COPIED_CONFIG),
     "wav2vec2": ("Wav2Vec2ForCTC", {}, _waves, "inference", "a branch on a tensor that raises"),
     "detr": ("DetrForObjectDetection", _detr, _pictures, "inference", "a branch on whether all values are finite"),
     "llava": ("LlavaForConditionalGeneration", _llava, _picture_and_text, "inference", "torch._check_tensor_all"),
 }
-# Whose breaks the paper repairs, all of them.
+# Of these models the paper repairs all breaks.
 REPAIRED = ("biogpt_train", "pegasus_train", "t5")
 
 

@@ -1,4 +1,4 @@
-"""Child processes that end with all that they started, and those that answer."""
+"""Child processes: some are killed together with their own children, others answer requests."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Answering:
     """A process that answers lines on stdin with lines of JSON on stdout."""
 
     def __init__(self, command: list[str], environment: dict[str, str], errors: Any = None) -> None:
-        # What it was last heard to begin with.
+        # The work that the process named last
         self.at = ""
         self.process = subprocess.Popen(
             command,

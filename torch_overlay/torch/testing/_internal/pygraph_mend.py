@@ -1,4 +1,4 @@
-"""What calls of a program return, print, log, warn, raise and change, compiled and not."""
+"""Compares what compiled and eager calls of a program return, print, log, warn, raise and change."""
 
 from __future__ import annotations
 

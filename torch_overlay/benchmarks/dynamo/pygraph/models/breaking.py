@@ -23,7 +23,9 @@ class FlowPolicy(nn.Module):
     the published code, or the loop counts in Python.
     """
 
-    def __init__(self, asks_tensor: bool, steps: int = 10, width: int = 1024, layers: int = 6, actions: int = 32) -> None:
+    def __init__(
+        self, asks_tensor: bool, steps: int = 10, width: int = 1024, layers: int = 6, actions: int = 32
+    ) -> None:
         super().__init__()
         self.asks_tensor, self.steps = asks_tensor, steps
         self.enter, self.leave = nn.Linear(actions, width), nn.Linear(width, actions)

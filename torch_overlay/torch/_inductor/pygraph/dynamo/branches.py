@@ -49,11 +49,11 @@ BREAKS = "pygraph_breaks_at_branches"
 class Branches(Hosts):
     def __init__(self) -> None:
         super().__init__()
-        # Of tensors that existed before a branch
+        # The joins of tensors that existed before a branch
         self.joins: list[Join] = []
-        # Where bools of tensors were made
+        # The code and the instruction where each bool of a tensor was made
         self.truths: OrderedSet[tuple[Any, int]] = OrderedSet()
-        # Those that trace a path
+        # The translators that are tracing a path
         self.forked: list[InstructionTranslatorBase] = []
 
     def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:

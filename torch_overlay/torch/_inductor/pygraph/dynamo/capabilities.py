@@ -116,11 +116,11 @@ class PyGraphCapabilities(BackendCapabilities):
     keeps_locals_in_variables = True
     avoids_python_in_guards = True
 
-    def wrap_callback(self, callback: Any, backend: Callable[..., Any]) -> Any:
-        return native.callback(callback, backend)
-
     def __init__(self, frame: type[PyGraphFrame]) -> None:
         self.frame = frame
+
+    def wrap_callback(self, callback: Any, backend: Callable[..., Any]) -> Any:
+        return native.callback(callback, backend)
 
     def extend_frame(self) -> PyGraphFrame:
         return self.frame()

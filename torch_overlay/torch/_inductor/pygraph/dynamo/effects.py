@@ -178,7 +178,11 @@ class Effects(Breaks):
         return variables.ConstantVariable.create(None)
 
     def call_later(
-        self, tx: InstructionTranslatorBase, effect: Effect, call: Callable[..., None], values: Sequence[VariableTracker]
+        self,
+        tx: InstructionTranslatorBase,
+        effect: Effect,
+        call: Callable[..., None],
+        values: Sequence[VariableTracker],
     ) -> None:
         """Let bytecode call ``call`` with the effect's values and with these, which it keeps as they are now."""
         output = tx.output

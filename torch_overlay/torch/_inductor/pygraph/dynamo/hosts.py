@@ -25,8 +25,8 @@ from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch._inductor.pygraph.dynamo.obstacles import draws
-from torch._inductor.pygraph.dynamo.ranges import is_torch, is_untouched, name_of
-from torch._inductor.pygraph.dynamo.totals import is_total
+from torch._inductor.pygraph.dynamo.ranges import is_torch, is_untouched, plain_name
+from torch._inductor.pygraph.dynamo.totals import is_total, name_of
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._ordered_set import OrderedSet
 
@@ -39,13 +39,14 @@ if TYPE_CHECKING:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
-# Of one code object, all sizes included.
+# The graphs of one code object, for all its sizes together.
 MAX_GRAPHS = 4
 
-# Of n branches on random numbers there are 2^n outcomes.
+# Branches on random numbers of one frame: n of them have 2^n outcomes.
 MAX_DRAWS = 2
 
-# Of one frame. The turns of a loop that asks a CPU value are unrolled, and its body is a function (loops.py) beyond.
+# Branches of one frame. Dynamo unrolls a loop that asks a CPU value up to here; beyond, the loop's body becomes a
+# function (loops.py).
 MAX_BRANCHES = 64
 
 # A guard computes with tensors of at most so many elements.
@@ -245,14 +246,14 @@ def is_known(node: torch.fx.Node) -> bool:
         return is_tensor and not argument.pass_arg_as_tensor and argument.source is not None
     if "generator" in node.kwargs or "out" in node.kwargs:
         return False
-    name = name_of(node)
+    name = plain_name(node)
     if node.op == "call_function" and not node.all_input_nodes:
         return is_torch(node) and name in DRAWS | CONSTRUCTORS
     return name in PURE and (node.op == "call_method" or is_torch(node))
 
 
 def is_draw(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and name_of(node) in DRAWS
+    return node.op == "call_function" and plain_name(node) in DRAWS
 
 
 def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]) -> bool:
@@ -261,7 +262,7 @@ def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]
         # Inductor draws seeds in front of the graph, and no number is that of eager mode.
         return True
     return not any(
-        (draws(node) or name_of(node) in RECURRENT) and node not in drawn_in_front and not is_on_gpu(node)
+        (draws(node) or plain_name(node) in RECURRENT) and node not in drawn_in_front and not is_on_gpu(node)
         for node in graph.nodes
     )
 
@@ -278,9 +279,9 @@ def may_write(node: torch.fx.Node) -> bool:
     values = (n.meta.get("example_value") for n in node.all_input_nodes)
     if not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
         return False
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    name = name_of(node)
     is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_"))
-    return is_in_place or "out" in node.kwargs or not is_total(node) and name_of(node) not in PURE
+    return is_in_place or "out" in node.kwargs or not is_total(node) and plain_name(node) not in PURE
 
 
 def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:

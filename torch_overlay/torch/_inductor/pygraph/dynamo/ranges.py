@@ -14,6 +14,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx
+from torch._inductor.pygraph.dynamo.totals import name_of
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
@@ -53,7 +54,7 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
         return None
     if not (node.op == "call_method" or is_torch(node)) or not example.numel() > 0:
         return None
-    name = name_of(node)
+    name = plain_name(node)
     if name in MAKERS:
         kwargs = dict(zip(node.kwargs, values_of([*node.kwargs.values()])))
         return MAKERS[name](example, values_of(node.args), kwargs)
@@ -95,8 +96,9 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
 # What is known of a node
 
 
-def name_of(node: torch.fx.Node) -> str:
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+def plain_name(node: torch.fx.Node) -> str:
+    """Return the name of a node's operator. Logical operators have names that keywords need not avoid."""
+    name = name_of(node)
     return name.strip("_") if name in ("and_", "or_", "__and__", "__or__") else name
 
 
