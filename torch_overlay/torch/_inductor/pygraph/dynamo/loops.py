@@ -34,6 +34,7 @@ import operator
 import sys
 from typing import Any, TYPE_CHECKING
 
+from torch._dynamo import exc
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES, remove_dead_code
 from torch._dynamo.bytecode_transformation import (
     create_call_function,
@@ -44,7 +45,6 @@ from torch._dynamo.bytecode_transformation import (
 )
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
-from torch._dynamo.exc import ReplacedCodeRestartAnalysis
 from torch._inductor.pygraph.dynamo.flow import Flow, is_branch
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
 from torch.utils._ordered_set import OrderedSet
@@ -87,14 +87,14 @@ class Loops(FrameExtension):
     def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
         """
         Raises:
-            ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function.
+            exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function.
         """
         super().on_graph_break(tx, error)
         if error.gb_type != "Data-dependent branching" or tx is not tx.output.root_tx:
             return
         code = with_function(tx.f_code, tx.indexof[tx.current_instruction])
         if code is not None:
-            raise ReplacedCodeRestartAnalysis(code, restart_reason="a loop breaks the graph")
+            raise exc.ReplacedCodeRestartAnalysis(code, restart_reason="a loop breaks the graph")
 
 
 def with_function(code: types.CodeType, position: int) -> types.CodeType | None:
