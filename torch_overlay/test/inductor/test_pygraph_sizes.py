@@ -741,7 +741,7 @@ class GeneratedProgram:
 def dry_runs(program: Callable[[], None], **options: Any) -> Iterator[list[DryRun]]:
     """Compile a program; yield its graphs."""
     seen: list[list[Any]] = []
-    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch(pygraph=True, **options):
+    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch(pygraph=True, pygraph_sizes=True, **options):
         warnings.simplefilter("ignore")
         compile_inner = compile_fx._compile_fx_inner
 
@@ -948,17 +948,15 @@ class CallsTest(SizesTestCase):
         reason = self.refusal(lambda x: x.sin() @ x.t(), self.matrix, memory_planning=True)
         self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
 
-    @parametrize("pygraph", (False, True))
-    def test_static(self, pygraph: bool) -> None:
-        """A function that takes no size has no map, and without the flag no function has one."""
-        sizes = (64,) if pygraph else (37,)
+    @parametrize("enabled", (False, True))
+    def test_no_map(self, enabled: bool) -> None:
+        """A function that takes no size has no map, and without the option no function has one."""
         with mock.patch("torch._inductor.pygraph.compile.sizes._Describer") as describer:
-            with fake_cuda() as graphs, config.patch(pygraph=pygraph):
-                x = torch.zeros(*sizes, 64, device="cuda") if pygraph else self.matrix()
+            with fake_cuda() as graphs, config.patch(pygraph=True, pygraph_sizes=enabled):
+                x = torch.zeros(64, 64, device="cuda") if enabled else self.matrix()
                 run(lambda x: x.sin(), x, train=False)
         describer.assert_not_called()
-        if pygraph:
-            self.assertIsNone(graphs[0].info.functions[0].sizes)
+        self.assertIsNone(graphs[0].info.functions[0].sizes)
 
 
 class IncompleteMapTest(SizesTestCase):

@@ -82,7 +82,7 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         saved_input_idxs=tuple(i for i, n in enumerate(inputs) if n in placeholders and is_saved(placeholders[n])),
         returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
         reused_input_idxs=tuple(i for i, name in enumerate(inputs) if name in reused),
-        sizes=describe_sizes(wrapper, nodes),
+        sizes=describe_sizes(wrapper, nodes) if config.pygraph_sizes else None,
     )
 
 

@@ -56,6 +56,7 @@ def deploy(
     objects: Mapping[str, Any],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
+    fns: dict[Any, ModelType] | None = None,
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -64,6 +65,7 @@ def deploy(
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
         info, objects, force: see cudagraph_utils.PyGraphOptions
+        fns: what is deployed, by sizes; under None for all
         kwargs: further arguments of cudagraph_trees.cudagraphify
 
     Raises:
