@@ -195,13 +195,19 @@ class GuardTest(BranchTest):
                 x = x * 2 + i
             return x
 
+        def number_used(x, layerdrop):
+            number = torch.rand([])
+            return x if number < layerdrop else x + number
+
         calls = [(torch.ones(3, requires_grad=True), 0.0)] * 3
         with torch._inductor.config.patch(fallback_random=True):
             self.check(fn, calls, graphs=1)
-            self.backend.stop()
-            torch._dynamo.reset()
-            self.check(fn, calls, graphs=2)
-            self.backend.start()
+        self.check(number_used, calls, graphs=2)
+        self.backend.stop()
+        torch._dynamo.reset()
+        # Inductor would eliminate the draws.
+        self.check(fn, calls, graphs=3)
+        self.backend.start()
         self.assertEqual(counters["resumes"], {})
 
     def test_off(self):

@@ -98,9 +98,11 @@ class Branches(Hosts):
         """Trace the path that sizes decide for, if they do."""
         value = condition_of(tx)
         outcome = None if value is None else outcome_of(value.as_proxy().node)
-        if outcome is not None:
-            follow(tx, inst, outcome)
-        return outcome is not None
+        if value is None or outcome is None:
+            return False
+        self.draw_in_front(tx, value.as_proxy().node)
+        follow(tx, inst, outcome)
+        return True
 
     def branch(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Trace a branch that sizes do not decide, if that is exact."""

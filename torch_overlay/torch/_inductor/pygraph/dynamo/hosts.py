@@ -52,8 +52,9 @@ MAX_BRANCHES = 64
 # A guard computes with tensors of at most so many elements.
 MAX_ELEMENTS = 1024
 
-# The key in a code object's context of the number of its graphs.
+# Keys in a code object's context: the number of its graphs, and whether the graph makes draws whose outcome is certain.
 GRAPHS = "pygraph_graphs_of_outcomes"
+IN_GRAPH = "pygraph_draws_in_graph"
 
 DRAWS = frozenset(("rand", "randn", "randint"))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -138,6 +139,21 @@ class Hosts:
         # Nodes whose truth decided, in program order
         self.decided: dict[torch.fx.Node, bool] = {}
         self.slice: OrderedSet[torch.fx.Node] = OrderedSet()
+        # What branches read that have the same outcome whatever the numbers drawn
+        self.certain: OrderedSet[torch.fx.Node] = OrderedSet()
+
+    def draw_in_front(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> None:
+        """
+        Let bytecode draw what decides nothing. The program finds the generator as eager mode leaves it.
+
+        Inductor eliminates draws that nothing reads, unless config.fallback_random is set.
+        """
+        root = tx.output.root_tx
+        if root is None or torch._inductor.config.fallback_random or context(root.f_code)[IN_GRAPH]:
+            return
+        ancestors = ancestors_of(node)
+        if any(is_draw(n) and is_known(n) for n in ancestors):
+            self.certain |= ancestors
 
     def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
         """Return the truth that a tensor of one element has in this call, or None if a graph cannot depend on it."""
@@ -169,14 +185,13 @@ class Hosts:
 
     def guard_outcomes(self, tx: InstructionTranslatorBase) -> None:
         """Guard on the branches that were decided, and let bytecode draw. Called before bytecode is made."""
-        if not self.decided:
-            return
         nodes = [n for n in tx.output.graph.nodes if n in self.slice]
-        outcomes = outcomes_of(nodes, self.decided)
-        install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
-        for step in outcomes.steps:
-            if step.is_draw:
-                tx.output.random_calls.append((step.function, step.args, step.kwargs))
+        if self.decided:
+            outcomes = outcomes_of(nodes, self.decided)
+            install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
+        for node in tx.output.graph.nodes:
+            if node in self.slice | self.certain and is_draw(node) and is_known(node):
+                tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
 
     def erase_draws(self, tx: InstructionTranslatorBase) -> None:
         """
@@ -185,10 +200,14 @@ class Hosts:
         """
         graph = tx.output.graph
         for node in reversed(list(graph.nodes)):
-            if node in self.slice and node.op != "placeholder" and not node.users:
+            if node in self.slice | self.certain and node.op != "placeholder" and not node.users:
                 graph.erase_node(node)
+        code = tx.output.root_tx.f_code
+        if any(node in self.certain and is_draw(node) for node in graph.nodes):
+            context(code)[IN_GRAPH] = True
+            raise UnspecializeRestartAnalysis(restart_reason="a random number is read by the graph")
         if any(node in self.slice and is_draw(node) for node in graph.nodes):
-            refuse(tx.output.root_tx.f_code, "a random number decides, and is read by the graph")
+            refuse(code, "a random number decides, and is read by the graph")
 
     @contextlib.contextmanager
     def around_compilation(self, tx: InstructionTranslatorBase) -> Iterator[None]:
@@ -211,6 +230,7 @@ def refuse(code: types.CodeType, reason: str) -> None:
 def context(code: types.CodeType) -> dict[str, Any]:
     found = code_context.get_context(code)
     found.setdefault(GRAPHS, 0)
+    found.setdefault(IN_GRAPH, False)
     return found
 
 

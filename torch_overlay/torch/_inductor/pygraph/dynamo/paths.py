@@ -144,5 +144,5 @@ def state_of(tx: InstructionTranslatorBase) -> tuple[Any, ...]:
     output = tx.output
     extension: Any = output.extension
     collections = (tx.block_stack, output.random_calls, output.side_effects.tensor_hooks)
-    of_extension = (extension.queue, extension.decided, extension.by_name)
+    of_extension = (extension.queue, extension.decided, extension.certain, extension.by_name)
     return (*map(len, collections), *map(len, of_extension), torch.is_grad_enabled())
