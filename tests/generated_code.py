@@ -9,6 +9,7 @@ that stock PyTorch can be asked too.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import json
 import re
@@ -78,6 +79,7 @@ def main() -> None:
     torch._inductor.config.force_disable_caches = True
     pygraph_programs, fake_cuda = load_support("pygraph_programs"), load_support("fake_cuda")
     programs = draw(pygraph_programs, args.programs)
+    gc.freeze()  # torch._dynamo.reset collects garbage
     json.dump(
         [{"program": p.source(check=False), **generate(pygraph_programs, fake_cuda, p)} for p in programs], sys.stdout
     )

@@ -179,7 +179,7 @@ def generate(modes: list[str]) -> dict[str, dict[str, list[str]]]:
 
 # Runs with either tree; a stock one has no fake_cuda.
 CHILD = """
-import importlib.util, json, sys
+import gc, importlib.util, json, sys
 import torch
 output, fake_cuda, test, *modes = sys.argv[1:]
 for name, path in ("torch.testing._internal.fake_cuda", fake_cuda), ("test_pygraph_codegen", test):
@@ -187,6 +187,7 @@ for name, path in ("torch.testing._internal.fake_cuda", fake_cuda), ("test_pygra
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
+gc.freeze()  # torch._dynamo.reset collects garbage
 with open(output, "w") as f:
     json.dump({"torch": torch.__file__, "code": module.generate(modes)}, f)
 """

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import os
 import pickle
-import subprocess
 import sys
-import tempfile
 import types
 import warnings
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import hypothesis
 
 import torch
+from torch._dynamo.utils import counters
+from torch._functorch import config as functorch_config
 from torch._functorch._aot_autograd.descriptors import (
     ParamAOTInput,
     PlainAOTInput,
@@ -28,7 +28,8 @@ from torch._functorch._aot_autograd.descriptors import (
     SubclassGetAttrAOTInput,
     TangentAOTInput,
 )
-from torch._inductor import ir
+from torch._inductor import config as inductor_config, ir
+from torch._inductor.codecache import PyCodeCache
 from torch._inductor.codegen.wrapper import (
     CommentLine,
     EnterDeviceContextManagerLine,
@@ -38,10 +39,12 @@ from torch._inductor.codegen.wrapper import (
     PartitionCallLine,
     UnbackedSymbolDefsLine,
 )
+from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.lowering import HostCopy, PackLine
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.utils import fresh_cache
 from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -154,9 +157,7 @@ def call(self, args):
     stages: list[tuple[str, int]] = []
     for statement in values:
         if isinstance(statement, ast.With):
-            set_device, *renames = (
-                s for s in statement.body if not isinstance(s, ast.Delete)
-            )
+            set_device, *renames = (s for s in statement.body if not isinstance(s, ast.Delete))
             if not ast.unparse(set_device).startswith("torch.cuda.set_device("):
                 return None
             for rename in renames:
@@ -204,9 +205,7 @@ def _tuple(names: list[str]) -> str:
 
 
 class InfoTestCase(TestCase):
-    def compile(
-        self, fn: Callable[..., Any], *inputs: Callable[[], Any] | Any, **options: Any
-    ) -> list[CompiledGraph]:
+    def compile(self, fn: Callable[..., Any], *inputs: Callable[[], Any] | Any, **options: Any) -> list[CompiledGraph]:
         torch._dynamo.reset()
         with warnings.catch_warnings(), fake_cuda() as graphs:
             warnings.simplefilter("ignore")
@@ -236,9 +235,7 @@ class InfoTestCase(TestCase):
             self.check_function(function, code)
         # The objects are there when the module is loaded.
         (objects,) = (
-            s.value
-            for s in module.body
-            if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]).endswith(".objects")
+            s.value for s in module.body if isinstance(s, ast.Assign) and ast.unparse(s.targets[0]).endswith(".objects")
         )
         self.assertEqual(tuple(k.value for k in objects.keys), info.object_names)
         self.assertEqual([k.value for k in objects.keys], [v.id for v in objects.values])
@@ -323,7 +320,7 @@ class InspectionTest(InfoTestCase):
         self.assertEqual([arg for _, arg in direct.stages], [2])
         self.assertEqual(direct.inputs, (0, 3))
         (function,) = graph.info.functions
-        (pack, _), = direct.packs
+        ((pack, _),) = direct.packs
         self.assertEqual(function.delivers, (pack,))
         self.assertIn(pack, graph.info.object_names)
 
@@ -333,9 +330,7 @@ class InspectionTest(InfoTestCase):
             return x / v.sum() if size == 9 else x + v[1:].to("cuda")
 
         with torch.no_grad():
-            (graph,) = self.compile(
-                fn, lambda: torch.empty(1024, device="cuda"), lambda: torch.ones(size)
-            )
+            (graph,) = self.compile(fn, lambda: torch.empty(1024, device="cuda"), lambda: torch.ones(size))
         self.assertIsNone(graph.info.direct)
 
     @parametrize(
@@ -375,9 +370,7 @@ class InspectionTest(InfoTestCase):
             return (x.sin() @ x.t(),)
 
         with torch.no_grad():
-            graphs = self.compile(
-                fn, lambda: _dynamic(torch.randn(64, 64, device="cuda"))
-            )
+            graphs = self.compile(fn, lambda: _dynamic(torch.randn(64, 64, device="cuda")))
         (function,) = graphs[-1].info.functions
         self.assertEqual(function.saved_input_idxs, ())
         self.assertIsNone(graphs[-1].info.direct)
@@ -539,9 +532,7 @@ class DirectCallTest(TestCase):
         self.assertEqual(self.direct(), DirectCall(2, (), (), (0,), 1, (0,)))
         # An argument that the partition hands back, for the backward.
         self.assertEqual(
-            self.direct(
-                inputs=("arg1_1", "arg0_1"), outputs=("buf0", "arg1_1"), returned=("arg1_1", "buf0")
-            ),
+            self.direct(inputs=("arg1_1", "arg0_1"), outputs=("buf0", "arg1_1"), returned=("arg1_1", "buf0")),
             DirectCall(2, (), (), (1, 0), 2, (1, 0)),
         )
 
@@ -556,9 +547,7 @@ class DirectCallTest(TestCase):
             PackLine("deliver_buf3", ["arg0_1"]),
             inputs=("buf2", "arg0_1"),
         )
-        expected = DirectCall(
-            2, (("deliver_buf3", (0,)),), (("stage_buf1", 1),), (2, 0), 1, (0,)
-        )
+        expected = DirectCall(2, (("deliver_buf3", (0,)),), (("stage_buf1", 1),), (2, 0), 1, (0,))
         self.assertEqual(found, expected)
 
     def test_other_runners(self):
@@ -611,61 +600,46 @@ class DirectCallTest(TestCase):
 
 
 # Compiles in a process of its own; a second one finds what the first left in the cache.
-CHILD = """
-import json, sys
-import torch
-from torch._dynamo.utils import counters
-from torch._inductor.output_code import CompiledFxGraph
-
-seen = []
-post_compile = CompiledFxGraph.post_compile
-
-def noted(graph, *args):
-    post_compile(graph, *args)
-    owner = graph.compiled_fn_runner or graph.current_callable
-    names = [*owner.objects] if graph.graph_info is not None else None
-    seen.append([repr(graph.graph_info), names])
-
-CompiledFxGraph.post_compile = noted
-x = torch.randn(8, requires_grad=True)
-torch.compile(lambda x: x.sin() * x.sum(), options={"pygraph": %(pygraph)s})(x).sum().backward()
-hits = [counters["inductor"]["fxgraph_cache_hit"], counters["aot_autograd"]["autograd_cache_hit"]]
-print(json.dumps([seen, hits]))
-"""
-
-
 class CacheTest(TestCase):
-    def run_process(self, directory: str, autograd_cache: bool, pygraph: bool = True) -> Any:
-        environment = {
-            **os.environ,
-            "TORCHINDUCTOR_CACHE_DIR": directory,
-            "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-            "TORCHINDUCTOR_AUTOGRAD_CACHE": str(int(autograd_cache)),
-            "TORCHINDUCTOR_PYGRAPH": "0",
-        }
-        child = CHILD % {"pygraph": pygraph}
-        output = subprocess.run(
-            [sys.executable, "-c", child], env=environment, check=True, capture_output=True, text=True
-        ).stdout
-        return json.loads(output.splitlines()[-1])
+    def compiled(self, *, pygraph: bool = True) -> list[tuple[GraphInfo | None, list[str] | None]]:
+        """Returns what each graph brings that a program compiles or finds in the cache."""
+        seen = []
+        post_compile = CompiledFxGraph.post_compile
+
+        def noted(graph: CompiledFxGraph, *args: Any) -> None:
+            post_compile(graph, *args)
+            owner = graph.compiled_fn_runner or graph.current_callable
+            seen.append((graph.graph_info, [*owner.objects] if graph.graph_info is not None else None))
+
+        torch._dynamo.reset()
+        PyCodeCache.cache_clear()
+        counters.clear()
+        x = torch.randn(8, requires_grad=True)
+        with mock.patch.object(CompiledFxGraph, "post_compile", noted):
+            torch.compile(lambda x: x.sin() * x.sum(), options={"pygraph": pygraph})(x).sum().backward()
+        return seen
 
     @parametrize("autograd_cache", (False, True))
+    @fresh_cache()
     def test_graph_from_the_cache(self, autograd_cache):
-        with tempfile.TemporaryDirectory() as directory:
-            first, hits = self.run_process(directory, autograd_cache)
-            self.assertEqual(sum(hits), 0)
-            again, hits = self.run_process(directory, autograd_cache)
-            self.assertGreater(hits[autograd_cache], 0)
+        hits = ("aot_autograd", "autograd_cache_hit") if autograd_cache else ("inductor", "fxgraph_cache_hit")
+        with (
+            inductor_config.patch(fx_graph_cache=True),
+            functorch_config.patch(enable_autograd_cache=autograd_cache),
+        ):
+            first = self.compiled()
+            self.assertEqual(counters["inductor"]["fxgraph_cache_hit"], 0)
+            again = self.compiled()
+            self.assertGreater(counters[hits[0]][hits[1]], 0)
         self.assertEqual(again, first)
         self.assertEqual(len(first), 2)
         for info, names in first:
-            self.assertRegex(info, r"^GraphInfo\(")
+            self.assertIsInstance(info, GraphInfo)
             self.assertIsNotNone(names)
 
+    @fresh_cache()
     def test_off(self):
-        with tempfile.TemporaryDirectory() as directory:
-            seen, _ = self.run_process(directory, False, pygraph=False)
-        self.assertEqual(seen, [["None", None]] * 2)
+        self.assertEqual(self.compiled(pygraph=False), [(None, None)] * 2)
 
 
 instantiate_parametrized_tests(CacheTest)
