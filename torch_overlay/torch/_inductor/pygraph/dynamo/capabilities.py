@@ -11,6 +11,7 @@ PyGraph extends the analysis of each frame:
 - turns      the body of a loop that asks a tensor is compiled (loops.py), with ``config.pygraph_mend``
 - branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
 - copies     copy.deepcopy of a plain object is traced (copies.py), with ``config.pygraph_mend``
+- sharded    parameters that FSDP gathers are no static inputs (sharded.py), with ``config.pygraph_mend``
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 
@@ -28,6 +29,7 @@ from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.loops import Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
+from torch._inductor.pygraph.dynamo.sharded import release_gathered
 from torch._inductor.pygraph.dynamo.slices import make_slice
 from torch._inductor.pygraph.types.reason import Code, Reason
 
@@ -103,6 +105,7 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         super().check_graph(tx)
         self.erase_draws(tx)
         self.check_joins(tx)
+        release_gathered(tx)
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:
