@@ -2,7 +2,7 @@
 """
 Addresses that reach kernels by way of a graph's first node: compiling it, the indirect forms
 of Inductor's kernels, and, on a device, that replays compute what they should. What the
-prelude does to a graph is tested on a modelled one in test_pygraph_binding.py.
+prelude does to a graph is tested on a modelled one in test_pygraph_prelude_binding.py.
 """
 
 from __future__ import annotations
