@@ -457,6 +457,58 @@ class CheckTest(MendTestCase):
         self.assertEqual(*lines)
 
 
+def sizes_decide(x):
+    return x + 1 if torch.arange(x.shape[0]).max() > 2 else x
+
+
+def host_decides(x):
+    return x + 1 if torch.rand([]) < 0.5 else x
+
+
+def both_paths_run(x):
+    if (x * 2).cos().norm() > 2:
+        return x + 1
+    return x * 3
+
+
+def bool_in_graph(x):
+    return x + 1, not x.norm() > 2
+
+
+def body_compiled(x):
+    for i in range(4):
+        if x.norm() > 9:
+            break
+        x = x.prod() + i
+    return x
+
+
+def branch_stays(x):
+    return x.prod() if x.norm() > 2 else x.cumsum(0)
+
+
+def stores(x):
+    if x.norm() > 2:
+        BOX.step += 1
+    return x + 1
+
+
+def join_is_seen(x):
+    return x if x.norm() > 2 else x + 1
+
+
+def bool_is_read(x):
+    return x + 1 if (x.norm() > 2).item() is True else x
+
+
+def loop_stays(x):
+    for i in range(4):
+        if x.norm() > 9:
+            break
+        y = x = x.prod() + i
+    return y
+
+
 class ReportTest(MendTestCase):
     """The report and the log list repaired graph breaks, and graph breaks that stay."""
 
@@ -490,6 +542,25 @@ class ReportTest(MendTestCase):
     @parametrize(
         "fn, code",
         [
+            (sizes_decide, Code.SIZES_DECIDE),
+            (host_decides, Code.HOST_DECIDES),
+            (both_paths_run, Code.BOTH_PATHS_RUN),
+            (bool_in_graph, Code.BOOL_IN_GRAPH),
+            (body_compiled, Code.BODY_COMPILED),
+        ],
+        name_fn=lambda fn, code: fn.__name__,
+    )
+    def test_forms(self, fn, code):
+        self.assertIn((code, True), [entry[1:] for entry in self.seen(fn)])
+
+    @parametrize(
+        "fn, code",
+        [
+            (branch_stays, Code.BRANCH_STAYS),
+            (stores, Code.BRANCH_STAYS),
+            (join_is_seen, Code.JOIN_IS_SEEN),
+            (bool_is_read, Code.BOOL_IS_READ),
+            (loop_stays, Code.LOOP_STAYS),
             (behind_a_change, Code.BEHIND_A_CHANGE),
             (before_a_write, Code.BEFORE_A_WRITE),
             (before_statistics, Code.BEFORE_A_WRITE),
@@ -500,9 +571,10 @@ class ReportTest(MendTestCase):
         name_fn=lambda fn, code: fn.__name__,
     )
     def test_stays(self, fn, code):
-        place, found, is_repaired = self.seen(fn)[0]
-        self.assertEqual((found, is_repaired), (code, False))
-        self.assertRegex(place, "^if ")
+        place, found = next((place, found) for place, found, is_repaired in self.seen(fn) if not is_repaired)
+        self.assertEqual(found, code)
+        self.assertRegex(place, "if ")
+        self.assertTrue(found.advice)
 
     def test_inlined(self):
         """The break is where the program has it, not where the outermost frame calls."""

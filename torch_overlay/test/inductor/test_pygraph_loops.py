@@ -609,7 +609,7 @@ class LoopTest(TestCase):
         backend.start()
         self.addCleanup(backend.stop)
         # The host knows the values of these tensors, and would unroll the loops.
-        branches = mock.patch.object(Branches, "branch", return_value=False)
+        branches = mock.patch.object(Branches, "branch", return_value=None)
         branches.start()
         self.addCleanup(branches.stop)
 

@@ -16,14 +16,15 @@ from typing import Any, NoReturn, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
-from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import RestartAnalysis
-from torch._inductor.pygraph.dynamo.control_flow import fork_at
+from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
+from torch._inductor.pygraph.dynamo.control_flow import fork_at, RefusedError
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
-from torch._inductor.pygraph.dynamo.paths import RefusedError, Returned, trace, Truth
+from torch._inductor.pygraph.dynamo.paths import Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -42,11 +43,8 @@ BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR
 MAPS = ("BUILD_MAP", "BUILD_SET", "MAP_ADD", "STORE_SUBSCR")
 UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
 
-# The key in a code object's context of the branches at which the graph breaks. They survive a new analysis.
-BREAKS = "pygraph_breaks_at_branches"
 
-
-class Branches(Hosts):
+class Branches(Hosts, Breaks):
     def __init__(self) -> None:
         super().__init__()
         # The joins of tensors that existed before a branch
@@ -59,9 +57,9 @@ class Branches(Hosts):
     def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         super().on_instruction(tx, inst)
         if self.joins and reads_identity(tx, inst):
-            refuse([j.site for j in self.joins], "the identity of a tensor is asked")
+            restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it asks for the identity of a tensor")
         if self.truths and reads_truth(tx, inst):
-            refuse(self.truths, "a bool of a tensor is read")
+            restart(self.truths, Code.BOOL_IS_READ, inst.opname)
 
     def defer(
         self,
@@ -71,7 +69,7 @@ class Branches(Hosts):
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker | None:
         if self.truths and any(isinstance(v, Truth) for v in (*args, *kwargs.values())) and not is_inlined(fn):
-            refuse(self.truths, "a bool of a tensor is passed to a builtin function")
+            restart(self.truths, Code.BOOL_IS_READ, "a builtin function")
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(args) == 1 and not kwargs:
             value = plain_tensor(tx, args[0])
             truth = None if value is None else self.bool_of(tx, value)
@@ -89,7 +87,7 @@ class Branches(Hosts):
         """Return the bool of a tensor of one element, or None to break the graph."""
         # step has moved on from the current instruction.
         site = (tx.f_code, tx.indexof[tx.current_instruction])
-        if site[1] in breaks(tx.f_code):
+        if is_broken(tx, site):
             return None
         self.truths.add(site)
         return Truth(truth_of(tx, value))
@@ -104,31 +102,33 @@ class Branches(Hosts):
         follow(tx, inst, outcome)
         return True
 
-    def branch(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-        """Trace a branch that sizes do not decide, if that is exact."""
+    def branch(self, tx: InstructionTranslatorBase, inst: Instruction) -> Code | None:
+        """Trace a branch that sizes do not decide, if that is exact. Return how."""
         value = condition_of(tx)
         if value is None or is_check(tx, inst):
-            return False
+            return None
         outcome = None if isinstance(tx.stack[-1], Truth) else self.decide(tx, value.as_proxy().node)
         if outcome is not None:
             follow(tx, inst, outcome)
-            return True
+            return Code.HOST_DECIDES
         return self.fork(tx, inst, value)
 
-    def fork(self, tx: InstructionTranslatorBase, inst: Instruction, value: variables.TensorVariable) -> bool:
+    def fork(self, tx: InstructionTranslatorBase, inst: Instruction, value: variables.TensorVariable) -> Code | None:
         """Trace both paths, if they can be joined."""
         site = (tx.f_code, tx.indexof[inst])
-        if site[1] in breaks(tx.f_code) or tx.output.side_effects.tensor_hooks:
-            return False
+        if is_broken(tx, site) or tx.output.side_effects.tensor_hooks:
+            return None
         if "JUMP" not in inst.opname:
             tx.pop()
             condition = truth_of(tx, value)
             tx.push(Truth(condition.call_method(tx, "logical_not", [], {})))
             self.truths.add(site)
-            return True
-        fork = fork_at(tx, inst)
-        if fork is None:
-            return False
+            return Code.BOOL_IN_GRAPH
+        try:
+            fork = fork_at(tx, inst)
+        except RefusedError as e:
+            refuse(tx, Code.BRANCH_STAYS, why=str(e))
+            return None
         top = tx.pop()
         self.forked.append(tx)
         try:
@@ -142,8 +142,7 @@ class Branches(Hosts):
             joiner = Joiner(tx, condition, paths)
             end, joins = join(joiner, fork, site)
         except RefusedError as e:
-            breaks(tx.f_code).add(site[1])
-            raise RestartAnalysis(restart_reason=f"a branch cannot be joined: {e}") from e
+            restart([site], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
         self.joins += joins
         if joiner.has_truths:
@@ -153,16 +152,18 @@ class Branches(Hosts):
             if tx in self.forked:
                 raise Returned(end.returned)
             tx.push(end.returned)
+            # The graph ends here.
+            self.repair(tx, Reason.of(joiner.code))
             leave = create_instruction("RETURN_VALUE")
             leave.copy_positions(inst)
             tx.RETURN_VALUE(leave)
-            return True
+            return joiner.code
         for name in [*tx.symbolic_locals]:
             if name not in end.variables:
                 del tx.symbolic_locals[name]
         tx.symbolic_locals.update(end.variables)
         tx.instruction_pointer = tx.start_point = fork.join
-        return True
+        return joiner.code
 
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
         """
@@ -170,19 +171,23 @@ class Branches(Hosts):
             RestartAnalysis: the complete graph tells a join from what it stands for.
         """
         if self.joins and (told := told_apart(tx.output.graph, self.joins)):
-            refuse([j.site for j in told], "a join is told from the tensor that it stands for")
+            restart([j.site for j in told], Code.JOIN_IS_SEEN, "it returns, writes or differentiates the tensor")
         if self.joins and tx.output.side_effects.tensor_hooks:
-            refuse([j.site for j in self.joins], "a hook is registered")
+            restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it registers a hook")
 
 
-def breaks(code: types.CodeType) -> set[int]:
-    return code_context.get_context(code).setdefault(BREAKS, set())
+def is_broken(tx: InstructionTranslatorBase, site: tuple[types.CodeType, int]) -> bool:
+    """Return whether the graph has to break at a branch."""
+    if (reason := broken(site[0]).get(site[1])) is not None:
+        refuse(tx, reason.code, **reason.details)
+    return reason is not None
 
 
-def refuse(sites: Iterable[tuple[types.CodeType, int]], reason: str) -> NoReturn:
-    for code, place in sites:
-        breaks(code).add(place)
-    raise RestartAnalysis(restart_reason=reason)
+def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -> NoReturn:
+    """Let the graph break at these branches."""
+    for function, place in sites:
+        broken(function)[place] = Reason.of(code, why=why)
+    raise RestartAnalysis(restart_reason=f"{code.name}: {why}")
 
 
 def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:

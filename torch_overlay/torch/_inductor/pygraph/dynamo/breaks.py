@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The key in a code object's context of the refused repairs: by instruction, the place and the reason.
+# Keys in a code object's context: refused repairs, by instruction the place and the reason; and why the graph has to
+# break, by instruction.
 REFUSED = "pygraph_refused_repairs"
+BROKEN = "pygraph_broken"
 
 
 class Breaks:
@@ -41,7 +43,7 @@ class Breaks:
     def report_breaks(self, tx: InstructionTranslatorBase) -> None:
         """Called at the end of a graph, for a break or not."""
         for place, reason in self.repaired.items():
-            add(BreakReport(place, reason, True, compile_id()))
+            add(place, reason, is_repaired=True)
         why = tx.output.compile_subgraph_reason
         if why.graph_break:
             known = refused(tx.f_code)
@@ -50,10 +52,11 @@ class Breaks:
                 # The statement began at an earlier instruction.
                 known = dict.fromkeys([tx.instruction_pointer], [*known.values()][-1]) if known else {}
             place, reason = known.get(tx.instruction_pointer, said)
-            add(BreakReport(place, reason, False, compile_id()))
+            add(place, reason, is_repaired=False)
 
 
-def add(report: BreakReport) -> None:
+def add(place: str, reason: Reason, *, is_repaired: bool) -> None:
+    report = BreakReport(place, reason, is_repaired, str(CompileContext.current_compile_id() or ""))
     if report in journal.breaks:
         return
     journal.add(report)
@@ -71,9 +74,10 @@ def refused(code: types.CodeType) -> dict[int, tuple[str, Reason]]:
     return code_context.get_context(code).setdefault(REFUSED, {})
 
 
+def broken(code: types.CodeType) -> dict[int, Reason]:
+    """Return the instructions of a code object at which the graph has to break, and why. They survive a new analysis."""
+    return code_context.get_context(code).setdefault(BROKEN, {})
+
+
 def place_of(tx: InstructionTranslatorBase) -> str:
     return f"{tx.f_code.co_filename}:{tx.lineno} in {tx.f_code.co_name}"
-
-
-def compile_id() -> str:
-    return str(CompileContext.current_compile_id() or "")

@@ -78,15 +78,15 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         return copied
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
-        for code, trace in (
-            (Code.SIZES_DECIDE, self.follow_sizes),
-            (Code.CHECK_BEHIND_GRAPH, self.check_at_jump),
-            (Code.HOST_DECIDES, self.branch),
-        ):
-            if trace(tx, inst):
-                self.repair(tx, Reason.of(code))
-                return True
-        return False
+        if self.follow_sizes(tx, inst):
+            code: Code | None = Code.SIZES_DECIDE
+        elif self.check_at_jump(tx, inst):
+            code = Code.CHECK_BEHIND_GRAPH
+        else:
+            code = self.branch(tx, inst)
+        if code is not None:
+            self.repair(tx, Reason.of(code))
+        return code is not None
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
         super().on_failure(tx, error)

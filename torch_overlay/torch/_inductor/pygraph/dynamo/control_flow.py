@@ -27,6 +27,10 @@ LEAVES = (
 )
 
 
+class RefusedError(Exception):
+    """The paths of a branch cannot be joined."""
+
+
 @dataclasses.dataclass
 class Fork:
     """
@@ -41,23 +45,29 @@ class Fork:
     live: OrderedSet[str]
 
 
-def fork_at(tx: InstructionTranslatorBase, inst: Instruction) -> Fork | None:
-    """Return how the paths of a conditional jump run, or None if they cannot be joined."""
+def fork_at(tx: InstructionTranslatorBase, inst: Instruction) -> Fork:
+    """
+    Return how the paths of a conditional jump run.
+
+    Raises:
+        RefusedError: they cannot be joined.
+    """
     instructions, index = tx.instructions, tx.indexof
     jump = index[inst]
     end = len(instructions)
     after = [successors(instructions, index, i) for i in range(end)]
     join = immediate_postdominator(after, jump)
     if join is None:
-        return None
+        raise RefusedError("the paths do not meet")
     region = reached(after, after[jump], join)
     handler = handler_of(inst)
     for i in region:
         path = instructions[i]
-        if i == jump or path.opname.startswith(LEAVES) or handler_of(path) is not handler:
-            return None
-        if join != end and path.opname in RETURNS:
-            return None
+        if i == jump:
+            raise RefusedError("a path leads to the next turn of a loop")
+        is_return = join != end and path.opname in RETURNS
+        if is_return or path.opname.startswith(LEAVES) or handler_of(path) is not handler:
+            raise RefusedError(f"a path has {path.opname}")
     if join == end:
         return Fork(None, region, OrderedSet())
     return Fork(join, region, live_at(instructions, index, after, join))

@@ -28,7 +28,6 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_call_function
-from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
@@ -36,7 +35,7 @@ from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
-from torch._inductor.pygraph.dynamo.breaks import Breaks, refuse
+from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.totals import is_total, name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
@@ -60,9 +59,6 @@ OPTIONS = frozenset(("sep", "end", "flush"))
 # Values whose text no program can change.
 PLAIN = (int, float, bool, str, type(None))
 SEQUENCES = (variables.TupleVariable, variables.ListVariable, SizeVariable)
-
-# The key in a code object's context of the instructions at which the graph has to break.
-BREAKS = "pygraph_breaks_at_effects"
 
 
 class FromSource(VariableTracker):
@@ -411,11 +407,6 @@ def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
 def nodes_after(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     while (node := node.next).op != "root":
         yield node
-
-
-def broken(code: types.CodeType) -> dict[int, Reason]:
-    """Return the instructions of a code object at which the graph has to break, and why. They survive a new analysis."""
-    return code_context.get_context(code).setdefault(BREAKS, {})
 
 
 def call_from(tx: InstructionTranslatorBase, num_args: int, names: tuple[str, ...]) -> Callable[..., None]:

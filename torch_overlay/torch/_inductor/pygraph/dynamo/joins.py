@@ -21,8 +21,10 @@ from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
-from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
+from torch._inductor.pygraph.dynamo.control_flow import RefusedError
+from torch._inductor.pygraph.dynamo.paths import Truth
 from torch._inductor.pygraph.dynamo.totals import indices, is_of_torch, name_of
+from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._ordered_set import OrderedSet
@@ -91,6 +93,8 @@ class Join:
 
 class Joiner:
     """Joins what two paths leave. ``makers`` give the joined values, once it is known that all can be joined."""
+
+    code = Code.BOTH_PATHS_RUN
 
     def __init__(self, tx: InstructionTranslatorBase, condition: variables.TensorVariable, paths: list[Path]) -> None:
         self.tx = tx

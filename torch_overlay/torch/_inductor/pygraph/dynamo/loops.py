@@ -29,7 +29,6 @@ import dataclasses
 import dis
 import functools
 import inspect
-import logging
 import operator
 import sys
 from typing import Any, TYPE_CHECKING
@@ -45,8 +44,10 @@ from torch._dynamo.bytecode_transformation import (
 )
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
+from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
 from torch._inductor.pygraph.dynamo.flow import Flow, is_branch
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -57,10 +58,9 @@ if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._inductor.pygraph.dynamo.flow import Loop
+    from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
+from torch._inductor.pygraph.dynamo.flow import Loop
 
-
-log = logging.getLogger(__name__)
 
 TURNS = "torch._inductor.pygraph.dynamo.turns"
 
@@ -92,16 +92,20 @@ class Loops(FrameExtension):
         super().on_graph_break(tx, error)
         if error.gb_type != "Data-dependent branching" or tx is not tx.output.root_tx:
             return
-        code = with_function(tx.f_code, tx.indexof[tx.current_instruction])
-        if code is not None:
-            raise exc.ReplacedCodeRestartAnalysis(code, restart_reason="a loop breaks the graph")
+        found = with_function(tx.f_code, tx.indexof[tx.current_instruction])
+        if isinstance(found, str):
+            refuse(tx, Code.LOOP_STAYS, why=found)
+            add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=found), is_repaired=False)
+        elif found is not None:
+            add(place_of(tx), Reason.of(Code.BODY_COMPILED), is_repaired=True)
+            raise exc.ReplacedCodeRestartAnalysis(found, restart_reason="a loop breaks the graph")
 
 
-def with_function(code: types.CodeType, position: int) -> types.CodeType | None:
+def with_function(code: types.CodeType, position: int) -> types.CodeType | str | None:
     """
     Return code that does the same, with a function for the body of the outermost loop around an instruction.
 
-    None if the instruction is not in a loop, or if the loop stays as it is.
+    If the loop stays as it is, return why; None if the instruction is not in a loop.
     """
     cache = code_context.get_context(code).setdefault("pygraph_loops", {})
     if position not in cache:
@@ -109,17 +113,15 @@ def with_function(code: types.CodeType, position: int) -> types.CodeType | None:
     return cache[position]
 
 
-def rewritten(code: types.CodeType, position: int) -> types.CodeType | None:
+def rewritten(code: types.CodeType, position: int) -> types.CodeType | str | None:
     flow = Flow(code)
-    line = flow.instructions[position].starts_line
     loops = [loop for loop in flow.loops() if position in loop.indices or entering_jump(flow, loop) == position]
     if not loops:
         return None
     try:
         return Outlining(flow, max(loops, key=lambda loop: len(loop.indices))).code()
     except StaysError as e:
-        log.debug("%s:%s: the loop stays as it is: %s", code.co_filename, line, e)
-        return None
+        return str(e)
 
 
 def entering_jump(flow: Flow, loop: Loop) -> int | None:
@@ -203,7 +205,7 @@ class Outlining:
             if inst.opname in STORES_CELL:
                 raise StaysError(f"{inst.argval} is a variable of a closure")
             if inst.opname.startswith("RETURN"):
-                raise StaysError("a handler leaves the loop")
+                raise StaysError("a handler leaves it")
             if inst.opname in ADDS and flow.depths[i] - ADDS[inst.opname] - inst.arg < flow.depths[self.header]:
                 raise StaysError("it is a comprehension")
 
@@ -231,10 +233,10 @@ class Outlining:
         for i in self.inside:
             for s in self.ends(i):
                 if flow.blocks[s] != flow.blocks[header] or flow.depths[s] != flow.depths[header]:
-                    raise StaysError("a jump leaves the loop in a statement")
+                    raise StaysError("a jump leaves it from within a statement")
                 is_covered = flow.handlers[i] in (None, self.handler)
                 if s != header and not is_covered:
-                    raise StaysError("a jump leaves the loop in a try statement")
+                    raise StaysError("a jump leaves it from within a try statement")
                 targets.setdefault(s, len(targets))
         return targets
 
@@ -252,11 +254,11 @@ class Outlining:
         if self.header == 0:
             bound &= flow.arguments
         if (missing := (self.entering | self.others) & ~bound) != 0:
-            raise StaysError(f"{flow.names(missing)} may have no value before the loop")
+            raise StaysError(f"{', '.join(flow.names(missing))} may have no value before it")
         for i in self.inside:
             live = union(flow.live[s] for s in self.ends(i))
             if (missing := self.state & live & ~flow.bound_after(i)) != 0:
-                raise StaysError(f"{flow.names(missing)} may have no value in the loop")
+                raise StaysError(f"{', '.join(flow.names(missing))} may have no value in it")
         cleared = union(bit for opname, bit in inside if opname == "LOAD_FAST_AND_CLEAR")
         if cleared & (self.state | self.others) != 0:
             raise StaysError("a variable is that of a comprehension")

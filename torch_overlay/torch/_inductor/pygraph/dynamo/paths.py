@@ -17,7 +17,7 @@ from torch._dynamo import variables
 from torch._dynamo.current_scope_id import enter_new_scope
 from torch._dynamo.exc import ObservedException, unimplemented, Unsupported
 from torch._dynamo.variables.base import VariableTracker
-from torch._inductor.pygraph.dynamo.control_flow import RETURNS
+from torch._inductor.pygraph.dynamo.control_flow import RefusedError, RETURNS
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
 
@@ -30,10 +30,6 @@ if TYPE_CHECKING:
 
 # A path that traces more is a loop.
 MAX_INSTRUCTIONS = 10_000
-
-
-class RefusedError(Exception):
-    """The paths of a branch cannot be joined."""
 
 
 class Returned(Exception):  # noqa: N818

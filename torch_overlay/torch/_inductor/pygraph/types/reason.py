@@ -190,6 +190,9 @@ class Code(str, enum.Enum):
     CHECK_BEHIND_GRAPH = "the check is made behind the graph"
     SIZES_DECIDE = "sizes decide the branch, which Dynamo guards"
     HOST_DECIDES = "the host decides the branch before the graph runs"
+    BOTH_PATHS_RUN = "both paths of the branch run in the graph, and torch.where selects"
+    BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
+    BODY_COMPILED = "the body of the loop is compiled once, and the loop runs in Python"
     COPIED_BY_DYNAMO = "Dynamo copies the object, whose attributes it guards"
 
     # Those that stay
@@ -209,6 +212,23 @@ class Code(str, enum.Enum):
     BEFORE_AN_ERROR = (
         "{op} follows it in the graph, and may raise an error or draw random numbers",
         "Move it behind that operator, or in front of the compiled function.",
+    )
+    BRANCH_STAYS = (
+        "the paths of the branch cannot be joined: {why}",
+        "Let both paths leave tensors of the same kind under the same names, and change objects behind the branch; or "
+        "select with torch.where.",
+    )
+    JOIN_IS_SEEN = (
+        "the branch leaves a tensor as it was, and the program tells it from a copy: {why}",
+        "Return, write and compare results of operators instead of that tensor.",
+    )
+    BOOL_IS_READ = (
+        "the program needs the bool of a tensor as a value: {why}",
+        "Only branch on it or negate it, or keep the tensor.",
+    )
+    LOOP_STAYS = (
+        "the loop asks a tensor, and its body cannot be compiled by itself: {why}",
+        "Give each variable of the loop a value in front of it, and keep try statements inside of other functions.",
     )
     DYNAMO = ("Dynamo breaks the graph: {said}", "TORCH_LOGS=graph_breaks shows what Dynamo says.")
 
