@@ -300,7 +300,9 @@ def codes_of(report: Any) -> list[str]:
 
 def selecting_simulation() -> types.ModuleType:
     """What has Simulation and NoisySimulation."""
-    return module_at("torch_overlay/test/inductor/test_pygraph_select.py")
+    from torch.testing._internal import pygraph_simulation
+
+    return pygraph_simulation
 
 
 class Recording:

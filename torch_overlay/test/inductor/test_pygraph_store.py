@@ -1,7 +1,7 @@
 # Owner(s): ["module: inductor"]
 """
 What PyGraph remembers from one process to the next. Functions and times are those of
-test_pygraph_select.py, so that all but the last class needs no GPU.
+torch.testing._internal.pygraph_simulation, so that all but the last class needs no GPU.
 """
 
 from __future__ import annotations
@@ -46,12 +46,7 @@ from torch.testing._internal.common_utils import (
     subtest,
 )
 from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
-
-
-# Make the helper files in test/ importable
-sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-
-from inductor.test_pygraph_select import (
+from torch.testing._internal.pygraph_simulation import (
     codes,
     DeployTestCase,
     ENOUGH,
