@@ -30,7 +30,7 @@ from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timin
 
 torch = pytest.importorskip("torch")
 
-from pygraph import catalogue, launches, program, smoke, suite, worker  # noqa: E402
+from pygraph import catalogue, launches, processes, program, smoke, suite, worker  # noqa: E402
 from pygraph.case import Case  # noqa: E402
 from pygraph.compare import compare, snapshot  # noqa: E402
 from pygraph.models.small import MutatedInput  # noqa: E402
@@ -570,6 +570,43 @@ def test_without_time_only_what_matters_is_compiled():
     assert "no time to compile forced_node_update" in row["note"] and row["equal"]
 
 
+@pytest.mark.parametrize("spreads", [(0.05,), (0.3, 0.05), (0.3, 0.2)])
+def test_a_noisy_case_is_timed_again_and_then_marked(spreads, monkeypatch):
+    left = list(spreads)
+
+    def timed(loops, *args, **options):
+        spread = left.pop(0) if len(loops) > 1 else 0.0
+        return {name: Timing.of([10 - 10 * spread, 10.0, 10 + 10 * spread], [1.0]) for name in loops}
+
+    monkeypatch.setattr(worker, "time_interleaved", timed)
+    quiet = []
+    row = _measure(_tiny(), {name: EAGER[name] for name in ("no_cg", "stock_cg")}, be_quiet=quiet.append)
+    assert left == [] and row.get("noise", 0.0) == pytest.approx(0.4 if spreads == (0.3, 0.2) else 0.0)
+    # Once, for both.
+    assert quiet == [True, False] and len(row["eager_loop_us"]) == 2 * len(spreads) and min(row["eager_loop_us"]) > 0
+
+
+def test_pygraph_selects_while_nothing_else_runs(monkeypatch):
+    quiet, settled = [False], {}
+
+    def settle(self, name, ring, expected):
+        settled[name] = quiet[-1]
+        return original(self, name, ring, expected)
+
+    original = worker.CaseRun._settle
+    monkeypatch.setattr(worker.CaseRun, "_settle", settle)
+    monkeypatch.setattr(program.Variant, "selects", property(lambda variant: variant is EAGER["pygraph"]))
+    assert _measure(_tiny(), EAGER, be_quiet=quiet.append)["equal"]
+    assert settled == {"stock_cg": False, "pygraph": True, "forced_node_update": False} and not quiet[-1]
+
+
+def test_a_case_that_takes_long_is_measured_in_fewer_ways(monkeypatch):
+    monkeypatch.setattr(worker, "ENOUGH", 0.0)
+    row = _measure(_tiny(), EAGER)
+    assert row["forced_node_update_us"] is None and "no time to measure forced_node_update" in row["note"]
+    assert row["pygraph_us"] and row["stock_cg_us"]
+
+
 def test_this_build_has_every_setting():
     known = torch._inductor.config.get_config_copy().keys()
     for variant in program.VARIANTS.values():
@@ -695,6 +732,7 @@ def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
     assert alone(case)["launches"] == launched
     calls.clear()
     found = alone(_tiny())
+    assert found.pop("launches") == launched
     assert found.pop("compile_s") > 0 and found.pop("warm_up_s") >= 0
     assert found.pop("pools_mib") == {"graphs": (6, 2), "others": (2, 1)}
     assert found == {"reserved_mib": 3, "peak_reserved_mib": 8, "peak_allocated_mib": 4, "choice": None}
@@ -742,11 +780,10 @@ class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
     started: list[FakeWorker] = []
-    # (case, seconds) of what was compiled
-    compiled: list[tuple[str, int]] = []
+    quiet_s = 0.0
 
-    def __init__(self, case, options, logs, threads, cold=False):
-        self.case, self.options, self.cold = case, options, cold
+    def __init__(self, case, options, logs, threads, machine, cold=False):
+        self.case, self.options, self.machine, self.cold = case, options, machine, cold
         self.at = ""
         self.started.append(self)
 
@@ -754,8 +791,6 @@ class FakeWorker:
         pass
 
     def ask(self, command, deadline):
-        if command.startswith("prepare "):
-            self.compiled.append((self.case.name, int(command.split()[1])))
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
@@ -771,12 +806,20 @@ class FakeWorker:
         self.closed.append(self.case.name)
 
 
-def _run_suite(names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, **overrides):
-    FakeWorker.answers, FakeWorker.closed, FakeWorker.started, FakeWorker.compiled = answers, [], [], []
+def _run_suite(
+    names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, device_gib=math.inf, **overrides
+):
+    FakeWorker.answers, FakeWorker.closed, FakeWorker.started = answers, [], []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
     selected = [Case(name, suite_name, *build, **overrides) for name in names]
     return suite.run_suite(
-        selected, options=[], logs=Path(), budget_s=budget_s, on_row=on_row, start_worker=FakeWorker
+        selected,
+        options=[],
+        logs=Path(),
+        budget_s=budget_s,
+        device_gib=device_gib,
+        on_row=on_row,
+        start_worker=FakeWorker,
     )
 
 
@@ -790,11 +833,17 @@ MEMORY = {
 
 
 def test_a_suite_merges_memory_into_the_rows():
-    (row,), skipped = _run_suite(["a"], {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY})
+    answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY}
+    (row,), skipped = _run_suite(["a"], answers, alone=True)
     assert (row["reserved_mib"], row["stock_reserved_mib"], row["peak_reserved_mib"]) == (10, 20, 31)
     assert row["pools_mib"] == {"stock_cg": POOLS, "pygraph": POOLS}
     assert row["note"] == "ran alone with no_graph"
-    assert row["missed"] == [] and skipped == [] and "alone" not in row
+    assert row["missed"] == [] and skipped == [] and row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
+    assert row["seconds"].keys() == {"compile", "measure", "device"}
+    assert [worker.cold for worker in FakeWorker.started] == [True, True, False]
+    # The others say nothing of memory.
+    (row,), _ = _run_suite(["a"], {"a prepare": {}, "a measure": {**ROW, "name": "a"}})
+    assert "alone" not in row and len(FakeWorker.started) == 1
 
 
 def test_a_case_that_fails_is_a_row():
@@ -809,7 +858,8 @@ def test_a_case_that_fails_is_a_row():
             **MEMORY,
         },
     )
-    assert [row["missed"] for row in rows] == [[], ["OutOfMemoryError: no"], ["process ended with status -11"]]
+    found = {row["name"]: row["missed"] for row in rows}
+    assert found == {"a": [], "b": ["OutOfMemoryError: no"], "c": ["process ended with status -11"]}
     assert set(FakeWorker.closed) == {"a", "b", "c"}
     table = format_table(rows)
     assert "b: OutOfMemoryError: no" in table
@@ -821,7 +871,7 @@ def test_workloads_run_alone_from_cold_caches():
     answers = {"a prepare": {}, "a measure": row, **copy.deepcopy(MEMORY)}
     answers["a settle_alone stock_cg"]["launches"] = launched
     answers["a settle_alone pygraph"]["launches"] = {"error": "RuntimeError: no"}
-    (row,), _ = _run_suite(["a"], answers, suite_name="paper")
+    (row,), _ = _run_suite(["a"], answers, suite_name="paper", alone=True)
     assert row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
     assert row["launches"] == {"stock_whole": launched, "stock_cg": launched} and row["stock_reserved_mib"] == 20
     assert "pygraph was not profiled: RuntimeError: no" in row["note"]
@@ -830,51 +880,15 @@ def test_workloads_run_alone_from_cold_caches():
     for choice, expected in ("node_update", launched), ("1 node_update + 1 undecided", beside):
         answers["a measure"] = {**row, "launches": {"pygraph": beside}}
         answers["a settle_alone pygraph"] |= {"launches": launched, "choice": choice}
-        (found,), _ = _run_suite(["a"], answers, suite_name="paper")
+        (found,), _ = _run_suite(["a"], answers, suite_name="paper", alone=True)
         assert found["launches"]["pygraph"] == expected
-
-
-def test_variants_that_run_alone_settle_one_after_the_other(monkeypatch):
-    at_once, most = 0, 0
-    answers = {f"{name} prepare": {} for name in "ab"}
-    answers |= {f"{name} measure": {**ROW, "name": name} for name in "ab"}
-
-    class Slow(FakeWorker):
-        def ask(self, command, deadline):
-            nonlocal at_once, most
-            if not command.startswith("settle_alone"):
-                return super().ask(command, deadline)
-            at_once += 1
-            most = max(most, at_once)
-            time.sleep(0.05)
-            at_once -= 1
-            return {"error": "nothing to say"}
-
-    monkeypatch.setattr(sys.modules[__name__], "FakeWorker", Slow)
-    rows, _ = _run_suite("ab", answers)
-    assert len(rows) == 2 and most == 1
-
-
-def test_the_last_cases_compile_as_long_as_measuring_them_allows(monkeypatch):
-    def seconds(names):
-        answers = {f"{name} prepare": {} for name in names}
-        answers |= {f"{name} measure": {**ROW, "name": name} for name in names}
-        _run_suite(names, {**answers, **MEMORY}, budget_s=400.0)
-        return [round(found / suite.PREPARE_SHARE) for _, found in sorted(FakeWorker.compiled)]
-
-    to_measure = catalogue.SUITES["pi"].max_case_s
-    assert seconds("a") == [400 - to_measure]
-    assert seconds("abcde") == [200] * 5
-    # The first of two batches leaves half to the second.
-    monkeypatch.setattr(suite, "_batches", lambda cases, gib: [[case] for case in cases])
-    assert seconds("ab") == [200, 400 - to_measure]
 
 
 def test_rows_are_complete_when_they_are_told():
     found = []
     answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
-    _run_suite(["a", "b"], {**answers, **MEMORY}, on_row=lambda row: found.append(copy.deepcopy(row)))
-    assert [row["name"] for row in found] == ["a", "b"]
+    _run_suite(["a", "b"], answers, on_row=lambda row: found.append(copy.deepcopy(row)))
+    assert sorted(row["name"] for row in found) == ["a", "b"]
     assert found[0]["reserved_mib"] == 10 and found[0]["missed"] == []
 
 
@@ -883,20 +897,15 @@ def test_what_did_not_compile_in_time_is_left_for_the_next_run():
     answers = {"a prepare": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
     rows, skipped = _run_suite(["a", "b"], answers)
     assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
-    # Alone it had all the time there is.
-    (row,), skipped = _run_suite(["a"], {"a prepare": late})
-    assert row["missed"] == ["out of time"] and "late" not in row and skipped == []
 
 
 def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeypatch):
     late = {"error": "out of time", "late": True}
     answers = {"a prepare": {}, "a measure": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
+    rows, skipped = _run_suite(["a", "b"], answers, budget_s=400.0)
+    assert {row["name"]: row.get("error") for row in rows} == {"a": "out of time", "b": None} and skipped == []
     rows, skipped = _run_suite(["a", "b"], answers)
-    assert [row.get("error") for row in rows] == ["out of time", None] and skipped == []
-    rows, skipped = _run_suite(["a", "b"], answers, budget_s=catalogue.SUITES["pi"].max_case_s / 2)
     assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
-    # Alone it takes nobody's time, and the budget ends it.
-    assert _run_suite(["a"], answers) == ([], ["a"])
 
 
 def test_regret_is_what_is_beyond_the_noise():
@@ -931,7 +940,6 @@ def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
         "a prepare": {},
         "a measure": {"error": "process ended with status -11", "at": "stock_cg"},
         "a measure without stock_cg": {**row, "stock_cg_us": None},
-        "a settle_alone pygraph": MEMORY["a settle_alone pygraph"],
     }
     (found,), _ = _run_suite(["a"], answers)
     assert found["failed"] == {"stock_cg": "process ended with status -11"}
@@ -939,7 +947,6 @@ def test_a_variant_that_ends_the_process_is_left_out_of_a_second_run():
 
     answers["a measure"]["at"] = "pygraph"
     answers["a measure without pygraph"] = {**row, "pygraph_us": None}
-    answers["a settle_alone stock_cg"] = MEMORY["a settle_alone stock_cg"]
     (found,), _ = _run_suite(["a"], answers)
     assert not found["equal"] and "not measured" in found["missed"]
 
@@ -956,7 +963,7 @@ class Scripted(suite.Worker):
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", f"import os\ninput()\n{script}"]
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True)
-        self.caches = None
+        self.caches, self.machine = None, processes.Machine()
 
 
 @pytest.mark.parametrize(
@@ -979,29 +986,122 @@ def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
     worker.close()
 
 
+# Counts while it may, and is quiet where it is asked to be.
+COUNTS = """
+import json, sys, threading, time
+from pathlib import Path
+file = Path(sys.argv[1])
+def count():
+    n = 0
+    while True:
+        n += 1
+        file.with_suffix(".draft").write_text(str(n))
+        file.with_suffix(".draft").replace(file)
+        time.sleep(0.005)
+threading.Thread(target=count, daemon=True).start()
+def send(**line):
+    print(json.dumps(line), flush=True)
+for line in sys.stdin:
+    if "quiet" in line:
+        send(quiet=True)
+        sys.stdin.readline()
+        time.sleep(float(line.split()[1]))
+        send(quiet=False)
+    send(done=1)
+"""
+
+
+@pytest.fixture
+def counting(tmp_path, monkeypatch):
+    """Starts processes of one machine that count, and gives each with what reads its count."""
+    monkeypatch.setattr(processes, "DRAIN_S", 0.05)
+    machine, started = processes.Machine(), []
+
+    def start():
+        file = tmp_path / str(len(started))
+        process = processes.Answering([sys.executable, "-c", COUNTS, str(file)], {}, machine=machine)
+        started.append(process)
+        assert process.ask("", time.monotonic() + 60) == {"done": 1}
+        while not file.exists():
+            time.sleep(0.01)
+        return process, lambda: int(file.read_text())
+
+    yield machine, start
+    for process in started:
+        process.close()
+
+
+def test_while_one_process_is_quiet_the_others_stop(counting):
+    machine, start = counting
+    (a, _), (b, count) = start(), start()
+    quiet = threading.Thread(target=a.ask, args=("quiet 0.6", time.monotonic() + 60))
+    quiet.start()
+    while not machine.since:
+        time.sleep(0.01)
+    before = count()
+    time.sleep(0.2)
+    assert count() == before
+    # Nor does another start before the end.
+    _, count_of_third = start()
+    assert machine.quiet is None and a.quiet_s >= 0.6
+    quiet.join()
+    time.sleep(0.2)
+    assert count() > before and count_of_third() > 0 and b.quiet_s == 0
+
+
+def test_nothing_is_quiet_before_what_is_undisturbed_ends(counting):
+    machine, start = counting
+    (a, _), (_, count) = start(), start()
+    with machine.undisturbed():
+        quiet = threading.Thread(target=a.ask, args=("quiet 0", time.monotonic() + 60))
+        quiet.start()
+        before = count()
+        time.sleep(0.2)
+        assert count() > before and quiet.is_alive() and machine.quiet is None
+    quiet.join(30)
+    assert not quiet.is_alive()
+
+
+def test_a_process_that_is_quiet_for_too_long_ends_and_the_others_go_on(counting):
+    machine, start = counting
+    (a, _), (b, count) = start(), start()
+    a.max_quiet_s = 0.2
+    assert a.ask("quiet 60", time.monotonic() + 60) == {"error": "out of time", "late": True}
+    before = count()
+    time.sleep(0.2)
+    assert machine.quiet is None and count() > before
+    assert b.ask("quiet 0", time.monotonic() + 60) == {"done": 1}
+
+
+def test_cases_that_need_more_memory_than_the_device_has_are_rows():
+    ((row,), skipped), closed = _run_suite(["a"], {}, gib=8.0, device_gib=4.0), FakeWorker.closed
+    assert row["skipped"] == "needs 8 GiB" and skipped == closed == []
+
+
+def test_while_one_case_is_measured_others_compile(monkeypatch):
+    measured, compiled = threading.Event(), threading.Event()
+
+    class Waits(FakeWorker):
+        def ask(self, command, deadline):
+            if (self.case.name, command) == ("a", "measure"):
+                measured.set()
+                assert compiled.wait(30)
+            elif self.case.name == "b" and command.startswith("prepare"):
+                assert measured.wait(30)
+                compiled.set()
+            return super().ask(command, deadline)
+
+    monkeypatch.setattr(sys.modules[__name__], "FakeWorker", Waits)
+    monkeypatch.setattr(suite.os, "sched_getaffinity", lambda pid: range(2))
+    answers = {f"{name} prepare": {} for name in "ab"}
+    rows, _ = _run_suite("ab", answers | {f"{name} measure": {**ROW, "name": name} for name in "ab"})
+    assert sorted(row["name"] for row in rows) == ["a", "b"]
+
+
 def test_a_case_whose_library_is_missing_is_a_row():
     (row,), skipped = _run_suite(["a"], {}, needs=("no_such_library",))
     assert row["skipped"] == "needs no_such_library" and row["missed"] == [] and skipped == []
     assert "needs no_such_library" in format_table([row])
-
-
-def test_cases_are_prepared_together_as_memory_allows():
-    def batches(limit, *gib):
-        found = [dataclasses.replace(_case(gib=g), name=str(i)) for i, g in enumerate(gib)]
-        return [[case.gib for case in batch] for batch in suite._batches(found, limit)]
-
-    # Small ones are measured first, and batches are alike.
-    assert batches(50, 10, 10, 10, 30, 2) == [[2, 30], [10, 10, 10]]
-    assert batches(math.inf, 10, 10, 10, 30) == [[10, 10, 10, 30]]
-    assert batches(20, 30, 30) == [[30], [30]]
-    assert batches(35, 20, 20, 20, 15, 15, 15) == [[15, 20]] * 3
-    assert [len(batch) for batch in batches(math.inf, *[1] * 20)] == [10, 10]
-    assert batches(10) == []
-
-
-def test_the_papers_workloads_fit_two_runs_on_an_h200():
-    found = suite._batches(catalogue.select("paper"), suite.BATCH_SHARE * 139)
-    assert sorted(map(len, found)) == [12, 13]
 
 
 def test_variants_that_run_alone_share_the_memory():

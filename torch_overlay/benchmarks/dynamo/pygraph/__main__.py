@@ -2,6 +2,7 @@
 Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched build.
 
     python -m pygraph --suite paper --output rows.json [--cases a,b] [--budget 420]
+    python -m pygraph --suite pi,paper --output rows.json [--cases pi/a,paper/b]
     python -m pygraph --smoke
 
 The suites: pi (small graphs, what parameter indirection must show), cgct (values on the CPU
@@ -41,7 +42,7 @@ def main() -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--suite", default="pi", choices=catalogue.SUITES)
+    parser.add_argument("--suite", default="pi", metavar="SUITE,...")
     parser.add_argument("--smoke", action="store_true")
     parser.add_argument("--cases", help="comma-separated; all by default")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
@@ -59,9 +60,8 @@ def main() -> None:
         return
     if args.smoke:
         sys.exit(smoke.main())
-    names = args.cases.split(",") if args.cases else None
     try:
-        selected = catalogue.select(args.suite, names)
+        selected = catalogue.select_all(args.suite.split(","), args.cases and args.cases.split(","))
     except ValueError as error:
         parser.error(str(error))
     args.logs.mkdir(parents=True, exist_ok=True)
@@ -82,7 +82,7 @@ def main() -> None:
         options=options,
         logs=args.logs,
         budget_s=args.budget,
-        solo=args.device == "cuda",
+        alone=args.device == "cuda",
         device_gib=_device_gib() if args.device == "cuda" else math.inf,
         on_row=on_row,
     )
@@ -116,18 +116,23 @@ def _serve(args: argparse.Namespace) -> None:
     def send(line: Row) -> None:
         print(json.dumps(line, default=str), file=answers, flush=True)
 
+    def be_quiet(begins: bool) -> None:
+        send({"quiet": begins})
+        if begins:
+            sys.stdin.readline()
+
     run = None
     for line in sys.stdin:
         command, *arguments = line.split()
         try:
-            run = run or _run(args, lambda name: send({"at": name}))
+            run = run or _run(args, lambda name: send({"at": name}), be_quiet)
             send(getattr(run, command)(*arguments) or {})
         except Exception as error:
             logging.exception("%s", args.worker)
             send({"error": summary(error)})
 
 
-def _run(args: argparse.Namespace, on_variant: Callable[[str], None]) -> CaseRun:
+def _run(args: argparse.Namespace, on_variant: Callable[[str], None], be_quiet: Callable[[bool], None]) -> CaseRun:
     (case,) = catalogue.select(args.suite, [args.worker])
     names = args.variants.split(",") if args.variants else catalogue.SUITES[args.suite].variants
     kind = CpuValuesRun if args.suite == "cgct" else CaseRun
@@ -137,6 +142,7 @@ def _run(args: argparse.Namespace, on_variant: Callable[[str], None]) -> CaseRun
         small=args.small,
         variants={name: VARIANTS[name] for name in names if name != args.without},
         on_variant=on_variant,
+        be_quiet=be_quiet,
     )
 
 

@@ -31,7 +31,6 @@ SUITES: dict[str, Suite] = {
         ),
         optimizer=True,
         dropout=True,
-        solo=(),
         must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
         exhaustive=True,
         selects_in_loop=True,
@@ -41,7 +40,7 @@ SUITES: dict[str, Suite] = {
     "scg": scg.SUITE,
     "mend": mend.SUITE,
     # A few of paper and modern, in the time of a coffee.
-    "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11, max_case_s=60.0, solo=()),
+    "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11),
 }
 
 # Suites of cases that other suites declare. Their rows do not replace those of the other suite.
@@ -55,7 +54,7 @@ BORROWED: dict[str, Callable[[Case], bool]] = {
 def select(suite: str, names: list[str] | None = None) -> list[Case]:
     """Return the cases of a suite, or those of them that ``names`` has."""
     if suite in BORROWED:
-        cases = [replace(case, suite=suite) for case in CASES.values() if BORROWED[suite](case)]
+        cases = [replace(case, suite=suite, alone=False) for case in CASES.values() if BORROWED[suite](case)]
     else:
         cases = [case for case in CASES.values() if case.suite == suite]
     if names is None:
@@ -64,3 +63,18 @@ def select(suite: str, names: list[str] | None = None) -> list[Case]:
     if unknown:
         raise ValueError(f"suite {suite} has no case {', '.join(sorted(unknown))}")
     return [case for case in cases if case.name in names]
+
+
+def select_all(suites: list[str], names: list[str] | None = None) -> list[Case]:
+    """Return the cases of suites, or those of them that ``names`` has, as SUITE/NAME where there are several suites."""
+    if unknown := ", ".join(suite for suite in suites if suite not in SUITES):
+        raise ValueError(f"no suite {unknown}; there are {', '.join(SUITES)}")
+    if len(suites) == 1:
+        return select(suites[0], names)
+    found = [case for suite in suites for case in select(suite)]
+    if names is None:
+        return found
+    by_name = {f"{case.suite}/{case.name}": case for case in found}
+    if unknown := ", ".join(name for name in names if name not in by_name):
+        raise ValueError(f"no case {unknown}")
+    return [by_name[name] for name in names]

@@ -35,8 +35,6 @@ class CpuValues(Case):
 
 SUITE = Suite(
     ("no_cg", "stock_cg", "pygraph", "gpu", "forced_node_update", "gpu_node_update"),
-    max_case_s=60.0,
-    solo=(),
     must_equal=("pygraph", "forced_node_update"),
 )
 add = adding("cgct", CpuValues, gib=0.5, capturable=False)

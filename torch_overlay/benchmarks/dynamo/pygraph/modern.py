@@ -92,6 +92,7 @@ modern(
     quick=True,
     ring=4,
     gib=8,
+    alone=True,
 )
 modern(
     "moe_decode",

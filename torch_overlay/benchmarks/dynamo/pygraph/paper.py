@@ -118,6 +118,7 @@ paper(
     obstacle="input and output gradient of 193 MiB to copy",
     ring=3,
     gib=5,
+    alone=True,
 )
 paper(
     "deeprecommender_infer",
@@ -174,6 +175,7 @@ paper(
     obstacle="a NumPy scalar in every attention; graph breaks where lengths and padding are read",
     capturable=False,
     quick=True,
+    alone=True,
 )
 paper(
     "dalle2",
@@ -234,6 +236,7 @@ paper(
     needs=("torchvision",),
     built_on_cpu=True,
     capturable=False,
+    alone=True,
 )
 paper(
     "alexnet",
@@ -254,6 +257,7 @@ paper(
     about="own, for TorchBench's timm_efficientdet (EfficientDet-D1), in float32: rounding decides gradients in bfloat16",
     obstacle="the number of boxes depends on the data: a graph break",
     capturable=False,
+    alone=True,
 )
 paper(
     "dcgan_train",
@@ -324,6 +328,7 @@ paper(
     about="own, for TorchBench's BERT_pytorch",
     obstacle="an output gradient of 156 MiB to copy",
     gib=4,
+    alone=True,
 )
 
 XLNET = {"d_model": 1024, "n_layer": 24, "n_head": 16, "d_inner": 4096}
@@ -331,7 +336,15 @@ XLNET = {"d_model": 1024, "n_layer": 24, "n_head": 16, "d_inner": 4096}
 # transformers; modern.py has it back in xlnet_cpu_positions.
 language("xlnet_infer", "XLNET-I", "XLNetLMHeadModel", token_inputs(32000, 1, 512), options=XLNET, gib=3)
 language(
-    "xlnet_train", "XLNET-T", "XLNetLMHeadModel", token_inputs(32000, 8, 512), "training", options=XLNET, ring=3, gib=20
+    "xlnet_train",
+    "XLNET-T",
+    "XLNetLMHeadModel",
+    token_inputs(32000, 8, 512),
+    "training",
+    options=XLNET,
+    ring=3,
+    gib=20,
+    alone=True,
 )
 language(
     "mt5_train",
@@ -341,6 +354,7 @@ language(
     "training",
     ring=3,
     gib=20,
+    alone=True,
 )
 language(
     "mt5_infer", "MTCG-I", "MT5ForConditionalGeneration", token_inputs(250112, 16, 128, decoder=True), ring=3, gib=4
@@ -375,6 +389,7 @@ language(
     obstacle="a warning in the loss function: graph breaks",
     ring=3,
     gib=20,
+    alone=True,
 )
 language(
     "trocr_train",

@@ -18,7 +18,6 @@ SUITE = Suite(
     ("no_cg", "stock_cg", "pygraph", "forced_node_update", "hand_written", "jax"),
     optimizer=True,
     dropout=True,
-    cold=False,
     must_equal=("pygraph", "forced_node_update"),
     selects_in_loop=True,
 )
@@ -46,6 +45,7 @@ add(
     ring=3,
     min_gain_over_stock=2.5,
     min_saved_mib=1.9 * 1024,
+    alone=True,
 )
 add(
     "pointwise_16x4MiB",

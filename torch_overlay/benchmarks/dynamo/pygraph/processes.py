@@ -1,9 +1,13 @@
-"""Child processes: some are killed together with their own children, others answer requests."""
+"""
+Child processes: some are killed together with their own children, others answer requests. Of those that share a machine,
+one at a time can have all others stopped while it times something.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
@@ -14,6 +18,9 @@ from typing import Any, TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+# Between stopping the other processes and timing.
+DRAIN_S = 0.1
 
 
 @contextlib.contextmanager
@@ -28,49 +35,128 @@ def process_group(command: list[str], output: Any) -> Iterator[subprocess.Popen]
         process.wait()
 
 
+class Machine:
+    """Stops all processes but one while that one is ``quiet``. Processes that run ``undisturbed`` are never stopped."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.processes: set[Answering] = set()
+        self.undisturbed_by = 0
+        # The process that has the machine to itself, and since when
+        self.quiet: Answering | None = None
+        self.since = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Wait until no process is quiet, and let none become quiet."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.quiet is None)
+            yield
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        with self.running():
+            self.undisturbed_by += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.undisturbed_by -= 1
+                self.changed.notify_all()
+
+    def begin(self, process: Answering) -> None:
+        with self.changed:
+            self.changed.wait_for(lambda: self.quiet is None and not self.undisturbed_by)
+            self.quiet = process
+            for other in self.processes - {process}:
+                other.signal(signal.SIGSTOP)
+        # Kernels that were enqueued end.
+        time.sleep(DRAIN_S)
+        self.since = time.monotonic()
+
+    def end(self, process: Answering) -> None:
+        with self.changed:
+            if self.quiet is not process:
+                return
+            process.quiet_s += time.monotonic() - self.since
+            self.quiet = None
+            for other in self.processes - {process}:
+                other.signal(signal.SIGCONT)
+            self.changed.notify_all()
+
+
 class Answering:
     """A process that answers lines on stdin with lines of JSON on stdout."""
 
-    def __init__(self, command: list[str], environment: dict[str, str], errors: Any = None) -> None:
+    # Seconds for which it had the machine to itself, and may have it
+    quiet_s = 0.0
+    max_quiet_s = math.inf
+
+    def __init__(
+        self, command: list[str], environment: dict[str, str], errors: Any = None, machine: Machine | None = None
+    ) -> None:
         # The work that the process named last
         self.at = ""
-        self.process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            env=environment,
-            # Its children, as compile workers, end with its group.
-            start_new_session=True,
-        )
+        self.machine = machine or Machine()
+        with self.machine.running():
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+                # Its children, as compile workers, stop and end with its group.
+                start_new_session=True,
+            )
+            self.machine.processes.add(self)
 
     def ask(self, question: str, deadline: float) -> dict[str, Any]:
         """The answer, or an object that says why there is none."""
         self.at = ""
-        timer = threading.Timer(max(0.0, deadline - time.monotonic()), self.kill)
-        timer.start()
+        timers = [self._kill_in(deadline - time.monotonic())]
         try:
             print(question, file=self.process.stdin, flush=True)
             for line in self.process.stdout:
                 answer = json.loads(line)
-                if "at" not in answer:
+                if answer.get("quiet"):
+                    self.machine.begin(self)
+                    timers.append(self._kill_in(self.max_quiet_s - self.quiet_s))
+                    # It waits for this line.
+                    print(file=self.process.stdin, flush=True)
+                elif "quiet" in answer:
+                    timers.pop().cancel()
+                    self.machine.end(self)
+                elif "at" in answer:
+                    self.at = answer["at"]
+                else:
                     return answer
-                self.at = answer["at"]
         except (BrokenPipeError, ValueError):
             pass  # it ended, perhaps in the middle of a line
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
+            self.machine.end(self)
         code = self.process.wait()
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or self.quiet_s >= self.max_quiet_s:
             return {"error": "out of time", "late": True}
         return {"error": f"process ended with status {code}"}
 
-    def kill(self) -> None:
+    def _kill_in(self, seconds: float) -> threading.Timer:
+        timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), self.kill)
+        timer.start()
+        return timer
+
+    def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+            os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
 
     def close(self) -> None:
+        with self.machine.changed:
+            self.machine.processes.discard(self)
         self.kill()
         self.process.wait()
         self.process.stdin.close()

@@ -44,6 +44,11 @@ class Variant:
     # Rewritten in JAX, in a process of its own.
     in_jax: bool = False
 
+    @property
+    def selects(self) -> bool:
+        """Whether PyGraph times its functions."""
+        return bool((self.compile or {}).get("options", {}).get("pygraph")) and "pygraph_force" not in self.config
+
 
 def _forced(candidate: str) -> Variant:
     config = {"pygraph": True, "pygraph_force": candidate}

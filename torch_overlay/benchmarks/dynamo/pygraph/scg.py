@@ -22,8 +22,6 @@ KIB, MIB = 1 << 8, 1 << 18  # in float32
 SUITE = Suite(
     ("no_cg", "stock_cg", "pygraph", "forced_copy", "forced_node_update"),
     max_case_s=30.0,
-    together=17,
-    solo=(),
     exhaustive=True,
     selects_in_loop=True,
     rounds=41,

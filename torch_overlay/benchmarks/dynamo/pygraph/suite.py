@@ -1,7 +1,7 @@
 """
-A suite: as many cases as fit are compiled at the same time, and variants run alone beside
-them, for their memory and for the time until their steady state; each case is then measured
-while nothing else runs, after which its row is complete.
+A suite: cases are compiled side by side, one on each core, while cases that are compiled are measured. What a process
+times it times alone: all others are stopped meanwhile. Variants of some cases also run alone in a process, from cold
+caches, for the time until their steady state and for their memory.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cgct_run
 from .case import described
 from .catalogue import SUITES
-from .processes import Answering
+from .processes import Answering, Machine
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+    from concurrent.futures import Future
 
     from .case import Case
     from .report import Row
@@ -38,24 +39,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of what is left of the budget: compiling that takes longer leaves no time to measure.
-COMPILE_SHARE = 0.5
-# Of the time for compiling: the last variant that begins to compile must end in it.
-PREPARE_SHARE = 0.7
-# Nor must one that hangs take the time of later cases.
-MAX_COMPILE_S = 300.0
-# What is left when more cases are begun: less is not enough to compile and measure any.
-MIN_BATCH_S = 60.0
-# Processes that run a variant alone at the same time.
-MAX_ALONE = 8
-# Of the device's memory: for the cases of a batch, and for variants that run alone, which
-# need about half of what all variants do.
-BATCH_SHARE = 0.65
-ALONE_SHARE = 0.3
-# That compile kernels for a variant that runs alone.
-ALONE_THREADS = 2
-# Those whose memory has a place in the row.
-MEMORY = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
+# Of what is left of the budget: the last variant that is not essential begins to compile in it.
+PREPARE_SHARE = 0.6
+# What is left when another case is begun: less is not enough to compile and measure any.
+MIN_CASE_S = 60.0
+# Cases that are measured at the same time. One is stopped while the other is timed.
+MAX_MEASURED = 2
+# Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
+# for what cases need besides while they are measured.
+COMPILED_SHARE = 0.65
+MEASURED_SHARE = 0.35
+# Threads of a core that compile. They wait for files and for the device too.
+THREADS = 2
+# Those that also run alone, and where their memory is in the row
+ALONE = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
 
 
 def kept_caches() -> str:
@@ -66,14 +63,17 @@ def kept_caches() -> str:
 class Worker(Answering):
     """A process that runs one case."""
 
-    def __init__(self, case: Case, options: Sequence[str], logs: Path, threads: int, cold: bool = False) -> None:
+    def __init__(
+        self, case: Case, options: Sequence[str], logs: Path, threads: int, machine: Machine, cold: bool = False
+    ) -> None:
         """
         With caches of its own if ``cold``, or else the case's where they are kept: of cases
         that share kernels, one would get what another one tuned meanwhile.
         """
         self.case = case
+        self.max_quiet_s = SUITES[case.suite].max_case_s
         self.caches = tempfile.TemporaryDirectory() if cold else None
-        self.folder = self.caches.name if self.caches else os.path.join(kept_caches(), case.name)
+        self.folder = self.caches.name if self.caches else os.path.join(kept_caches(), case.suite, case.name)
         environment = {
             **os.environ,
             "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
@@ -83,9 +83,9 @@ class Worker(Answering):
             "TORCHINDUCTOR_CACHE_DIR": self.folder,
             "TRITON_CACHE_DIR": os.path.join(self.folder, "triton"),
         }
-        with open(logs / f"{case.name}.log", "a") as output:
+        with open(logs / f"{case.suite}-{case.name}.log", "a") as output:
             command = [sys.executable, "-m", __package__, "--suite", case.suite, "--worker", case.name, *options]
-            super().__init__(command, environment, output)
+            super().__init__(command, environment, output, machine)
 
     def forget_decisions(self) -> None:
         "Of processes that ran beside others, which compiled."
@@ -103,13 +103,15 @@ def run_suite(
     options: Sequence[str],
     logs: Path,
     budget_s: float,
-    solo: bool = True,
+    alone: bool = True,
     device_gib: float = math.inf,
     on_row: Callable[[Row], None] = lambda row: None,
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
     """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
-    return _Run(options, logs, time.monotonic() + budget_s, solo, device_gib, on_row, start_worker).cases(cases)
+    processes = min(len(os.sched_getaffinity(0)), len(cases))
+    run = _Run(options, logs, time.monotonic() + budget_s, alone, device_gib, on_row, start_worker, max(1, processes))
+    return run.cases(cases)
 
 
 class _Room:
@@ -140,102 +142,107 @@ class _Run:
     options: Sequence[str]
     logs: Path
     deadline: float
-    solo: bool
+    alone: bool
     device_gib: float
     on_row: Callable[[Row], None]
     start_worker: Callable[..., Worker]
+    processes: int
+    machine: Machine = field(default_factory=Machine)
+
+    def __post_init__(self) -> None:
+        self.threads = max(1, THREADS * len(os.sched_getaffinity(0)) // self.processes)
+        self.compiled = _Room(self.processes, COMPILED_SHARE * self.device_gib)
+        self.measuring = _Room(MAX_MEASURED, MEASURED_SHARE * self.device_gib)
 
     def cases(self, cases: list[Case]) -> tuple[list[Row], list[str]]:
         rows: list[Row] = []
         skipped: list[str] = []
-        for case in cases:
-            if case.missing:
-                rows.append(_without_result(case, {"skipped": f"needs {case.missing}", "missed": []}))
-                self.on_row(rows[-1])
-        batches = _batches([case for case in cases if not case.missing], BATCH_SHARE * self.device_gib)
-        for i, batch in enumerate(batches):
-            left = self.deadline - time.monotonic()
-            if left <= (MIN_BATCH_S if i else 0.0):
-                skipped += [case.name for case in batch]
-                continue
-            compiling_s = min(COMPILE_SHARE * left, MAX_COMPILE_S)
-            if batch is batches[-1]:
-                # It takes no time of later cases, and to measure few takes less than half.
-                compiling_s = max(compiling_s, left - sum(SUITES[case.suite].max_case_s for case in batch))
-            done, late = self.batch(batch, compiling_s)
-            rows += done
-            skipped += late
-        return rows, skipped
+        telling = threading.Lock()
 
-    def batch(self, cases: list[Case], compiling_s: float) -> tuple[list[Row], list[str]]:
-        """Cases that are prepared at the same time, and measured one after the other."""
-        start = time.monotonic()
-        threads = max(1, 2 * len(os.sched_getaffinity(0)) // len(cases))
-        compiled_by = start + compiling_s
-        room = _Room(MAX_ALONE, ALONE_SHARE * self.device_gib)
-        # What calls take while others are timed too says little of which graphs are faster.
-        settling = threading.Lock()
-        tasks = [(case, name) for case in cases for name in SUITES[case.suite].solo if self.solo]
-        rows, skipped = [], []
-        with closing([self.start_worker(c, self.options, self.logs, threads) for c in cases]) as workers:
-            # The threads only wait: for the workers, or for room.
-            with ThreadPoolExecutor(len(cases) + max(1, len(tasks))) as pool:
-                question = f"prepare {PREPARE_SHARE * compiling_s:.0f}"
-                preparing = {w.case.name: pool.submit(w.ask, question, compiled_by) for w in workers}
-
-                def alone(case: Case, variant: str) -> Row:
-                    cold = SUITES[case.suite].cold
-                    if not cold:
-                        preparing[case.name].result()
-                    with room.held(case.gib / 2):
-                        if time.monotonic() >= compiled_by:
-                            return {"error": "out of time"}
-                        own = self.start_worker(case, self.options, self.logs, ALONE_THREADS, cold)
-                        with closing([own]) as (worker,):
-                            row = worker.ask(f"compile_alone {variant}", compiled_by)
-                            if "error" not in row:
-                                with settling:
-                                    row |= worker.ask(f"settle_alone {variant}", compiled_by)
-                            return row
-
-                # Submitted in pairs, so that what is compared runs in the same crowd.
-                running = {(case.name, name): pool.submit(alone, case, name) for case, name in tasks}
-            log.info("compiled %d cases in %.0f s", len(cases), time.monotonic() - start)
-            for worker in workers:
-                name = worker.case.name
-                ready = preparing[name].result()
-                if time.monotonic() >= self.deadline or ("late" in ready and len(cases) > 1):
-                    skipped.append(name)
-                    continue
-                by = self.deadline
-                if len(cases) > 1:
-                    by = min(by, time.monotonic() + SUITES[worker.case.suite].max_case_s)
-                is_compiled = "late" not in ready
-                row = self.measured(worker, ready, by, threads)
-                worker.close()
-                if row.pop("late", False) and is_compiled and by == self.deadline:
-                    skipped.append(name)
-                    continue
-                if "error" in row:
-                    row = _without_result(worker.case, row)
-                else:
-                    _add_alone(row, {variant: run.result() for (case, variant), run in running.items() if case == name})
-                row["missed"] = missed(worker.case, row)
+        def run(case: Case, alone: dict[str, Future[Row]]) -> None:
+            row = self.case(case)
+            if row is not None and "error" in row:
+                row = _without_result(case, row)
+            elif row is not None and "skipped" not in row:
+                _add_alone(row, {variant: answer.result() for variant, answer in alone.items()})
+            with telling:
+                if row is None:
+                    skipped.append(case.name)
+                    return
+                if "missed" not in row:
+                    row["missed"] = missed(case, row)
                 rows.append(row)
                 self.on_row(row)
+
+        # Its threads only wait: for workers, or for room. What takes longest is first in its queue.
+        with ThreadPoolExecutor(self.processes) as pool:
+            order = sorted(cases, key=lambda case: not case.alone)
+            alone = {
+                case.name: {name: pool.submit(self.run_alone, case, name) for name in ALONE}
+                for case in order
+                if case.alone and self.alone and not self.lacks(case)
+            }
+            done = [pool.submit(run, case, alone.get(case.name, {})) for case in order]
+            for case in done:
+                case.result()
         return rows, skipped
 
-    def measured(self, worker: Worker, ready: Row, by: float, threads: int) -> Row:
+    def lacks(self, case: Case) -> str:
+        """What the case needs and the machine does not have."""
+        return case.missing or (f"{case.gib:g} GiB" if case.gib > self.device_gib else "")
+
+    def case(self, case: Case) -> Row | None:
+        """The row, or None if the budget leaves the case out."""
+        if lacks := self.lacks(case):
+            return _without_result(case, {"skipped": f"needs {lacks}", "missed": []})
+        with self.compiled.held(case.gib):
+            start = time.monotonic()
+            left = self.deadline - start
+            if left <= MIN_CASE_S:
+                return None
+            with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
+                ready = worker.ask(f"prepare {PREPARE_SHARE * left:.0f}", self.deadline)
+                compiled = time.monotonic()
+                with self.measuring.held(case.gib):
+                    begin = time.monotonic()
+                    # As much again while the other one is timed
+                    by = min(self.deadline, begin + MAX_MEASURED * SUITES[case.suite].max_case_s)
+                    if "late" in ready or begin >= self.deadline:
+                        return None
+                    row = self.measured(worker, ready, by)
+                row["seconds"] = {
+                    "compile": round(compiled - start, 1),
+                    "measure": round(time.monotonic() - begin, 1),
+                    "device": round(worker.quiet_s, 1),
+                }
+        return None if row.pop("late", False) and by == self.deadline else row
+
+    def run_alone(self, case: Case, variant: str) -> Row:
+        with self.compiled.held(case.gib / 2):
+            if self.deadline - time.monotonic() <= MIN_CASE_S:
+                return {"error": "out of time"}
+            own = self.start_worker(case, self.options, self.logs, self.threads, self.machine, True)
+            with closing([own]) as (worker,):
+                # Both run in the same crowd, and are not stopped.
+                with self.machine.undisturbed():
+                    row = worker.ask(f"compile_alone {variant}", self.deadline)
+                if "error" not in row:
+                    row |= worker.ask(f"settle_alone {variant}", self.deadline)
+                return row
+
+    def measured(self, worker: Worker, ready: Row, by: float) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
         worker.forget_decisions()
         row = ready if "error" in ready else worker.ask("measure", by)
         culprit = worker.at
-        if "error" not in row or culprit in ("", "eager", "no_cg") or time.monotonic() > by:
+        if "error" not in row or culprit in ("", "eager", "no_cg") or "late" in row:
             return row
         worker.close()
         options = [*self.options, "--without", culprit]
-        with closing([self.start_worker(worker.case, options, self.logs, threads)]) as (again,):
+        again = self.start_worker(worker.case, options, self.logs, self.threads, self.machine)
+        with closing([again]) as (again,):
             second = again.ask("measure", by)
+            worker.quiet_s += again.quiet_s
         if "error" in second:
             return row
         second["failed"][culprit] = row["error"]
@@ -251,13 +258,11 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
         if "error" in answer:
             _note(row, f"{variant} alone: {answer['error']}")
             continue
-        if variant in MEMORY:
-            row[MEMORY[variant]] = round(answer["reserved_mib"])
-            row[f"peak_{MEMORY[variant]}"] = round(answer["peak_reserved_mib"])
-            row.setdefault("pools_mib", {})[variant] = answer["pools_mib"]
-        if SUITES[row["suite"]].cold:
-            alone = ("compile_s", "warm_up_s", "peak_allocated_mib")
-            row.setdefault("alone", {})[variant] = {key: round(answer[key], 2) for key in alone}
+        row[ALONE[variant]] = round(answer["reserved_mib"])
+        row[f"peak_{ALONE[variant]}"] = round(answer["peak_reserved_mib"])
+        row.setdefault("pools_mib", {})[variant] = answer["pools_mib"]
+        times = ("compile_s", "warm_up_s", "peak_allocated_mib")
+        row.setdefault("alone", {})[variant] = {key: round(answer[key], 2) for key in times}
         launches = answer.get("launches")
         if launches and "error" in launches:
             _note(row, f"{variant} was not profiled: {launches['error']}")
@@ -268,24 +273,6 @@ def _add_alone(row: Row, answers: dict[str, Row]) -> None:
                 found[variant] = launches
         if variant == "pygraph" and answer["choice"] != row["choice"]:
             _note(row, f"ran alone with {answer['choice']}")
-
-
-def _batches(cases: list[Case], gib: float) -> list[list[Case]]:
-    """As few as the limits allow, of like size, each with the small cases first."""
-    if not cases:
-        return []
-    together = SUITES[cases[0].suite].together
-    count = max(math.ceil(len(cases) / together), math.ceil(sum(case.gib for case in cases) / gib))
-    while True:
-        batches: list[list[Case]] = [[] for _ in range(count)]
-        for case in sorted(cases, key=lambda case: -case.gib):
-            room = [batch for batch in batches if len(batch) < together]
-            min(room, key=lambda batch: (sum(other.gib for other in batch), len(batch))).append(case)
-        fits = all(len(batch) == 1 or sum(case.gib for case in batch) <= gib for batch in batches if batch)
-        if fits or count >= len(cases):
-            order = {case.name: i for i, case in enumerate(cases)}
-            return [sorted(batch, key=lambda case: (case.gib, order[case.name])) for batch in batches if batch]
-        count += 1
 
 
 def missed(case: Case, row: Row) -> list[str]:

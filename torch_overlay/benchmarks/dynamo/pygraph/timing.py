@@ -37,6 +37,8 @@ MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
 # nothing is known where the interval is so wide that this would let anything pass.
 MAX_SLOWDOWN = 1.02
 MAX_WIDTH = 0.08
+# Of stock CUDA graphs' time, the range of its middle half of the rounds. Noisier cases are timed again, and marked.
+MAX_NOISE = 0.1
 
 
 class LoopFailed(Exception):
@@ -55,6 +57,10 @@ class Timing:
     host_us: float
     # Of each round.
     samples_us: list[float] = field(compare=False, repr=False)
+
+    @property
+    def noise(self) -> float:
+        return self.iqr_us / self.median_us
 
     @classmethod
     def of(cls, samples_us: list[float], host_us: list[float]) -> Timing:

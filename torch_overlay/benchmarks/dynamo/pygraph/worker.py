@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import pickle
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from .compare import compare, Difference
 from .launches import counting_copies, profiled
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
 from .report import as_choice
-from .timing import fields, LoopFailed, ratio, time_interleaved
+from .timing import fields, LoopFailed, MAX_NOISE, ratio, time_interleaved
 
 
 if TYPE_CHECKING:
@@ -76,6 +77,10 @@ MAX_SUMMARY = 300
 MAX_TIMING_S = 3.0
 MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
+# Of the time that a case may have the machine to itself: after it, no further variant is measured.
+ENOUGH = 0.75
+# Calls of the loop that shows how fast the host is, and how often it runs
+HOST_CALLS, HOST_SAMPLES = 200, 9
 # Sets of inputs that JAX gets, by way of a file.
 RING_IN_JAX = 8
 # Where a step's outputs are, of all that it leaves behind.
@@ -111,7 +116,10 @@ class DeviceLost(RuntimeError):
 
 
 class CaseRun:
-    """What is done with one case; a Row comes out. ``on_variant`` is told what comes next."""
+    """
+    What is done with one case; a Row comes out. ``on_variant`` is told what comes next. Between ``be_quiet(True)`` and
+    ``be_quiet(False)`` nothing else runs.
+    """
 
     def __init__(
         self,
@@ -123,6 +131,7 @@ class CaseRun:
         rounds: int | None = None,
         round_s: float | None = None,
         on_variant: Callable[[str], None] = lambda name: None,
+        be_quiet: Callable[[bool], None] = lambda begins: None,
     ) -> None:
         self.case = case
         self.suite = SUITES[case.suite]
@@ -135,6 +144,13 @@ class CaseRun:
         # Seconds of a call without CUDA graphs.
         self.call_s = 0.0
         self.on_variant = on_variant
+        self.be_quiet = be_quiet
+        # Seconds for which all else was stopped
+        self.quiet_s = 0.0
+        # Of stock CUDA graphs' time between rounds
+        self.noise = 0.0
+        # Of an operator in eager mode, before and after each timing
+        self.eager_loop_us: list[float] = []
         # The variants of a case, and the modules of a kind inside it, share code objects.
         torch._dynamo.config.recompile_limit = 64
         if case.without_tf32:
@@ -187,6 +203,16 @@ class CaseRun:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        self.be_quiet(True)
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.quiet_s += time.perf_counter() - start
+            self.be_quiet(False)
+
     def measure(self) -> Row:
         first = self._inputs()
         size = _size(self._observe("no_cg", first))
@@ -212,7 +238,13 @@ class CaseRun:
             reset_report()
             counters["pygraph"].clear()
             with self._noting(name):
-                differences[name] = self._settle(name, ring, expected)
+                if self.variants[name].selects:
+                    # Beside others: the first call, which compiles, is not timed.
+                    self._program(name).warm(clone(first))
+                    with self._quiet():
+                        differences[name] = self._settle(name, ring, expected)
+                else:
+                    differences[name] = self._settle(name, ring, expected)
             if name == "pygraph":
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(counters["pygraph"])
@@ -234,6 +266,9 @@ class CaseRun:
 
         previous = "pygraph"
         for name in alone:
+            if self.quiet_s > ENOUGH * self.suite.max_case_s:
+                self.notes.append(f"no time to measure {name}")
+                continue
             self._drop(previous)
             previous = name
             reset_report()
@@ -289,7 +324,8 @@ class CaseRun:
         asked = [name for name in self.suite.must_equal if name == "pygraph" or name in self.variants]
         succeeded = all(name in timings and name not in self.failed for name in asked)
         right = [name for name in timings if name in self.programs and name not in self.failed]
-        launches = self._launched([name for name in self.suite.profiled if name in right], ring[:2])
+        to_profile = self.suite.profiled if self.device.type == "cuda" else ()
+        launches = self._launched([name for name in to_profile if name in right], ring[:2])
         times = {
             name: round(timings[name].median_us, 2)
             for name in self.suite.candidates
@@ -314,9 +350,15 @@ class CaseRun:
             "graphs": entries,
             "counters": counts,
             **({"launches": launches} if launches else {}),
+            **self._circumstances(),
             "failed": self.failed,
             "note": "; ".join(self.notes),
         }
+
+    def _circumstances(self) -> Row:
+        """How steady the machine was."""
+        found: Row = {"eager_loop_us": [round(us, 2) for us in self.eager_loop_us]}
+        return found | ({"noise": round(self.noise, 3)} if self.noise > MAX_NOISE else {})
 
     def compile_alone(self, name: str) -> dict[str, Any]:
         """What the first call costs a program that has no other variant: seconds."""
@@ -334,7 +376,10 @@ class CaseRun:
         What the calls from there to its steady state cost it: seconds, what the allocator
         then holds, and what a call launches.
         """
-        loop = self.loop_alone
+        with self._quiet():
+            return self._settled_alone(name, self.loop_alone)
+
+    def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
         while calls < MIN_WARM_UP_CALLS or self._settling(name, calls):
@@ -356,7 +401,7 @@ class CaseRun:
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
             "pools_mib": memory_of_pools(),
             "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
-            **({"launches": self._launches(loop)} if self.suite.cold else {}),
+            "launches": self._launches(loop),
         }
 
     def _program(self, name: str) -> Program:
@@ -462,7 +507,8 @@ class CaseRun:
             command = [sys.executable, "-m", jax_peer.__name__, self.case.name, str(file), str(self._rounds())]
             # PyTorch holds the rest of the memory.
             environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-            done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
+            with self._quiet():
+                done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True)
             if done.returncode:
                 raise RuntimeError(f"ended with {done.returncode}, see the log")
             answer = json.loads(done.stdout.splitlines()[-1])
@@ -498,8 +544,19 @@ class CaseRun:
         buffers = [clone(inputs) for inputs in ring]
         loops = {name: self._program(name).loop(buffers) for name in names if name not in self.failed}
         graphs = counters["stats"]["unique_graphs"]
-        timings = None
-        while timings is None:
+        with self._quiet():
+            timings = self._timed(loops)
+            if "stock_cg" in timings:
+                if timings["stock_cg"].noise > MAX_NOISE:
+                    timings = self._timed(loops)
+                self.noise = timings["stock_cg"].noise
+        if counters["stats"]["unique_graphs"] != graphs:
+            self.notes.append("compiled again while timed")
+        return timings
+
+    def _timed(self, loops: dict[str, Callable[[int], None]]) -> dict[str, Timing]:
+        while True:
+            self.eager_loop_us.append(eager_loop_us(self.device))
             try:
                 timings = time_interleaved(
                     loops,
@@ -511,9 +568,9 @@ class CaseRun:
             except LoopFailed as failure:
                 self._fail(failure.name, failure.__cause__)
                 del loops[failure.name]
-        if counters["stats"]["unique_graphs"] != graphs:
-            self.notes.append("compiled again while timed")
-        return timings
+            else:
+                self.eager_loop_us.append(eager_loop_us(self.device))
+                return timings
 
     def _traced(self) -> Row:
         """Dynamo's graphs and graph breaks of the programs that were measured."""
@@ -602,6 +659,19 @@ class CaseRun:
             raise DeviceLost(summary(error)) from error
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+def eager_loop_us(device: torch.device) -> float:
+    """Microseconds of an operator in eager mode: of the host, wherever its work is short."""
+    t = torch.zeros(1, device=device)
+    samples = []
+    for _ in range(HOST_SAMPLES):
+        start = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            t.add_(1)
+        samples.append((time.perf_counter() - start) / HOST_CALLS * 1e6)
+        t.item()
+    return statistics.median(samples)
 
 
 def summary(error: BaseException) -> str:
