@@ -19,14 +19,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_common import as_is
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-    return gm.forward
 
 
 def number_of_graphs() -> int:

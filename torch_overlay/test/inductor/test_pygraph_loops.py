@@ -27,6 +27,7 @@ from torch._inductor.pygraph.dynamo.loops import Outlining, StaysError
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_common import as_is
 
 
 if TYPE_CHECKING:
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 BRANCH = Branches.branch
 LOG: list[Any] = []
 THIS = __file__
-
-
-def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-    return gm.forward
 
 
 def outcome(fn: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Any, ...]:

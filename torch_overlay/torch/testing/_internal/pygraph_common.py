@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import unittest
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
+import torch
+import torch._dynamo
+from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.utils import counters
 from torch._inductor.pygraph import native
+from torch._inductor.test_case import TestCase
 from torch.testing._internal.modelled_cuda import cu
 
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
 needs_structs = unittest.skipIf(cu is None, "requires cuda-bindings")
 needs_compiled = unittest.skipIf(native.compiled is None, "requires _replay")
+
+PYGRAPH = {"pygraph": True}
 
 
 class ByPython:
@@ -21,3 +33,46 @@ class ByPython:
         patch = mock.patch.object(native, "compiled", None)
         patch.start()
         self.addCleanup(patch.stop)
+
+
+def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
+    return gm.forward
+
+
+def aot_eager(_self: Any, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    return torch._dynamo.lookup_backend("aot_eager")(gm, inputs)
+
+
+@torch._dynamo.disable
+def opaque(*args: Any) -> Any:
+    """Break the graph."""
+    return args[0] if args else None
+
+
+class DynamoTestCase(TestCase):
+    """Runs Dynamo's graphs as they are, without Inductor."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        torch._dynamo.reset()
+        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
+        self.backend.start()
+        self.addCleanup(self.backend.stop)
+
+    @contextlib.contextmanager
+    def inductor(self) -> Iterator[None]:
+        """Compile with Inductor instead."""
+        self.backend.stop()
+        try:
+            yield
+        finally:
+            self.backend.start()
+
+    def compile(self, fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        return torch.compile(fn, options=PYGRAPH | options)
+
+    def num_graphs(self) -> int:
+        return counters["stats"]["unique_graphs"]
+
+    def final_code(self, fn: Callable[..., Any]) -> Any:
+        return _debug_get_cache_entry_list(fn.__code__)[0].code

@@ -8,12 +8,11 @@ import logging
 import sys
 import warnings
 from typing import Any, TYPE_CHECKING
-from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor.test_case import TestCase
+from torch.testing._internal.pygraph_common import DynamoTestCase
 
 
 if TYPE_CHECKING:
@@ -35,33 +34,13 @@ class Box:
 BOX = Box()
 
 
-def as_is(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
-    return gm.forward
-
-
 def counting(call: int) -> torch.Tensor:
     return torch.arange(4.0) + call
 
 
-class MendTestCase(TestCase):
+class MendTestCase(DynamoTestCase):
     # How warnings are filtered.
     action = "always"
-
-    def setUp(self) -> None:
-        super().setUp()
-        torch._dynamo.reset()
-        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
-        self.backend.start()
-        self.addCleanup(self.backend.stop)
-
-    @contextlib.contextmanager
-    def inductor(self) -> Any:
-        """Compile with Inductor instead of running Dynamo's graph as it is."""
-        self.backend.stop()
-        try:
-            yield
-        finally:
-            self.backend.start()
 
     def observe(self, fn: Callable[..., Any], inputs: Sequence[Callable[[], torch.Tensor]] | None = None) -> list[Any]:
         """What calls print, log, return and raise, and the state after each."""
