@@ -4,6 +4,7 @@ Branches on tensors that do not break the graph.
 - Sizes and constants decide (ranges.py): Dynamo traces the path that is taken, and guards on the sizes.
 - CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
 - Both paths run, and torch.where selects (paths.py, joins.py).
+- torch.cond runs one of two graphs (paths.py, conds.py).
 - Otherwise the graph breaks.
 
 The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it.
@@ -18,7 +19,9 @@ from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.exc import RestartAnalysis
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
+from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.control_flow import fork_at, RefusedError
+from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
 from torch._inductor.pygraph.dynamo.paths import Returned, trace, Truth
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+    from torch._inductor.pygraph.dynamo.control_flow import Fork
+    from torch._inductor.pygraph.dynamo.paths import Path
 
 
 # Instructions that read their last two or three operands: Dynamo would compare a bool of a tensor by its variable, or
@@ -139,8 +144,7 @@ class Branches(Hosts, Breaks):
                 stack = [*tx.stack, top] if jumps and inst.opname.endswith("_OR_POP") else tx.stack
                 start = tx.indexof[inst.target] if jumps else tx.indexof[inst] + 1
                 paths.append(trace(tx, fork, start, stack))
-            joiner = Joiner(tx, condition, paths)
-            end, joins = join(joiner, fork, site)
+            joiner, end, joins = join_paths(tx, condition, paths, fork, site)
         except RefusedError as e:
             restart([site], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
@@ -174,6 +178,26 @@ class Branches(Hosts, Breaks):
             restart([j.site for j in told], Code.JOIN_IS_SEEN, "it returns, writes or differentiates the tensor")
         if self.joins and tx.output.side_effects.tensor_hooks:
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it registers a hook")
+
+
+def join_paths(
+    tx: InstructionTranslatorBase, condition: Any, paths: list[Path], fork: Fork, site: tuple[Any, int]
+) -> tuple[Joiner, Path, list[Join]]:
+    """
+    Join the paths in the first form that is exact.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    last = last_node(tx.output.graph)
+    try:
+        joiner = Joiner(tx, condition, paths)
+        return joiner, *join(joiner, fork, site)
+    except RefusedError:
+        for node in reversed([*nodes_after(last)]):
+            tx.output.graph.erase_node(node)
+        joiner = CondJoiner(tx, condition, paths)
+        return joiner, *join(joiner, fork, site)
 
 
 def is_broken(tx: InstructionTranslatorBase, site: tuple[types.CodeType, int]) -> bool:

@@ -28,6 +28,7 @@ from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
 from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_iter
 
 
 if TYPE_CHECKING:
@@ -314,11 +315,15 @@ def ancestors_with_gradient(
     work = [*nodes]
     while work:
         node = work.pop()
-        if node not in found and getattr(node.meta.get("example_value"), "requires_grad", False):
+        if node not in found and requires_grad(node):
             found.add(node)
             if through is None or node in through:
                 work += node.all_input_nodes
     return found
+
+
+def requires_grad(node: torch.fx.Node) -> bool:
+    return any(getattr(v, "requires_grad", False) for v in tree_iter(node.meta.get("example_value")))
 
 
 def storage(node: torch.fx.Node) -> int | None:

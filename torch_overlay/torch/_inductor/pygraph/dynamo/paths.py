@@ -15,7 +15,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.current_scope_id import enter_new_scope
-from torch._dynamo.exc import ObservedException, unimplemented, Unsupported
+from torch._dynamo.exc import ObservedException, TorchRuntimeError, unimplemented, Unsupported
 from torch._dynamo.variables.base import VariableTracker
 from torch._inductor.pygraph.dynamo.control_flow import RefusedError, RETURNS
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
@@ -99,7 +99,7 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
         with enter_new_scope():
             returned = run(tx, fork)
         path = Path(tx.stack, tx.symbolic_locals, [*nodes_after(last)], returned)
-    except (Unsupported, ObservedException, NotImplementedError) as e:
+    except (Unsupported, ObservedException, NotImplementedError, TorchRuntimeError) as e:
         raise RefusedError(str(e).partition("\n")[0]) from e
     finally:
         tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph = kept

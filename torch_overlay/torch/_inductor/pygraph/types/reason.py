@@ -191,6 +191,7 @@ class Code(str, enum.Enum):
     SIZES_DECIDE = "sizes decide the branch, which Dynamo guards"
     HOST_DECIDES = "the host decides the branch before the graph runs"
     BOTH_PATHS_RUN = "both paths of the branch run in the graph, and torch.where selects"
+    COND_IN_GRAPH = "torch.cond runs the path that the branch takes"
     BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
     BODY_COMPILED = "the body of the loop is compiled once, and the loop runs in Python"
     COPIED_BY_DYNAMO = "Dynamo copies the object, whose attributes it guards"
