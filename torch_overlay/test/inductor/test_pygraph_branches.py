@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import operator
 import os
@@ -16,67 +15,14 @@ from hypothesis import given, note, Phase, settings, strategies
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.testing._internal.pygraph_common import as_is
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of, VALUES
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-
-def number_of_graphs() -> int:
-    return counters["stats"]["unique_graphs"]
-
-
-class BranchTest(TestCase):
-    """Compares with eager mode. Graphs run as Dynamo made them, unless a test compiles them."""
-
-    def setUp(self):
-        super().setUp()
-        torch._dynamo.reset()
-        counters.clear()
-        self.backend = mock.patch("torch._TorchCompileInductorWrapper.__call__", as_is)
-        self.backend.start()
-        self.addCleanup(self.backend.stop)
-
-    def check(self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int, **options: Any) -> None:
-        """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
-        compiled = torch.compile(fn, options={"pygraph": True}, **options)
-        torch.manual_seed(0)
-        expected = [outcome_of(fn, fn, args) for args in calls]
-        torch.manual_seed(0)
-        found = [outcome_of(compiled, fn, args) for args in calls]
-        for one, other in zip(expected, found):
-            self.assertEqual(one, other)
-        self.assertEqual(number_of_graphs(), graphs)
-
-
-def outcome_of(fn: Callable[..., Any], module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the result or the error, gradients, arguments afterwards and the state of the generator."""
-    args = copy.deepcopy(args)
-    leaves = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-    leaves += list(module.parameters()) if isinstance(module, torch.nn.Module) else []
-    leaves = [t for t in leaves if t.requires_grad]
-    for leaf in leaves:
-        leaf.grad = None
-    try:
-        result = fn(*args)
-    except Exception as e:  # noqa: BLE001
-        return type(e), str(e), args
-    tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-    needs = [t.requires_grad for t in tensors]
-    total = sum(t.float().sum() * (i + 1) for i, t in enumerate(tensors) if t.requires_grad)
-    if any(needs):
-        try:
-            total.backward()
-        except RuntimeError:
-            return RuntimeError, "backward", args
-    gradients = [None if t.grad is None else t.grad.clone() for t in leaves]
-    inputs = [[i for i, a in enumerate(args) if a is t] for t in tensors]
-    plain = torch.utils._pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, result)
-    return plain, needs, gradients, inputs, args, torch.get_rng_state()
 
 
 class Rotary(torch.nn.Module):
@@ -125,7 +71,7 @@ def nested_logic(x):
     return x.cos()
 
 
-class GuardTest(BranchTest):
+class GuardTest(BranchTestCase):
     """Where sizes decide, only the path that is taken is traced."""
 
     @parametrize("dynamic", (False, None, True))
@@ -254,7 +200,7 @@ class Started(torch.nn.Module):
         return x * self.scale
 
 
-class HostTest(BranchTest):
+class HostTest(BranchTestCase):
     """Where the host knows a CPU value before the graph runs, each outcome has its graph."""
 
     @parametrize("layers", (1, 2))
@@ -827,10 +773,6 @@ USES: dict[str, tuple[Callable[..., Any], int]] = {
     "same": (lambda x, flag: x + 1 if flag is flag else x - 1, 3),
 }
 
-VALUES = ([1.0, 1, 1, 1], [-1.0, -1, -1, -1], [1.0, -1, 0, 0], [9.0, 9, 9, 9], [-9.0, -9, -9, -9])
-VALUES += ([float("nan"), 0, 1, 2], [float("inf"), 0, 1, 2], [0.0, 0, 0, 0])
-
-
 class Program:
     """The source of a function of a tensor and a number, with branches on tensors."""
 
@@ -939,7 +881,7 @@ class Box:
     flag: Any = None
 
 
-class WhereTest(BranchTest):
+class WhereTest(BranchTestCase):
     """Where both paths may run, the graph selects between their tensors."""
 
     def setUp(self):

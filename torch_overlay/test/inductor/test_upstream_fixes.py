@@ -294,6 +294,19 @@ class CondTest(FixesTestCase):
         fn(x, lambda x: x * x + torch.rand_like(x)).sum().backward()
         self.assertEqual(x.grad, torch.full((16,), 2.0))
 
+    @parametrize("backend", ("eager", "aot_eager"))
+    def test_gradient_next_to_integers(self, backend) -> None:
+        """The backward takes no tangents of integers and bools."""
+
+        def fn(x):
+            positive, negative = lambda x: (x > 1, x.exp(), x.long()), lambda x: (x > 2, x.neg(), x.long() + 1)
+            return torch.cond(x.sum() > 0, positive, negative, (x,))
+
+        x = torch.ones(4, requires_grad=True)
+        above, result, number = torch.compile(fn, backend=backend)(x)
+        result.sum().backward()
+        self.assertEqual((above, number, x.grad), (x > 1, x.long(), x.exp()))
+
 
 class ObjectTest(FixesTestCase):
     def test_dict_of_an_object(self) -> None:

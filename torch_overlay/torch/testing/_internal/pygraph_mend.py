@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import sys
@@ -87,3 +88,60 @@ class MendTestCase(DynamoTestCase):
         seen, found = self.observe_compiled(fn, inputs)
         self.assertEqual(seen, self.observe(fn, inputs))
         return found
+
+
+VALUES = ([1.0, 1, 1, 1], [-1.0, -1, -1, -1], [1.0, -1, 0, 0], [9.0, 9, 9, 9], [-9.0, -9, -9, -9])
+VALUES += ([float("nan"), 0, 1, 2], [float("inf"), 0, 1, 2], [0.0, 0, 0, 0])
+
+
+def number_of_graphs() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+class BranchTestCase(TestCase):
+    """Compares with eager mode. Graphs run as Dynamo made them, unless a test compiles them."""
+
+    def setUp(self):
+        super().setUp()
+        torch._dynamo.reset()
+        counters.clear()
+        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
+        self.backend.start()
+        self.addCleanup(self.backend.stop)
+
+    def check(self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int, **options: Any) -> None:
+        """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
+        compiled = torch.compile(fn, options={"pygraph": True}, **options)
+        torch.manual_seed(0)
+        expected = [outcome_of(fn, fn, args) for args in calls]
+        torch.manual_seed(0)
+        found = [outcome_of(compiled, fn, args) for args in calls]
+        for one, other in zip(expected, found):
+            self.assertEqual(one, other)
+        self.assertEqual(number_of_graphs(), graphs)
+
+
+def outcome_of(fn: Callable[..., Any], module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the result or the error, gradients, arguments afterwards and the state of the generator."""
+    args = copy.deepcopy(args)
+    leaves = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    leaves += list(module.parameters()) if isinstance(module, torch.nn.Module) else []
+    leaves = [t for t in leaves if t.requires_grad]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        result = fn(*args)
+    except Exception as e:  # noqa: BLE001
+        return type(e), str(e), args
+    tensors = [t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+    needs = [t.requires_grad for t in tensors]
+    total = sum(t.float().sum() * (i + 1) for i, t in enumerate(tensors) if t.requires_grad)
+    if any(needs):
+        try:
+            total.backward()
+        except RuntimeError:
+            return RuntimeError, "backward", args
+    gradients = [None if t.grad is None else t.grad.clone() for t in leaves]
+    inputs = [[i for i, a in enumerate(args) if a is t] for t in tensors]
+    plain = torch.utils._pytree.tree_map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, result)
+    return plain, needs, gradients, inputs, args, torch.get_rng_state()

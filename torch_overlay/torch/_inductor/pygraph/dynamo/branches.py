@@ -160,6 +160,9 @@ class Branches(Hosts, Breaks):
             self.repair(tx, Reason.of(joiner.code))
             leave = create_instruction("RETURN_VALUE")
             leave.copy_positions(inst)
+            # Dynamo takes variables for live that the paths read.
+            kept = tx.cell_and_freevars()
+            tx.symbolic_locals = {name: value for name, value in tx.symbolic_locals.items() if name in kept}
             tx.RETURN_VALUE(leave)
             return joiner.code
         for name in [*tx.symbolic_locals]:

@@ -54,8 +54,6 @@ UNTRACED = frozenset(("_get_data_attr", "data", "detach_", "requires_grad_", "re
 # Libraries whose operators act outside of the graph
 OUTSIDE = ("_c10d_functional", "c10d", "c10d_functional", "profiler", "symm_mem")
 
-DATA_DEPENDENT = OrderedSet([torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape])
-
 
 class CondJoiner(Joiner):
     """Joins what two paths leave by torch.cond."""
@@ -130,10 +128,14 @@ class CondJoiner(Joiner):
     def _grad_sources(self, lifted: Iterable[torch.fx.Node]) -> OrderedSet[torch.fx.Node]:
         """Return the tensors from before the branch that gradients of the results reach."""
         edges = {node: edge_of(node.meta["example_value"]) for node in lifted if requires_grad(node)}
-        found = [reached(node, OrderedSet(edges.values())) for key in self.pairs for node in key if requires_grad(node)]
-        if any(each != found[0] for each in found):
-            raise RefusedError("gradients of the paths reach different tensors")
-        return OrderedSet(node for node, edge in edges.items() if found and edge in found[0])
+        ends = OrderedSet(edges.values())
+        found = [reached([edge_of(n.meta["example_value"])], ends) for k in self.pairs for n in k if requires_grad(n)]
+        everything: OrderedSet[Any] = OrderedSet(edge for each in found for edge in each)
+        for each in found:
+            # A zero is added to the gradient of a leaf that has one anyway.
+            if (lacking := everything - each) and not lacking <= reached(each, leaves_of(lacking)):
+                raise RefusedError("gradients of the paths reach different tensors")
+        return OrderedSet(node for node, edge in edges.items() if edge in everything)
 
     def _inner_joins(self, own: OrderedSet[torch.fx.Node]) -> list[Join]:
         """Return the joins in the paths of tensors that existed before the path."""
@@ -197,11 +199,15 @@ def edge_of(tensor: torch.Tensor) -> Any:
     return tensor if tensor.is_leaf else (tensor.grad_fn, tensor.output_nr)
 
 
-def reached(node: torch.fx.Node, ends: OrderedSet[Any]) -> OrderedSet[Any]:
-    """Return those of ``ends`` at which gradients of ``node`` arrive first."""
+def leaves_of(edges: Iterable[Any]) -> OrderedSet[Any]:
+    return OrderedSet(edge for edge in edges if not isinstance(edge, tuple))
+
+
+def reached(start: Iterable[Any], ends: OrderedSet[Any]) -> OrderedSet[Any]:
+    """Return those of ``ends`` at which gradients from ``start`` arrive first."""
     found: OrderedSet[Any] = OrderedSet()
     seen: OrderedSet[Any] = OrderedSet()
-    work = [edge_of(node.meta["example_value"])]
+    work = [*start]
     while work:
         edge = work.pop()
         if edge in ends:
@@ -297,12 +303,14 @@ class Operators(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.namespace in OUTSIDE or not DATA_DEPENDENT.isdisjoint(func.tags):
+        if func.namespace in OUTSIDE or torch.Tag.data_dependent_output in func.tags:
             raise RefusedError(f"{func} in a path")
-        given = {a.name: args[i] if i < len(args) else kwargs.get(a.name) for i, a in enumerate(func._schema.arguments)}
+        arguments = func._schema.arguments
+        given = {a.name: a.default_value for a in arguments if a.has_default_value()}
+        given |= {a.name: value for a, value in zip(arguments, args)} | kwargs
         if torch.Tag.nondeterministic_seeded in func.tags and given.get("dropout_p") != 0:
             self.draws = True
-        for argument in func._schema.arguments:
+        for argument in arguments:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 tensors = [t for t in tree_iter(given[argument.name]) if isinstance(t, torch.Tensor)]
                 if any(t.untyped_storage()._cdata in self.outer for t in tensors):
