@@ -98,16 +98,12 @@ def number_of_graphs() -> int:
     return counters["stats"]["unique_graphs"]
 
 
-class BranchTestCase(TestCase):
-    """Compares with eager mode. Graphs run as Dynamo made them, unless a test compiles them."""
+class BranchTestCase(DynamoTestCase):
+    """Compares with eager mode."""
 
-    def setUp(self):
+    def setUp(self) -> None:
         super().setUp()
-        torch._dynamo.reset()
         counters.clear()
-        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", as_is)
-        self.backend.start()
-        self.addCleanup(self.backend.stop)
 
     def check(self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int, **options: Any) -> None:
         """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
