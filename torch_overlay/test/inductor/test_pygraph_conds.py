@@ -8,7 +8,6 @@ from unittest import mock
 
 import torch
 import torch._dynamo
-from torch._dynamo.utils import counters
 from torch._inductor.test_case import run_tests
 from torch.nn import functional
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
@@ -427,7 +426,17 @@ def hooked(x):
     return z, y
 
 
-REFUSED = (same_or_new, returned_as_it_is, view_returned, view_written, nested_alias, shared, two_parts, shapes, strides)
+REFUSED = (
+    same_or_new,
+    returned_as_it_is,
+    view_returned,
+    view_written,
+    nested_alias,
+    shared,
+    two_parts,
+    shapes,
+    strides,
+)
 REFUSED += (dtypes, tensor_or_number, integers, other_gradients, input_written, data_written)
 REFUSED += (indexed_by_number, counted, many_elements, hooked, dropped_out)
 

@@ -21,9 +21,9 @@ import torch.fx
 from torch._dynamo import variables
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import make_attr
+from torch._inductor.pygraph.dynamo.control_flow import RefusedError
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, requires_grad, storage
-from torch._inductor.pygraph.dynamo.control_flow import RefusedError
 from torch._inductor.pygraph.dynamo.paths import Truth
 from torch._inductor.pygraph.dynamo.totals import name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code
@@ -163,9 +163,7 @@ class CondJoiner(Joiner):
             operands.append(operand)
         names = ("cond_true", "cond_false")
         paths = [make_attr(tx, output.install_subgraph(name, body)) for name, body in zip(names, bodies)]
-        results = output.create_proxy(
-            "call_function", COND, (self.condition.as_proxy(), *paths, tuple(operands)), {}
-        )
+        results = output.create_proxy("call_function", COND, (self.condition.as_proxy(), *paths, tuple(operands)), {})
         examples = [v.meta["example_value"] for v in outputs_of(bodies[0])]
         results.node.meta["example_value"] = tuple(examples)
         for i, (key, (a, _)) in enumerate(self.pairs.items()):
@@ -273,7 +271,9 @@ def body_of(
             result = graph.call_method("clone", (result,))
             with tx.fake_mode:
                 result.meta["example_value"] = example.clone()
-        if result.meta["example_value"].stride() != example.stride() or not is_non_overlapping_and_dense_or_false(example):
+        if result.meta["example_value"].stride() != example.stride() or not is_non_overlapping_and_dense_or_false(
+            example
+        ):
             raise RefusedError("the join has another layout")
         left.append(result)
     graph.output(tuple(left))
