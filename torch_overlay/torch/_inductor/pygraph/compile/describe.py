@@ -13,6 +13,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
+from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
 from torch._inductor.pygraph.compile.sizes import describe_sizes
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo, PartitionReport
@@ -83,6 +84,7 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
         reused_input_idxs=tuple(i for i, name in enumerate(inputs) if name in reused),
         sizes=describe_sizes(wrapper, nodes) if config.pygraph_sizes else None,
+        calls=describe_calls(wrapper, nodes) if wrapper.notes_calls() else (),
     )
 
 

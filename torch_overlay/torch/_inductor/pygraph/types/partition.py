@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from torch._inductor.pygraph.types.calls import CallInfo
 from torch._inductor.pygraph.types.reason import Reason
 from torch._inductor.pygraph.types.report import PartitionReport
 from torch._inductor.pygraph.types.sizes import SizeMap
@@ -32,6 +33,7 @@ class PartitionInfo:
             because nothing reads them any more
         code_hash: of the graph's code; None if decisions on the function are not kept
         sizes: what it does at other sizes, or why that is not known; None if it takes no size
+        calls: what it launches, in its order; none if that is not known
     """
 
     name: str
@@ -46,6 +48,7 @@ class PartitionInfo:
     report: PartitionReport = PartitionReport(0, "")
     code_hash: str | None = None
     sizes: SizeMap | Reason | None = None
+    calls: tuple[CallInfo, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

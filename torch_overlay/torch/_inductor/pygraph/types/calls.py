@@ -1,0 +1,44 @@
+"""What generated code calls, and what each call uses; see compile/calls.py."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+# The parameter of a generated function that is called behind each call: (number, tensor, ...).
+NOTE = "note_call"
+
+# The state of the device's random numbers.
+RANDOM = "random"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """
+    A tensor of a call.
+
+    Args:
+        buffer: its name in the code; a name stands for one tensor
+        input: which of the function's inputs it is, or None
+    """
+
+    buffer: str
+    writes: bool
+    input: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class CallInfo:
+    """
+    What generated code launches at once: a Triton kernel or an operator.
+
+    Args:
+        operands: the tensors that the call uses, in the order in which the code notes them
+        resources: what it uses besides; calls that share one keep their order
+        is_declared: the call uses nothing else, but memory of its own whose address its kernels take
+    """
+
+    name: str
+    operands: tuple[Operand, ...] = ()
+    resources: tuple[str, ...] = ()
+    is_declared: bool = True
