@@ -20,6 +20,7 @@ LAYERS = (
     "native",
     "types",
     "graph",
+    "schedule",
     "verify",
     "values",
     "trees",

@@ -459,6 +459,7 @@ class ModelledDriver:
         refuses: whether a node that is set refuses this time
         failing: a call that fails
         edges: (node, a node behind it); captured nodes are in a row
+        allocations: gives the ranges of device memory that is no placeholder
         updatable: nodes that can be set from the device, in the order of their handles
         stubborn: nodes that cannot become updatable
         replaced: for nodes that were given another kernel shared memory and parameters
@@ -488,6 +489,7 @@ class ModelledDriver:
             self.invalid = cu.CUresult.CUDA_ERROR_INVALID_VALUE
         self.held: list[Any] = [self._captured(i) for i in range(len(self.nodes))]
         self.edges = [(i, i + 1) for i in range(len(self.nodes) - 1)]
+        self.allocations: Callable[[], Iterable[tuple[int, int]]] = lambda: ()
         self.updatable: list[int] = []
         self.stubborn: set[int] = set()
         self.replaced: dict[int, tuple[int, list[bytes]]] = {}
@@ -651,8 +653,31 @@ class ModelledDriver:
     ) -> Any:
         if edges_and_count != (None, len(froms)) or len(froms) != len(tos):
             return (self.invalid,)
-        self.edges += [(int(a), int(b)) for a, b in zip(froms, tos)]
+        added = [(int(a), int(b)) for a, b in zip(froms, tos)]
+        if {*added} & {*self.edges}:
+            return (self.invalid,)
+        self.edges += added
         return (self.success,)
+
+    def cuGraphRemoveDependencies(self, graph: Any, froms: list[Any], tos: list[Any], *edges_and_count: Any) -> Any:
+        removed = {(int(a), int(b)) for a, b in zip(froms, tos)}
+        if edges_and_count != (None, len(froms)) or not removed <= {*self.edges}:
+            return (self.invalid,)
+        self.edges = [edge for edge in self.edges if edge not in removed]
+        return (self.success,)
+
+    def cuGraphGetEdges(self, graph: Any, count: int = 0) -> Any:
+        nodes = {*self.graphs[int(graph)]}
+        edges = [edge for edge in self.edges if edge[0] in nodes]
+        froms, tos = ([cu.CUgraphNode(edge[i]) for edge in edges[:count]] for i in (0, 1))
+        return self.success, froms, tos, [cu.CUgraphEdgeData() for _ in froms], count or len(edges)
+
+    def cuPointerGetAttribute(self, attribute: Any, address: int) -> Any:
+        for start, end in self.allocations():
+            if start <= address < end:
+                is_start = attribute == cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
+                return self.success, start if is_start else end - start
+        return self.invalid, None
 
     def cuGraphKernelNodeSetAttribute(self, node: Any, which: Any, value: Any) -> Any:
         if int(node) in self.stubborn or int(node) in self.updatable:
@@ -977,7 +1002,9 @@ class ModelledDevice:
         limit: bytes that there are
         stream: the current one
         waits: streams of which the first waited for the second
-        order: draws an order of a graph's nodes; captured nodes then depend only on nodes that touch the same memory
+        order: draws an order of a graph's nodes
+        captures_chain: captured nodes depend on the one before; else, if there is an order, only on nodes that touch
+            the same memory
     """
 
     def __init__(self, driver: ModelledDriver) -> None:
@@ -994,6 +1021,12 @@ class ModelledDevice:
         self.numbers = itertools.count(1)
         self.checkpointed: list[StorageWeakRef] = []
         self.order: random.Random | None = None
+        self.captures_chain = False
+        driver.allocations = self.allocations
+
+    def allocations(self) -> Iterator[tuple[int, int]]:
+        for block in itertools.chain(self.blocks, *self.results.values()):
+            yield block.address, block.address + block.nbytes
 
     # Memory
 
@@ -1130,7 +1163,7 @@ class ModelledDevice:
     def nodes_before(self, node: KernelNode) -> list[int]:
         """Return the captured nodes that it depends on: the last one, or those that touch the same memory."""
         nodes = self.driver.graphs[self.captured.handle]
-        if self.order is None:
+        if self.order is None or self.captures_chain:
             return nodes[-1:]
         return [i for i in nodes if depend(self.driver.nodes[i], node)]
 

@@ -17,6 +17,7 @@ from torch._inductor.pygraph import native, reset_report
 from torch._inductor.pygraph.capture import collectives
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.select import deploy
+from torch._inductor.pygraph.types.calls import CallInfo, NOTE
 from torch._inductor.pygraph.types.partition import PartitionInfo
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.modelled_cuda import cu, modelled_device, ModelledDevice, on_host
@@ -194,7 +195,7 @@ class RecordTestCase(TestCase):
             .splitlines()
         )
         exec(
-            f"def call(args, {ALLOCATOR}={ALLOCATOR}):\n"
+            f"def call(args, {ALLOCATOR}={ALLOCATOR}, {NOTE}=None):\n"
             + "\n".join("    " + line.strip() for line in lines),
             module,
         )
@@ -214,6 +215,7 @@ class RecordTestCase(TestCase):
         reused: Sequence[int] = (),
         code_hash: str | None = None,
         kernels: Iterable[str] = (),
+        described: tuple[CallInfo, ...] = (),
     ) -> Deployed:
         model = self.generated(body)
         names = names or [f"arg{i}_1" for i in range(len(inputs))]
@@ -235,6 +237,7 @@ class RecordTestCase(TestCase):
                 returned_output_idxs=tuple(returned),
                 reused_input_idxs=tuple(reused),
                 code_hash=code_hash,
+                calls=described,
             ),
             objects=model.__globals__,
             mutated_input_idxs=mutated,

@@ -14,6 +14,7 @@ PyGraph's, is staged: it is copied first, as trees do.
 
 from __future__ import annotations
 
+import functools
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
@@ -39,9 +40,13 @@ from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
+from torch._inductor.pygraph.schedule.plan import CallLog, Graph, schedule_graph
+from torch._inductor.pygraph.schedule.pointers import Memory
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
-from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.calls import NOTE
+from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE, TABLE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
+from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal, write
@@ -94,6 +99,7 @@ class BoundGraphNode(CopyGraphNode):
 
     # While it is recorded.
     collectives: Collectives | None = None
+    calls: CallLog | None = None
     memory: BoundMemory
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
@@ -230,7 +236,11 @@ class BoundGraphNode(CopyGraphNode):
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         placed = placed_allocator(self.memory.allocations, self.device)
-        model = with_allocator(model, self.request.spec.info, placed)
+        info = self.request.spec.info
+        model = with_allocator(model, info, placed)
+        if info.calls:
+            self.calls = CallLog(info.calls, self.device)
+            model = functools.partial(model, **{NOTE: self.calls})
         if self.collectives is not None:
             model = self.collectives.captured(model)
         self.copied = Copied(model, self.memory.copies, self.device)
@@ -265,6 +275,7 @@ class BoundGraphNode(CopyGraphNode):
         """
         bound = self.memory.placeholders
         placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
+        self._schedule(graph, placeholders)
         self.prelude = self._add_prelude(graph, placeholders)
         try:
             graph.instantiate()
@@ -285,6 +296,21 @@ class BoundGraphNode(CopyGraphNode):
         # Forget the damage of others.
         take_damage(self.device)
         self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
+
+    def _schedule(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> None:
+        """Let calls of the captured graph run side by side, if the request says so."""
+        request, calls = self.request, self.calls
+        if calls is None and request.schedule == CHAIN:
+            return
+        try:
+            if calls is None:
+                raise ValueError("what they use is not known")
+            memory = Memory(PoolRanges(self.cuda_graphs_pool), placeholders)
+            captured = Graph(graph.raw_cuda_graph(), calls, memory, self.bound_input_idxs)
+            facts = schedule_graph(captured, request.schedule, request.call_times_us)
+        except (DriverError, ValueError) as e:
+            facts = ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
+        self._learned(schedule=facts)
 
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
@@ -350,7 +376,7 @@ class BoundGraphNode(CopyGraphNode):
         # from the input.
         written = self.request.spec.reused_input_idxs | OrderedSet(self.wrapped_function.mutated_input_idxs)
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
-        self.rehearsal = self.collectives = None
+        self.rehearsal = self.collectives = self.calls = None
         self.call_tensors = []
         del self.memory, self.layout, self.copied
         updated_nodes, counts = len(self.binding.updates), counters["pygraph"]

@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.edges import capturing_graph
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
@@ -195,10 +196,7 @@ class Collectives:
 
 def nodes_so_far(device_index: int) -> dict[int, Any]:
     """Return the nodes of the graph that the current stream is captured in, by handle."""
-    cu = bindings()
-    stream = torch.cuda.current_stream(device_index).cuda_stream
-    _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
-    return {int(node): node for node, _ in graph_nodes(graph)}
+    return {int(node): node for node, _ in graph_nodes(capturing_graph(device_index))}
 
 
 def agree(group_name: str, what: str, *, ready: bool) -> bool:

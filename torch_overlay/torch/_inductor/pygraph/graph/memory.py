@@ -52,6 +52,11 @@ class PoolRanges:
     def __contains__(self, address: int) -> bool:
         return lies_within(self.bounds, address)
 
+    def find(self, address: int) -> tuple[int, int] | None:
+        """Return the segment that an address lies in, or None."""
+        i = bisect.bisect_right(self.bounds, address)
+        return (self.bounds[i - 1], self.bounds[i]) if i % 2 else None
+
 
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     """

@@ -100,14 +100,14 @@ def _process(report: ReportData) -> Iterator[str]:
 
 def _overview(report: ReportData) -> Iterator[str]:
     """Draw a call of each function, end to end, without graphs and as chosen."""
-    known = [f for f in report.by_gain() if {NO_GRAPH, f.choice} <= f.timings_us.keys()]
+    known = [f for f in report.by_gain() if {NO_GRAPH, f.candidate} <= f.timings_us.keys()]
     if len(known) < 2:
         return
     longest = sum(f.timings_us[NO_GRAPH] for f in known)
     yield '<h2>A call of each function, end to end</h2><div class="card"><div class="chart">'
     for name, chosen in (("without graphs", False), ("as chosen", True)):
         yield f'<div class="row"><span>{name}</span><div class="stack">'
-        times = [f.timings_us[f.choice if chosen else NO_GRAPH] for f in known]
+        times = [f.timings_us[f.candidate if chosen else NO_GRAPH] for f in known]
         for f, us in zip(known, times):
             kind = "graph" if chosen and f.is_graph else "plain"
             title = escape(f"{text.shorten(f.source)}, {text.which_function(f)}: {text.format_us(us)}")
@@ -118,10 +118,10 @@ def _overview(report: ReportData) -> Iterator[str]:
 
 def _function(f: FunctionReport) -> Iterator[str]:
     kind = "graph" if f.is_graph else "plain" if f.timings_us else ""
-    badge = f'<span class="choice {kind}">{text.label(f.choice)}</span>'
+    badge = f'<span class="choice {kind}">{text.label(f.candidate)}</span>'
     yield _head(text.shorten(f.source), text.which_function(f), badge)
     yield '<div class="charts">'
-    times = [(text.label(c), us, text.format_us(us), c == f.choice) for c, us in f.timings_us.items()]
+    times = [(text.label(c), us, text.format_us(us), c == f.candidate) for c, us in f.timings_us.items()]
     yield from _chart("time of a call", times, kind)
     if f.is_graph:
         copies = (("stock", f.stock_copied_bytes, False), ("now", f.copied_bytes, True))

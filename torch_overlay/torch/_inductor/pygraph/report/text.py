@@ -7,7 +7,16 @@ import textwrap
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, NODE_UPDATE, PRELUDE, TABLE, UNDECIDED
+from torch._inductor.pygraph.types.candidate import (
+    COPY,
+    DAG,
+    LANES,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PRELUDE,
+    TABLE,
+    UNDECIDED,
+)
 
 
 if TYPE_CHECKING:
@@ -24,10 +33,12 @@ LABELS = {
     TABLE: "graph, inputs bound by a table",
     UNDECIDED: "undecided",
 }
+SCHEDULE_LABELS = {DAG: "side by side"} | {name: f"in {count} lanes" for name, count in LANES.items()}
 
 
 def label(candidate: str) -> str:
-    return LABELS.get(candidate, candidate)
+    binding, _, schedule = candidate.partition(",")
+    return ", ".join(filter(None, (LABELS.get(binding, binding), SCHEDULE_LABELS.get(schedule, schedule))))
 
 
 def format_us(us: float) -> str:
@@ -77,8 +88,8 @@ def summary(report: ReportData) -> Iterator[tuple[str, str]]:
     if kernels := sum(p.kernels for g in report.graphs for p in g.partitions):
         captured = sum(p.kernels for g in report.graphs if not g.blockers for p in g.partitions if not p.blockers)
         yield f"{captured} of {kernels} kernels", "in functions that can be captured"
-    if known := [f for f in report if {NO_GRAPH, f.choice} <= f.timings_us.keys()]:
-        before, after = (sum(f.timings_us[c or f.choice] for f in known) for c in (NO_GRAPH, None))
+    if known := [f for f in report if {NO_GRAPH, f.candidate} <= f.timings_us.keys()]:
+        before, after = (sum(f.timings_us[c or f.candidate] for f in known) for c in (NO_GRAPH, None))
         what = f"a call of each, without graphs and as chosen: {before / after:.2f}x"
         yield f"{format_us(before)} → {format_us(after)}", what
     graphs = [f for f in report if f.is_graph]
@@ -103,6 +114,9 @@ def facts(f: FunctionReport) -> str:
         parts.append(f"{f.bound_inputs} of {plural(f.external_inputs, 'external input')} bound")
     if f.bound_inputs:
         parts.append(f"{plural(f.updated_nodes, 'node')} updated")
+    if f.width > 1:
+        times = f"{format_us(f.critical_us)} of {format_us(f.calls_us)}"
+        parts.append(f"up to {f.width} kernels side by side, critical path {times}")
     return ", ".join(parts)
 
 
@@ -163,11 +177,11 @@ def _lines(report: ReportData, width: int) -> Iterator[str]:
         yield f"{number} {what}".replace("→", "to")
     for number, f in enumerate(report.by_gain(), 1):
         yield from _head(f"{number}. {shorten(f.source)}", which_function(f), width)
-        yield from _paragraph(f"{label(f.choice)}: {reason(f)}", width)
+        yield from _paragraph(f"{label(f.candidate)}: {reason(f)}", width)
         longest = max(f.timings_us.values(), default=0) or 1
         for candidate, us in f.timings_us.items():
             bar = "#" * max(1, round(us / longest * (width - 40)))
-            mark = "*" if candidate == f.choice else " "
+            mark = "*" if candidate == f.candidate else " "
             yield f"   {mark} {label(candidate):<22}{format_us(us):>9}  {bar}"
         if text := facts(f):
             yield from _paragraph(text, width)

@@ -19,7 +19,18 @@ from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.trees.manager import current_path, drop, renew_pool, times_on_path
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, NODE_UPDATE, PRELUDE, UNDECIDED
+from torch._inductor.pygraph.types.candidate import (
+    BINDINGS,
+    Candidate,
+    CHAIN,
+    COPY,
+    DAG,
+    LANES,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PRELUDE,
+    UNDECIDED,
+)
 from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -33,12 +44,16 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import FunctionID
     from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
     from torch._inductor.pygraph.types.report import FunctionReport
+    from torch._inductor.pygraph.types.schedule import ScheduleFacts
 
 
 log = logging.getLogger(__name__)
 
 # At most so many recordings of a function on one path: calls that wait for a backward.
 MAX_TIMES_ON_PATH = 16
+
+# Other orders of a graph's calls are tried only if the calls take so many times their critical path.
+MIN_PARALLELISM = 1.1
 
 
 class StaticInputs:
@@ -174,6 +189,8 @@ class Controller:
             self.report.stock_copied_bytes,
             state.outdated,
             Reason.of(Code.MOVING_MUTATED_INPUT) if is_refused else None,
+            state.schedule,
+            state.call_times_us,
         )
 
     def recorded(self, facts: RecordingFacts) -> None:
@@ -186,6 +203,15 @@ class Controller:
             self.report.kernel_nodes = facts.num_nodes
         if facts.updated_nodes is not None:
             self.report.updated_nodes = facts.updated_nodes
+        if facts.schedule is not None:
+            self._scheduled(facts.schedule)
+
+    def _scheduled(self, facts: ScheduleFacts) -> None:
+        report = self.report
+        self.state.schedule = report.schedule = facts.schedule
+        report.calls_us, report.critical_us, report.width = facts.calls_us, facts.critical_us, facts.width
+        if facts.reason is not None:
+            log.info("%s", report.line("not scheduled", facts.reason))
 
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         self._apply(refused.facts)
@@ -237,6 +263,7 @@ class Controller:
     def _unbind(self, reason: Reason) -> None:
         state, report = self.state, self.report
         was_bound, state.binding = self.binds_inputs, COPY
+        state.schedule = report.schedule = CHAIN
         report.reasons = [reason]
         if (was_bound or not state.is_capturable) and self.reselect is not None:
             self.reselect()
@@ -270,9 +297,30 @@ class Controller:
         """Record the function anew, with memory of their own for its gradients."""
         self.state.outputs_outlive = self.state.outdated.cell_contents = True
 
+    @property
+    def candidate(self) -> str:
+        """What the next recording is made for."""
+        return str(Candidate(self.state.binding, self.state.schedule))
+
     def bind_as(self, choice: str) -> None:
         """Let the next recording be made for a candidate."""
-        self.state.binding = choice if choice in BINDINGS else COPY
+        binding, self.state.schedule = Candidate.parse(choice)
+        self.state.binding = binding if binding in BINDINGS else COPY
+
+    def schedules(self) -> list[str]:
+        """Return the orders of its calls in which the recorded graph may be faster."""
+        report = self.report
+        if not self.binds_inputs or report.calls_us <= MIN_PARALLELISM * report.critical_us:
+            return []
+        return [*(name for name, count in LANES.items() if count < report.width), DAG]
+
+    def schedule_as(self, schedule: str) -> None:
+        """Record the function anew, with its calls in this order."""
+        self.state.schedule = schedule
+        self.state.outdated.cell_contents = True
+
+    def calls_timed(self, times_us: Mapping[int, float]) -> None:
+        self.state.call_times_us = times_us
 
     def waits(self, is_even: bool) -> None:
         """Whether the graph measured no better than none, and neighbours decide."""
@@ -289,10 +337,10 @@ class Controller:
 
     def decide(self, choice: str, *reasons: Reason) -> None:
         report = self.report
-        report.choice = choice
+        report.choice, _ = Candidate.parse(choice)
         report.reasons += reasons
         report.copied_bytes = report.stock_copied_bytes if choice == COPY else 0
-        counters["pygraph"][choice] += 1
+        counters["pygraph"][report.choice] += 1
         log.info("%s", report.line(choice, *reasons))
         journal.publish(report)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
@@ -20,10 +21,12 @@ from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import Selection
+from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
 from torch._inductor.pygraph.trees.manager import forget, has_trees, manager_of, policies_around, state_of
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import CANDIDATES, NO_GRAPH, NODE_UPDATE
+from torch._inductor.pygraph.types.calls import NOTE
+from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, NO_GRAPH, NODE_UPDATE
 from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.report import FunctionReport
@@ -71,8 +74,9 @@ def deploy(
     Raises:
         ValueError: there is no candidate ``force``.
     """
-    if force is not None and force not in CANDIDATES:
-        raise ValueError(f"config.pygraph_force is {force!r}: use one of {', '.join(CANDIDATES)}")
+    if force is not None:
+        # Raises before anything is deployed.
+        Candidate.parse(force)
     spec = FunctionSpec(
         info,
         objects,
@@ -172,10 +176,24 @@ class Deployment:
             is_forced=force is not None,
             entry=entry,
             remembered=remembered,
+            time_calls=self._time_calls if self._may_schedule(force or (remembered and remembered.choice)) else None,
         )
         return self.selection
 
-    def run_backward(self, inputs: list[InputType]) -> OutputType:
+    def _may_schedule(self, choice: str | None) -> bool:
+        """Return whether calls may run side by side, given what was decided on, if anything."""
+        return bool(self.spec.info.calls) and (choice is None or Candidate.parse(choice).schedule != CHAIN)
+
+    def _time_calls(self, inputs: list[InputType], host_us: float) -> OutputType:
+        """Run the function uncaptured and time each of its calls on the device."""
+        times = CallTimes(self.spec.device_index)
+        times.begin(host_us, len(self.spec.info.calls))
+        run = functools.partial(self.run_backward if self.spec.is_backward else self.model, **{NOTE: times})
+        outputs = self._realigned(run)(inputs)
+        self.controller.calls_timed(times.us())
+        return outputs
+
+    def run_backward(self, inputs: list[InputType], **notes: Any) -> OutputType:
         """Run a backward uncaptured. See [Backward Generation Handling]."""
         manager = None
         # Other threads have another manager or none.
@@ -191,7 +209,7 @@ class Deployment:
                     state.follow()
                 finally:
                     state.release()
-        return self.model(inputs)
+        return self.model(inputs, **notes)
 
     def record(self, inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
         """Record the function in a call. Return what replays it, None while another thread records, and outputs."""

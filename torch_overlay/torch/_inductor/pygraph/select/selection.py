@@ -32,7 +32,7 @@ from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.timing import clock_us, costs_nothing, depends_on_host, judge, Samples
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, UNDECIDED
+from torch._inductor.pygraph.types.candidate import BINDINGS, Candidate, COPY, NO_GRAPH, UNDECIDED
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -110,6 +110,7 @@ class Selection:
         around: returns the controllers of the functions around an id on its paths
         entry: where the decision is kept
         remembered: the decision of an earlier process
+        time_calls: runs the function uncaptured and times its calls; None if they stay in a row
     """
 
     controller: Controller
@@ -122,6 +123,7 @@ class Selection:
     is_forced: bool
     entry: store.Entry | None = None
     remembered: store.Decision | None = None
+    time_calls: Callable[[list[InputType], float], OutputType] | None = None
 
     def __post_init__(self) -> None:
         self.state, self.report = self.controller.state, self.controller.report
@@ -179,6 +181,7 @@ class Selection:
         # A forced or remembered graph is tried until it is recorded: the program may free
         # memory, another thread may end its recording.
         if self.is_forced:
+            yield from self._time_calls(0.0)
             while not self.is_deployed:
                 yield functools.partial(self._record, then=self._deploy_forced)
             return
@@ -187,6 +190,7 @@ class Selection:
             return
         if remembered.choice == NO_GRAPH:
             self._decide(NO_GRAPH, *remembered.reasons)
+        yield from self._time_calls(0.0)
         then = functools.partial(self._decide_as, remembered)
         while self.choice == UNDECIDED:
             yield functools.partial(self._record, then=then)
@@ -210,7 +214,7 @@ class Selection:
             return
         if not self.state.is_capturable:
             self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
-        elif self.state.binding == remembered.choice:
+        elif self.state.binding == Candidate.parse(remembered.choice).binding:
             self._decide(remembered.choice, *remembered.reasons)
         else:
             self._reselect()
@@ -246,6 +250,7 @@ class Selection:
                 # It was recorded before it was decided anew.
                 self.losers.append(self.state.id)
             return
+        yield from self._time_calls(host)
         yield self._record
         while self.replay is None:
             # The recording raised, or another thread was recording.
@@ -271,8 +276,37 @@ class Selection:
                 reasons.append(Reason.of(Code.JOINS_NEIGHBOURS))
         if not stays:
             self.losers.append(self.state.id)
-        self._decide(self.state.binding if stays else NO_GRAPH, *reasons)
+        elif self.time_calls is not None:
+            yield from self._schedule(graph)
+        self._decide(self.controller.candidate if stays else NO_GRAPH, *reasons)
         self._keep()
+
+    def _time_calls(self, host_us: float) -> Iterator[ModelType]:
+        """Time each call of the function, which decides on schedules."""
+        if self.time_calls is not None:
+            yield functools.partial(self._run_timed_calls, self.time_calls, host_us)
+
+    def _run_timed_calls(
+        self, time_calls: Callable[[list[InputType], float], OutputType], host_us: float, inputs: list[InputType]
+    ) -> OutputType:
+        outputs = time_calls(inputs, host_us)
+        Samples.own_us += clock_us() - self.entered
+        return outputs
+
+    def _schedule(self, graph: Cost) -> Iterator[ModelType]:
+        """Record and time other orders of the graph's calls. Keep the fastest."""
+        best = self.state.schedule
+        for schedule in self.controller.schedules():
+            if schedule == best:
+                continue
+            self.controller.schedule_as(schedule)
+            cost = yield from self._time()
+            if self.state.schedule == schedule and judge(cost, graph)[0]:
+                best, graph = schedule, cost
+        if self.controller.binds_inputs and self.state.schedule != best:
+            self.controller.schedule_as(best)
+            # It is recorded in this call.
+            yield self._chosen()
 
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
@@ -281,7 +315,7 @@ class Selection:
             run = self.uncaptured if choice == NO_GRAPH else self.replay
             yield functools.partial(samples.call, run, self.entered)
         cost = samples.cost()
-        self.controller.timed(choice or self.state.binding, cost.call.us)
+        self.controller.timed(choice or self.controller.candidate, cost.call.us)
         return cost
 
     def _joins(self) -> Generator[ModelType, None, bool]:
@@ -335,7 +369,7 @@ class Selection:
 
     def _keep(self) -> None:
         if self.entry is not None:
-            self.entry.save(store.Decision(self.choice, self.report.reasons, self.report.timings_us))
+            self.entry.save(store.Decision(self.report.candidate, self.report.reasons, self.report.timings_us))
 
     def _stay(self) -> Iterator[ModelType]:
         if self.choice != NO_GRAPH:

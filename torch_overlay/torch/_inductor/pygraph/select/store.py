@@ -27,7 +27,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor import config
 from torch._inductor.codecache import torch_key, write_atomic
-from torch._inductor.pygraph.types.candidate import CANDIDATES
+from torch._inductor.pygraph.types.candidate import Candidate
 from torch._inductor.pygraph.types.reason import first_line, Reason
 from torch._inductor.pygraph.types.report import as_json
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -71,9 +71,7 @@ class Entry:
             kept = json.loads(self.path.read_bytes())
             reasons = [Reason.from_json(reason) for reason in kept["reasons"]]
             timings_us = {str(k): float(v) for k, v in kept["timings_us"].items()}
-            if kept["choice"] not in CANDIDATES:
-                raise ValueError(f"there is no candidate {kept['choice']!r}")
-            return Decision(kept["choice"], reasons, timings_us)
+            return Decision(str(Candidate.parse(kept["choice"])), reasons, timings_us)
         except FileNotFoundError:
             pass
         except Exception as e:

@@ -12,7 +12,7 @@ import itertools
 import math
 import statistics
 import time
-from typing import NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -56,6 +56,9 @@ DEVICE_SAMPLES = 3
 CYCLES_PER_US = 2000
 MIN_DELAY_US = 50.0
 MAX_DELAY_US = 10_000.0
+
+# What an event takes the host, if generated code notes each call.
+EVENT_US = 10.0
 
 # A difference counts if one time is below this part of the other, and beyond so many
 # standard errors.
@@ -268,6 +271,43 @@ class Samples:
             return device
         # The device waits for the host, and so for what timing takes of the host.
         return Estimate.of(on_host)
+
+
+class CallTimes:
+    """
+    Times on the device of the calls of one uncaptured run, which generated code notes.
+
+    The device waits until the host has launched them, so that it never waits for the host.
+    """
+
+    def __init__(self, device_index: int) -> None:
+        self.device_index = device_index
+        self.start: torch.cuda.Event | None = None
+        self.events: list[tuple[int, torch.cuda.Event]] = []
+
+    def begin(self, host_us: float, num_calls: int) -> None:
+        """
+        Args:
+            host_us: what the run takes the host without these events
+        """
+        stream = torch.cuda.current_stream(self.device_index)
+        delay = min(MIN_DELAY_US + 2 * host_us + EVENT_US * num_calls, MAX_DELAY_US)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(delay * CYCLES_PER_US))
+        self.start = _now(stream)
+
+    def __call__(self, number: int, *values: Any) -> None:
+        self.events.append((number, _now(torch.cuda.current_stream(self.device_index))))
+
+    def us(self) -> dict[int, float]:
+        """Wait for the device and return the time of each call, by its number."""
+        times = {}
+        last = self.start
+        for number, event in self.events:
+            event.synchronize()
+            times[number] = last.elapsed_time(event) * 1e3
+            last = event
+        return times
 
 
 def clock_us() -> float:

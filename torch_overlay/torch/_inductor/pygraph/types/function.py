@@ -10,7 +10,7 @@ import dataclasses
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.types.candidate import NODE_UPDATE
+from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import FunctionID, OutputType
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.pygraph.types.reason import Reason
+    from torch._inductor.pygraph.types.schedule import ScheduleFacts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +80,8 @@ class FunctionState:
         recordings: how many captures began
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         moving_idxs: inputs that were declared static and that the program replaces
+        schedule: the order of calls that the next recording is made for
+        call_times_us: time on the device of each call of the function, by its number
     """
 
     alignment: int
@@ -92,6 +95,8 @@ class FunctionState:
     recordings: int = 0
     needed_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
+    schedule: str = CHAIN
+    call_times_us: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +124,8 @@ class RecordingRequest:
     external_bytes: int
     outdated: CellType
     refusal: Reason | None = None
+    schedule: str = CHAIN
+    call_times_us: Mapping[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +151,7 @@ class RecordingFacts:
     updated_nodes: int | None = None
     has_prelude: bool = False
     no_prelude: Reason | None = None
+    schedule: ScheduleFacts | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,6 +67,7 @@ class Code(str, enum.Enum):
     JOINS_NEIGHBOURS = "it shares the memory of neighbouring graphs"
     COPIES_MORE = "it copies {nbytes} bytes, not {timed_nbytes} as timed"
     NOT_CAPTURABLE = "it cannot be captured", _NOT_CAPTURABLE
+    NOT_SCHEDULED = "its kernels run one after another: {error}"
     UNKNOWN_THREAD = (
         "CUDA graph trees do not know this thread",
         "Call it from the thread that imported torch, or compile it in the thread that calls it.",

@@ -11,7 +11,7 @@ import itertools
 import json
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.types.candidate import COPY, NO_GRAPH, UNDECIDED
+from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, COPY, NO_GRAPH, UNDECIDED
 from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch.utils._ordered_set import OrderedSet
 
@@ -42,6 +42,9 @@ class FunctionReport:
         kernel_nodes: nodes of the last recording, of any kind
         updated_nodes: nodes that the host sets when all external inputs moved
         remembered: whether an earlier process measured it
+        schedule: the order of the last recording's calls
+        calls_us, critical_us: time of all calls, and of the longest that wait for one another
+        width: the most calls that may run side by side; 0 if that is not known
     """
 
     name: str
@@ -58,6 +61,10 @@ class FunctionReport:
     compile_id: str = dataclasses.field(default="", repr=False)
     sizes: list[int] = dataclasses.field(default_factory=list, repr=False)
     remembered: bool = dataclasses.field(default=False, repr=False)
+    schedule: str = CHAIN
+    calls_us: float = dataclasses.field(default=0.0, repr=False)
+    critical_us: float = dataclasses.field(default=0.0, repr=False)
+    width: int = dataclasses.field(default=0, repr=False)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
 
     @property
@@ -69,6 +76,11 @@ class FunctionReport:
         return self.choice not in (NO_GRAPH, UNDECIDED)
 
     @property
+    def candidate(self) -> str:
+        """The key of the choice in ``timings_us``."""
+        return str(Candidate(self.choice, self.schedule)) if self.is_graph else self.choice
+
+    @property
     def bound_inputs(self) -> int:
         return self.external_inputs if self.is_graph and self.choice != COPY else 0
 
@@ -76,7 +88,7 @@ class FunctionReport:
     def saved_us(self) -> float:
         """Microseconds that the choice saves in a call over no graph."""
         times = self.timings_us
-        return times.get(NO_GRAPH, 0) - times.get(self.choice, times.get(NO_GRAPH, 0))
+        return times.get(NO_GRAPH, 0) - times.get(self.candidate, times.get(NO_GRAPH, 0))
 
     def line(self, outcome: str, *reasons: Reason) -> str:
         function = " ".join(filter(None, (self.mode, self.compile_id)))

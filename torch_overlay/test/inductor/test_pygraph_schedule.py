@@ -1,0 +1,667 @@
+# Owner(s): ["module: inductor"]
+"""
+Calls of a captured graph side by side: what code generation tells of calls, the order that follows
+from it, and random programs whose nodes run in any order that the graph allows.
+
+    python test_pygraph_schedule.py --programs 2000 [--schedule dag] [--seed 0]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import ctypes
+import dataclasses
+import functools
+import itertools
+import os
+import pickle
+import random
+import re
+import sys
+import warnings
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._inductor import cudagraph_trees as trees
+from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.compile import describe
+from torch._inductor.pygraph.compile.calls import describe_calls
+from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
+from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
+from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
+from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES, SCHEDULES
+from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.virtualized import V
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.modelled_cuda import KernelNode, on_host, PreludeNode
+from torch.testing._internal.pygraph_functions import RecordTestCase
+
+
+# Make the helper files in test/ importable
+pytorch_test_dir = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+sys.path.append(pytorch_test_dir)
+from inductor.test_pygraph_codegen import comparable, PROGRAMS as PROGRAMS_TO_COMPILE
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+# Of each schedule, in a run of the tests, and orders of nodes for each.
+PROGRAMS = 8
+ORDERS = 20
+
+# Calls of a program until it is replayed, and replays.
+CALLS = 6
+
+
+# What code generation tells
+
+
+class CallsTest(TestCase):
+    def compile(self, name: str, **options: Any) -> tuple[list[Any], list[Any]]:
+        """Return what Inductor made of a program, and the scheduler's nodes of each function."""
+        torch._dynamo.reset()
+        nodes: list[Any] = []
+
+        def described(wrapper: Any, of_function: Any) -> Any:
+            real = V.graph.scheduler.mutation_real_name
+            uses = [
+                tuple({real.get(dep.name, dep.name) for dep in deps} for deps in (rw.reads, rw.writes))
+                for node in of_function
+                for rw in (node.read_writes,)
+            ]
+            nodes.append(uses)
+            return describe_calls(wrapper, of_function)
+
+        with (
+            warnings.catch_warnings(),
+            fake_cuda() as graphs,
+            mock.patch.object(describe, "describe_calls", described),
+        ):
+            warnings.simplefilter("ignore")
+            PROGRAMS_TO_COMPILE[name](functools.partial(torch.compile, options={"pygraph": True, **options}))
+        return [*graphs], nodes
+
+    @parametrize("name", ("mlp_training", "partitioned", "mutation", "custom_op", "optimizer"))
+    def test_calls_of_programs(self, name):
+        "Each call is noted, and reads and writes what the scheduler's nodes do."
+        graphs, nodes = self.compile(name, pygraph_schedules=True)
+        functions = [(graph, function) for graph in graphs for function in graph.info.functions]
+        self.assertGreater(len(functions), 0)
+        for (graph, function), uses in zip(functions, nodes, strict=True):
+            code = graph.source[graph.source.index(f"def {function.name}(") :]
+            code = code[: code.index("\n    return ")]
+            notes = re.findall(rf"if {NOTE} is not None: {NOTE}\(([^)]*)\)", code)
+            self.assertEqual(
+                notes, [", ".join((str(i), *(o.buffer for o in c.operands))) for i, c in enumerate(function.calls)]
+            )
+            self.assertEqual(code.count(".run("), sum(c.name.startswith("triton_") for c in function.calls))
+            operands = [o for call in function.calls for o in call.operands]
+            known, written = {o.buffer for o in operands}, {o.buffer for o in operands if o.writes}
+            # What is not declared uses anything.
+            for reads, writes in uses if all(call.is_declared for call in function.calls) else ():
+                self.assertLessEqual(writes & known, written)
+                # Others are inside of a kernel.
+                self.assertLessEqual({r for r in reads if r.startswith(("arg", "primals", "tangents"))}, known)
+        self.assertEqual(pickle.loads(pickle.dumps(functions[0][1])), functions[0][1])
+
+    def test_unchanged_without_the_setting(self):
+        (with_it,), _ = self.compile("mutation", pygraph_schedules=True)
+        (without,), _ = self.compile("mutation")
+        self.assertEqual(without.info.functions[0].calls, ())
+        lines = [line for line in comparable(with_it.source).splitlines() if f"if {NOTE}" not in line]
+        lines = [line.replace(f", {NOTE}=None", "") for line in lines]
+        # The first line has the number of the compilation.
+        self.assertEqual(lines[1:], comparable(without.source).splitlines()[1:])
+
+
+instantiate_parametrized_tests(CallsTest)
+
+
+# The order of calls
+
+
+def draw_calls(draw: random.Random, count: int) -> list[Call]:
+    calls = []
+    for _ in range(count):
+        accesses = []
+        for _ in range(draw.randint(0, 3)):
+            start = draw.randrange(12)
+            place = draw.choice((None, None, 0, 1))
+            moves = place is not None and draw.random() < 0.5
+            accesses.append(Access(start, start + draw.randint(1, 3), draw.random() < 0.4, place, moves))
+        resources = frozenset([RANDOM] if draw.random() < 0.15 else ())
+        calls.append(Call(tuple(accesses), resources, draw.random() < 0.05))
+    return calls
+
+
+def conflict(a: Call, b: Call) -> bool:
+    """Return whether two calls have to keep their order."""
+    if a.is_barrier or b.is_barrier or a.resources & b.resources:
+        return True
+    for x, y in itertools.product(a.accesses, b.accesses):
+        if not (x.writes or y.writes):
+            continue
+        if x.start < y.end and y.start < x.end:
+            return True
+        if None not in (x.input, y.input) and x.input != y.input and (x.moves or y.moves):
+            return True
+    return False
+
+
+def closure(waits: Sequence[set[int]]) -> list[set[int]]:
+    """Return all calls that each call comes after."""
+    found: list[set[int]] = []
+    for mine in waits:
+        found.append({*mine}.union(*(found[i] for i in mine)))
+    return found
+
+
+class OrderTest(TestCase):
+    def test_dependencies_keep_each_conflict(self):
+        "Of two calls that conflict, the later one waits; others are free, unless it follows."
+        draw = random.Random(0)
+        for _ in range(300):
+            calls = draw_calls(draw, draw.randint(0, 14))
+            expected = [{i for i in range(j) if conflict(calls[i], b)} for j, b in enumerate(calls)]
+            self.assertEqual(closure(dependencies(calls)), closure(expected), calls)
+
+    def test_reduced_waits_follow_from_nothing_else(self):
+        draw = random.Random(1)
+        for _ in range(200):
+            waits = [{i for i in range(j) if draw.random() < 0.3} for j in range(draw.randint(0, 12))]
+            less = reduced(waits)
+            self.assertEqual(closure(less), closure(waits))
+            for j, mine in enumerate(less):
+                for i in mine:
+                    others = [*less[:j], mine - {i}, *less[j + 1 :]]
+                    self.assertNotEqual(closure(others), closure(waits))
+
+    def test_critical_path_and_width(self):
+        waits = [set(), set(), {0}, {0, 1}, {2, 3}]
+        self.assertEqual(critical_path(waits, [1.0, 5.0, 1.0, 2.0, 1.0]), 8.0)
+        self.assertEqual((width(waits), width([])), (2, 0))
+
+    def test_each_schedule_keeps_dependencies(self):
+        draw = random.Random(2)
+        for _ in range(100):
+            calls = draw_calls(draw, draw.randint(1, 20))
+            waits = dependencies(calls)
+            times = [draw.uniform(1, 9) for _ in calls]
+            for schedule in SCHEDULES:
+                result = closure(order(schedule, waits, times))
+                for mine, needed in zip(result, closure(waits)):
+                    self.assertLessEqual(needed, mine)
+
+    def test_lanes_are_rows(self):
+        "No more calls than lanes are independent of one another."
+        draw = random.Random(3)
+        for _ in range(50):
+            waits = dependencies(draw_calls(draw, 8))
+            times = [draw.uniform(1, 9) for _ in waits]
+            for count in LANES.values():
+                after = closure(in_lanes(waits, times, count))
+                for group in itertools.combinations(range(8), count + 1):
+                    self.assertTrue(any(i in after[j] for i, j in itertools.combinations(group, 2)))
+
+    def test_lanes_take_independent_rows(self):
+        waits = [set(), {0}, {1}, set(), {3}, {4}]
+        self.assertEqual(in_lanes(waits, [4.0] * 6, 2), waits)
+        # It pays for no shorter calls.
+        short = in_lanes([set(), {0}, {0}], [CROSSING_US / 2] * 3, 2)
+        self.assertEqual(short, [set(), {0}, {1}])
+
+    def test_a_wide_fan_has_lanes(self):
+        "A graph without edges takes the host long to launch."
+        result = order(DAG, [set() for _ in range(100)], [3.0] * 100)
+        self.assertEqual(sum(not mine for mine in result), MAX_LANES)
+
+    def test_candidates(self):
+        for text in ("no_graph", "copy", "node_update", "prelude,dag", "table,lanes3"):
+            self.assertEqual(str(Candidate.parse(text)), text)
+        self.assertEqual(str(Candidate.parse("node_update,chain")), "node_update")
+        for text in ("dag", "copy,dag", "node_update,lanes9", "node_update,"):
+            with self.assertRaisesRegex(ValueError, "pygraph_force"):
+                Candidate.parse(text)
+
+
+# Random programs
+
+
+@functools.cache
+def combine(number: int) -> Callable[..., None]:
+    """Return a kernel that computes what no other kernel does, of tensors of any sizes."""
+    draw = random.Random(number)
+    factors, constant = [draw.uniform(0.2, 0.8) for _ in range(3)], draw.random()
+
+    def combine(out: torch.Tensor, *given: torch.Tensor) -> None:
+        terms = [f * (t if t.shape == out.shape else t.mean()) for f, t in zip(factors, given)]
+        out.copy_(sum(terms) + constant)
+
+    return combine
+
+
+@dataclasses.dataclass
+class Program:
+    """
+    A function as Inductor writes it, with a note behind each call.
+
+    Attributes:
+        sizes: of its inputs
+        mutated: inputs that it writes
+        returned: number of outputs
+    """
+
+    body: str
+    calls: tuple[CallInfo, ...]
+    sizes: list[int]
+    mutated: tuple[int, ...]
+    returned: int
+
+
+class Writer:
+    """Draws a program of branches that work on tensors of a size each, and use memory again that is free."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.sizes = [draw.choice((8, 24, 40)) for _ in range(draw.randint(2, 4))]
+        self.inputs = [f"x{i}" for i in range(len(self.sizes))]
+        self.size_of = dict(zip(self.inputs, self.sizes))
+        self.lines = [f"{', '.join(self.inputs)}, = args; args.clear()"]
+        self.calls: list[CallInfo] = []
+        self.mutated: set[int] = set()
+        self.alive = [*self.inputs]
+
+    def new(self, name: str, size: int) -> None:
+        self.lines.append(f"{name} = empty_strided_cuda(({size},), (1,), torch.float32)")
+        self.size_of[name] = size
+
+    def note(self, name: str, reads: Iterable[str], *, is_declared: bool = True) -> None:
+        number = len(self.calls)
+        writes = {**dict.fromkeys(reads, False), name: True}
+        operands = tuple(
+            Operand(buffer, written, self.inputs.index(buffer) if buffer in self.inputs else None)
+            for buffer, written in writes.items()
+        )
+        self.calls.append(CallInfo(f"call{number}", operands if is_declared else (), is_declared=is_declared))
+        noted = ", ".join((str(number), *(o.buffer for o in self.calls[-1].operands)))
+        self.lines.append(f"if {NOTE} is not None: {NOTE}({noted})")
+
+    def target(self, name: str, size: int) -> str:
+        """Return where a call writes: a new buffer, or one that there is."""
+        if self.draw.random() < 0.2:
+            known = [t for t in self.alive if self.size_of[t] == size]
+            if known and (target := self.draw.choice(known)):
+                if target in self.inputs:
+                    self.mutated.add(self.inputs.index(target))
+                return target
+        self.new(name, size)
+        self.alive.append(name)
+        return name
+
+    def launch(self, target: str, *operands: str) -> None:
+        self.lines.append(f"launch(combine({len(self.lines)}), {', '.join((target, *operands))})")
+
+    def call(self, n: int) -> None:
+        draw = self.draw
+        x = draw.choice(self.alive)
+        size = self.size_of[x]
+        # Branches seldom meet.
+        others = self.alive if draw.random() < 0.1 else [t for t in self.alive if self.size_of[t] == size]
+        reads = [x, *draw.sample(others, draw.randint(0, min(2, len(others))))]
+        target = self.target(f"t{n}", size)
+        # Memory of an operator's own is declared nowhere.
+        own = draw.choice(("", "", "", "own", f"workspace{size}"))
+        if own == "own":
+            self.new(own, size)
+        if own:
+            self.launch(own, *reads)
+            self.launch(target, own, x)
+        else:
+            self.launch(target, *reads)
+        if own == "own":
+            self.lines.append("del own")
+        self.note(target, reads, is_declared=draw.random() > 0.03)
+
+    def program(self) -> Program:
+        draw = self.draw
+        for n in range(draw.randint(3, draw.choice((10, 30)))):
+            self.call(n)
+            dying = [t for t in self.alive if t not in self.inputs]
+            if dying and draw.random() < 0.5:
+                dead = draw.choice(dying)
+                self.alive.remove(dead)
+                self.lines.append(f"del {dead}")
+        outputs = draw.sample(self.alive, min(len(self.alive), draw.randint(1, 3)))
+        self.lines.append(f"return ({', '.join(outputs)},)")
+        body = "\n".join(self.lines)
+        return Program(body, tuple(self.calls), self.sizes, tuple(sorted(self.mutated)), len(outputs))
+
+
+class Runs:
+    """
+    Runs the nodes of a graph in an order of the test's, from the same memory each time.
+
+    Attributes:
+        nodes: in the order of the capture
+        edges: (node, a node behind it)
+    """
+
+    def __init__(self, driver: Any, graph: int) -> None:
+        self.driver = driver
+        self.nodes = [i for i in driver.graphs[graph] if not isinstance(driver.nodes[i], PreludeNode)]
+        known = {*self.nodes}
+        self.edges = {edge for edge in driver.edges if {*edge} <= known}
+        self.held = {i: KernelNode(*driver.held[i], launch=driver.nodes[i].launch) for i in self.nodes}
+        self.memory = {
+            (int.from_bytes(p, "little"), like.nbytes): b""
+            for node in self.held.values()
+            for p, like in zip(node.parameters, node.launch.likes)
+        }
+        # A call before may have left what the next one writes.
+        for address, nbytes in self.memory:
+            values = torch.randn(nbytes // 4, device="cpu")
+            ctypes.memmove(address, values.data_ptr(), nbytes)
+        self.memory = {at: self._read(*at) for at in self.memory}
+
+    @staticmethod
+    def _read(address: int, nbytes: int) -> bytes:
+        return ctypes.string_at(address, nbytes)
+
+    def flow(self, order: Iterable[int]) -> set[tuple[Any, int, int | None]]:
+        """Return (node, address, node) of what each node reads and which node wrote it, and what is left in the end."""
+        writer: dict[int, int] = {}
+        found: set[tuple[Any, int, int | None]] = set()
+        for i in order:
+            node = self.held[i]
+            at = [int.from_bytes(p, "little") for p in node.parameters]
+            written = {at[k] for k in node.launch.written}
+            found |= {(i, a, writer.get(a)) for k, a in enumerate(at) if k not in node.launch.written}
+            writer |= dict.fromkeys(written, i)
+        return found | {("end", a, i) for a, i in writer.items()}
+
+    def run(self, order: Iterable[int]) -> dict[Any, bytes]:
+        """Return what each node wrote, and what the memory holds in the end."""
+        for (address, _), content in self.memory.items():
+            ctypes.memmove(address, content, len(content))
+        found: dict[Any, bytes] = {}
+        for i in order:
+            node = self.held[i]
+            node.launch.run(node.parameters)
+            for k in node.launch.written:
+                at = int.from_bytes(node.parameters[k], "little")
+                found[i, k] = self._read(at, node.launch.likes[k].nbytes)
+        return found | {at: self._read(*at) for at in self.memory}
+
+    def order(self, edges: set[tuple[int, int]], choose: Callable[[list[int]], int]) -> list[int]:
+        """Return an order that edges allow; ``choose`` takes one of the nodes that may be next."""
+        behind = collections.defaultdict(set)
+        ahead = collections.Counter(b for _, b in edges)
+        for a, b in edges:
+            behind[a].add(b)
+        ready = [i for i in self.nodes if not ahead[i]]
+        found = []
+        while ready:
+            i = choose(ready)
+            ready.remove(i)
+            found.append(i)
+            for b in behind[i]:
+                ahead[b] -= 1
+                if not ahead[b]:
+                    ready.append(b)
+        return found
+
+    def swapped(self, edges: set[tuple[int, int]], before: int, after: int) -> list[int]:
+        """Return an order close to the captured one in which a node comes behind another one, if edges allow it."""
+        first: dict[int, int] = {}
+        for turn, node in enumerate((after, before)):
+            needed = {node}
+            for i in reversed(self.nodes):
+                if any((i, j) in edges for j in needed):
+                    needed.add(i)
+            first = dict.fromkeys(needed, turn) | first
+        return self.order(edges, lambda ready: min(ready, key=lambda i: (first.get(i, 2), self.nodes.index(i))))
+
+
+class ScheduleProgramsTest(RecordTestCase):
+    def setUp(self):
+        super().setUp()
+        self.device.captures_chain = True
+        self.workspaces = {
+            f"workspace{size}": self.device.empty_strided((size,), (1,), torch.float32, is_counted=False)
+            for size in (8, 24, 40)
+        }
+
+    def deploy_program(self, program: Program, inputs: Sequence[torch.Tensor], force: str) -> Any:
+        fn = self.deploy(
+            program.body,
+            inputs,
+            force=force,
+            mutated=program.mutated,
+            returned=range(program.returned),
+            described=program.calls,
+        )
+        fn.model.__globals__.update(self.workspaces, combine=combine)
+        return fn
+
+    def record_program(self, program: Program, force: str, seed: int) -> Runs:
+        """Compare each call with the uncaptured function. Return the graph."""
+        trees.reset_cudagraph_trees()
+        reset_report()
+        self.device.order = random.Random(seed)
+        fn = None
+        for _ in range(CALLS):
+            inputs = [self.randn(size) for size in program.sizes]
+            fn = fn or self.deploy_program(program, inputs, force)
+            expected = self.expected(fn, inputs)
+            outputs = fn(*inputs)
+            for found, wanted in zip(self.values([*outputs, *inputs]), expected):
+                if not torch.equal(found, wanted):
+                    raise AssertionError(f"seed {seed} of {force}: {found} for {wanted} in\n{program.body}")
+        (entry,) = report()
+        self.assertEqual(str(Candidate(entry.choice, entry.schedule)), force, (entry, program.body))
+        driver = self.device.driver
+        return Runs(driver, max(graph for graph, nodes in driver.graphs.items() if nodes))
+
+    def check_orders(self, runs: Runs, draw: random.Random, text: str) -> None:
+        """Each order that the edges allow gives what the captured order gives."""
+        expected = runs.run(runs.nodes)
+        for _ in range(ORDERS):
+            if runs.run(runs.order(runs.edges, draw.choice)) != expected:
+                raise AssertionError(text)
+
+    def check_edges(self, runs: Runs, draw: random.Random, text: str) -> collections.Counter[str]:
+        """
+        Without an edge, some order of nodes gives something else, unless the edge follows from the others.
+        An edge of a lane, or of memory that may overlap, is stricter.
+        """
+        expected, flow = runs.run(runs.nodes), runs.flow(runs.nodes)
+        found: collections.Counter[str] = collections.Counter()
+        for edge in sorted(runs.edges):
+            less = runs.edges - {edge}
+            orders = [runs.swapped(less, *edge), *(runs.order(less, draw.choice) for _ in range(4))]
+            wrong = [order for order in orders if runs.flow(order) != flow]
+            if wrong and runs.run(wrong[0]) == expected:
+                raise AssertionError(f"the order without {edge} is not noticed in\n{text}")
+            is_implied = orders[0].index(edge[0]) < orders[0].index(edge[1])
+            found["noticed" if wrong else "implied" if is_implied else "stricter"] += 1
+        return found
+
+    def run_program(self, schedule: str, seed: int) -> collections.Counter[str]:
+        draw = random.Random(f"{schedule} {seed}")
+        torch.manual_seed(seed)
+        program = Writer(draw).program()
+        binding = draw.choice(("node_update", "prelude"))
+        runs = self.record_program(program, str(Candidate(binding, schedule)), seed)
+        text = f"seed {seed} of {schedule}:\n{program.body}"
+        self.check_orders(runs, draw, text)
+        return self.check_edges(runs, draw, text)
+
+    @parametrize("schedule", (DAG, *LANES))
+    def test_random_programs(self, schedule):
+        "Each order of nodes that a scheduled graph allows gives the results of the chain, and needs its edges."
+        found: collections.Counter[str] = collections.Counter()
+        for seed in range(PROGRAMS):
+            found += self.run_program(schedule, seed)
+        self.assertGreater(found["noticed"], 5 * PROGRAMS, found)
+        self.assertEqual(found["implied"], 0)
+
+
+class DeployTest(RecordTestCase):
+    """Two branches, each of which uses its memory again."""
+
+    BODY = """
+        x, y = args; args.clear()
+        a = new(); launch(sin, a, x)
+        {0}
+        b = new(); launch(sin, b, a)
+        {1}
+        del a
+        c = empty_strided_cuda((24,), (1,), torch.float32); launch(sin, c, y)
+        {2}
+        d = empty_strided_cuda((24,), (1,), torch.float32); launch(sin, d, c)
+        {3}
+        del c
+        return (b, d)
+    """
+    OPERANDS = (("x", "a"), ("a", "b"), ("y", "c"), ("c", "d"))
+    CALLS = tuple(
+        CallInfo(
+            "sin", (Operand(x, False, ("x", "y").index(x) if x in ("x", "y") else None), Operand(to, writes=True))
+        )
+        for x, to in OPERANDS
+    )
+
+    def setUp(self):
+        super().setUp()
+        self.device.captures_chain = True
+        self.device.order = random.Random(0)
+
+    def body(self, *numbers: int) -> str:
+        notes = [f"if {NOTE} is not None: {NOTE}({i}, {x}, {to})" for i, (x, to) in enumerate(self.OPERANDS)]
+        return self.BODY.format(*(note if i in numbers else "" for i, note in enumerate(notes)))
+
+    def check_branches(self, *, numbers: Sequence[int] = range(4), **kwargs: Any) -> Any:
+        kwargs = {"force": "node_update,dag", "described": self.CALLS, "calls": 24, "returned": (0, 1), **kwargs}
+        self.check(self.body(*numbers), lambda: [self.randn(), self.randn(24)], **kwargs)
+        (entry,) = report()
+        return entry
+
+    def edges(self) -> int:
+        driver = self.device.driver
+        return len(Runs(driver, max(graph for graph, nodes in driver.graphs.items() if nodes)).edges)
+
+    def test_branches_run_side_by_side(self):
+        entry = self.check_branches()
+        self.assertEqual((entry.choice, entry.schedule, entry.width), ("node_update", DAG, 2))
+        self.assertEqual((entry.calls_us, entry.critical_us), (4.0, 2.0))
+        self.assertEqual(self.edges(), 2)
+        self.assertIn("up to 2 kernels side by side, critical path 2 us of 4 us", " ".join(str(report()).split()))
+
+    @parametrize("cause", ("no_calls", "not_noted", "several_streams", "cuGraphGetEdges"))
+    def test_a_graph_whose_calls_are_not_known_is_a_chain(self, cause):
+        given = {"no_calls": {"described": ()}, "not_noted": {"numbers": (0, 1, 3)}}.get(cause, {})
+        self.device.captures_chain = cause != "several_streams"
+        if cause.startswith("cu"):
+            self.device.driver.failing = cause
+        with self.assertLogs("torch._inductor.pygraph", "INFO") as logs:
+            entry = self.check_branches(**given)
+        self.assertEqual((entry.choice, entry.schedule), ("node_update", CHAIN))
+        self.assertEqual(sum("NOT_SCHEDULED" in line for line in logs.output), 1, logs.output)
+
+    def test_edges_that_stay_are_stricter(self):
+        self.device.driver.failing = "cuGraphRemoveDependencies"
+        self.assertEqual(self.check_branches().schedule, CHAIN)
+
+    @parametrize("is_declared", (True, False))
+    def test_a_call_without_a_declaration_is_a_barrier(self, is_declared):
+        calls = [dataclasses.replace(call, is_declared=is_declared or i != 1) for i, call in enumerate(self.CALLS)]
+        self.assertEqual(self.check_branches(described=tuple(calls)).width, 2 if is_declared else 1)
+
+    def test_draws_keep_their_order(self):
+        calls = tuple(dataclasses.replace(call, resources=(RANDOM,)) for call in self.CALLS)
+        self.assertEqual(self.check_branches(described=calls).width, 1)
+
+    def test_inputs_that_may_overlap_keep_their_order(self):
+        "An input is written in front of a call that reads another one, which is a part of it in some calls."
+        body = f"""
+            x, y = args; args.clear()
+            launch(sin, x, x)
+            if {NOTE} is not None: {NOTE}(0, x)
+            a = new(); launch(sin, a, y)
+            if {NOTE} is not None: {NOTE}(1, y, a)
+            return (a,)
+        """
+        calls = (
+            CallInfo("sin", (Operand("x", True, 0),)),
+            CallInfo("sin", (Operand("y", False, 1), Operand("a", True))),
+        )
+        fn = None
+        for i in range(20):
+            x = self.randn()
+            y = x if i > 5 else self.randn()
+            fn = fn or self.deploy(body, [x, y], force="node_update,dag", mutated=(0,), described=calls)
+            wanted = torch.sin(torch.sin(on_host(x)) if x is y else on_host(y))
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), wanted)
+
+    def test_the_fastest_schedule_is_kept(self):
+        "Time of no graph, the chain, and the DAG, which is remembered."
+        with self.remembered() as entry:
+            entry.path.unlink()
+            with self.selects_at_once(100, 50, 30):
+                found = self.check_branches(force=None)
+            self.assertEqual((found.choice, found.schedule), ("node_update", DAG))
+            self.assertEqual(found.timings_us, {"no_graph": 100, "node_update": 50, "node_update,dag": 30})
+            self.assertEqual(entry.load().choice, "node_update,dag")
+
+    def test_a_schedule_that_is_not_faster_is_dropped(self):
+        with self.selects_at_once(100, 50, 50):
+            found = self.check_branches(force=None)
+        self.assertEqual((found.choice, found.schedule), ("node_update", CHAIN))
+        self.assertEqual(self.edges(), 3)
+
+    def test_no_schedule_is_tried_that_cannot_gain(self):
+        calls = tuple(dataclasses.replace(call, resources=(RANDOM,)) for call in self.CALLS)
+        with self.selects_at_once(100, 50):
+            found = self.check_branches(force=None, described=calls)
+        self.assertEqual(set(found.timings_us), {"no_graph", "node_update"})
+
+    def test_a_remembered_schedule_is_recorded_at_once(self):
+        with self.remembered("node_update,dag"):
+            found = self.check_branches(force=None)
+        self.assertEqual((found.choice, found.schedule, found.timings_us), ("node_update", DAG, {}))
+
+
+instantiate_parametrized_tests(DeployTest)
+instantiate_parametrized_tests(ScheduleProgramsTest)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--programs", type=int, required=True)
+    parser.add_argument("--schedule", choices=(DAG, *LANES))
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    for schedule in [args.schedule] if args.schedule else (DAG, *LANES):
+        test = ScheduleProgramsTest()
+        found: collections.Counter[str] = collections.Counter()
+        # A device for some at a time: it keeps the nodes of all graphs.
+        for start in range(args.seed, args.seed + args.programs, PROGRAMS):
+            test.setUp()
+            try:
+                for seed in range(start, min(start + PROGRAMS, args.seed + args.programs)):
+                    found += test.run_program(schedule, seed)
+            finally:
+                test.doCleanups()
+            print(f"{schedule}: {start + PROGRAMS - args.seed} programs equal, edges {dict(found)}", flush=True)
+
+
+if __name__ == "__main__":
+    if any(argument.startswith("--programs") for argument in sys.argv):
+        main()
+    else:
+        run_tests()

@@ -1,0 +1,1 @@
+"""Which calls of a captured graph have to wait for which, and how the others run side by side."""
