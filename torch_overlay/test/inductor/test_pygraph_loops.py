@@ -549,6 +549,15 @@ def comprehension(x, n):
     return x, y
 
 
+def comprehension_behind(x, n):
+    y = 0
+    while x.sum() < n:
+        y = y + 1
+        x = x + 1
+    parts = [x + y for y in range(3)]
+    return y, parts
+
+
 def filtered(x, n):
     return [x + i for i in range(4) if (x + i).sum() > n]
 
@@ -576,7 +585,7 @@ COMPILED = (
     + (reads_deleted, swaps, returns_argument, nested_loops, while_in_for, two_loops, loop_before, object_items)
     + (iterator_goes_on, dict_items, appends, mutates, closure, in_call, without_gradient, return_without_gradient)
     + (gradient_inside, changes_gradient, draws, prints, raises_in_operator, raises_in_item, catches_inside)
-    + (comprehension,)
+    + (comprehension, comprehension_behind)
 )
 
 # Programs that run as without PyGraph, as far as their loops go.

@@ -20,11 +20,10 @@ from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.exc import RestartAnalysis
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
-from torch._inductor.pygraph.dynamo.control_flow import fork_at, RefusedError
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
-from torch._inductor.pygraph.dynamo.paths import Returned, trace, Truth
+from torch._inductor.pygraph.dynamo.paths import fork_at, RefusedError, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -38,8 +37,7 @@ if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
-    from torch._inductor.pygraph.dynamo.control_flow import Fork
-    from torch._inductor.pygraph.dynamo.paths import Path
+    from torch._inductor.pygraph.dynamo.paths import Fork, Path
 
 
 # Instructions that read their last two or three operands: Dynamo would compare a bool of a tensor by its variable, or

@@ -1,5 +1,5 @@
 """
-The control flow of a code object, as far as loops.py needs it.
+The control flow of a code object: where branches meet again, its loops, and its variables.
 
 Instructions are those that Dynamo traces, and are named by their indices. What an exception jumps to is a handler, and
 no successor: the target of an exception table's entry, or of SETUP_* up to Python 3.10.
@@ -21,13 +21,19 @@ from torch.utils._ordered_set import OrderedSet
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
 
 
+RETURNS = ("RETURN_VALUE", "RETURN_CONST")
+
 # Instructions that need a variable's value, and those after which it has none.
 READS = ("LOAD_FAST", "LOAD_FAST_CHECK", "DELETE_FAST")
 UNBINDS = ("DELETE_FAST", "LOAD_FAST_AND_CLEAR")
+
+# Instructions with which a comprehension gives variables back that it took
+GIVES_BACK = ("SWAP", "POP_TOP", "STORE_FAST")
 
 
 @dataclasses.dataclass
@@ -50,7 +56,6 @@ class Flow:
         self.index = {inst: i for i, inst in enumerate(self.instructions)}
         self.successors = [self._successors(i) for i in range(len(self.instructions))]
         self.handlers = [self._handler(inst) for inst in self.instructions]
-        self.depths, self.blocks = self._stack()
 
     def _successors(self, i: int) -> list[int]:
         inst = self.instructions[i]
@@ -64,6 +69,15 @@ class Flow:
             return self.index[inst.exn_tab_entry.target]
         return self.index[inst.target] if is_setup(inst) else None
 
+    @property
+    def depths(self) -> dict[int, int]:
+        return self._stack[0]
+
+    @property
+    def blocks(self) -> dict[int, int]:
+        return self._stack[1]
+
+    @functools.cached_property
     def _stack(self) -> tuple[dict[int, int], dict[int, int]]:
         """Return the height of the stack and, up to Python 3.10, the number of blocks before each instruction."""
         depths: dict[int, int] = {}
@@ -95,6 +109,40 @@ class Flow:
                     found[s].append(i)
                 if (handler := self.handlers[i]) is not None:
                     found[handler].append(i)
+        return found
+
+    def meeting(self, start: int) -> int | None:
+        """
+        Return the first instruction that all paths from ``start`` reach, unless they raise.
+
+        The number of instructions if it is the return, and None if all paths raise.
+        """
+        end = len(self.instructions)
+        everything = (1 << (end + 1)) - 1
+        # Bit sets of what each instruction's paths all reach
+        common = [everything] * end + [1 << end]
+        changed = True
+        while changed:
+            changed = False
+            for i in reversed(range(end)):
+                after = [end] if self.instructions[i].opname in RETURNS else self.successors[i]
+                new = functools.reduce(operator.and_, (common[s] for s in after), everything) | 1 << i
+                changed |= new != common[i]
+                common[i] = new
+        if common[start] == everything:
+            return None
+        behind = common[start] & ~(1 << start)
+        return next((i for i in range(end + 1) if behind >> i & 1 and common[i] & behind == behind), None)
+
+    def reached(self, starts: Iterable[int], until: int | None = None) -> OrderedSet[int]:
+        """Return the instructions of the paths from ``starts`` on, without handlers, up to ``until``."""
+        found = OrderedSet[int]()
+        ahead = [*starts]
+        while ahead:
+            i = ahead.pop()
+            if i != until and i not in found:
+                found.add(i)
+                ahead += self.successors[i]
         return found
 
     def loops(self) -> list[Loop]:
@@ -130,7 +178,7 @@ class Flow:
     def returning(self) -> OrderedSet[int]:
         """The instructions that may lead to a return."""
         found = OrderedSet[int]()
-        ahead = [i for i in self.depths if self.instructions[i].opname.startswith("RETURN")]
+        ahead = [i for i in self.depths if self.instructions[i].opname in RETURNS]
         while ahead:
             i = ahead.pop()
             if i not in found:
@@ -169,6 +217,26 @@ class Flow:
         number += bool(flags & inspect.CO_VARARGS) + bool(flags & inspect.CO_VARKEYWORDS)
         return (1 << number) - 1
 
+    def is_comprehension(self, i: int) -> bool:
+        """Return whether an exception only restores variables: from Python 3.12 on, comprehensions have no frame."""
+        following = () if (handler := self.handlers[i]) is None else self.instructions[handler:]
+        opnames = (inst.opname for inst in following)
+        return next((n for n in opnames if n not in GIVES_BACK), None) == "RERAISE"
+
+    @functools.cached_property
+    def restored(self) -> OrderedSet[int]:
+        """The instructions with which a comprehension gives a variable back."""
+        opnames = [inst.opname for inst in self.instructions]
+        cleared = union(self.local(i) for i, opname in enumerate(opnames) if opname == "LOAD_FAST_AND_CLEAR")
+        found = OrderedSet[int]()
+        handlers, is_behind = OrderedSet(self.handlers), False
+        for i, opname in enumerate(opnames):
+            # Behind the comprehension, or in its handler
+            is_behind = opname == "END_FOR" or i in handlers or (is_behind and opname in GIVES_BACK)
+            if is_behind and opname == "STORE_FAST" and self.local(i) & cleared:
+                found.add(i)
+        return found
+
     @functools.cached_property
     def live(self) -> list[int]:
         """The variables that may be read after an instruction is reached, before they are written."""
@@ -177,8 +245,9 @@ class Flow:
         while changed:
             changed = False
             for i in reversed(range(len(live))):
-                found = functools.reduce(operator.or_, (live[s] for s in self.successors[i]), 0)
-                found = found & ~self.local(i) | self.reads(i)
+                found = union(live[s] for s in self.successors[i])
+                if self.instructions[i].opname != "LOAD_FAST_AND_CLEAR" and i not in self.restored:
+                    found = found & ~self.local(i) | self.reads(i)
                 if (handler := self.handlers[i]) is not None:
                     found |= live[handler]
                 changed |= found != live[i]
@@ -212,6 +281,15 @@ class Flow:
         if opname == "STORE_FAST":
             return before | self.local(i)
         return before & ~self.local(i) if opname in UNBINDS else before
+
+
+@functools.lru_cache(maxsize=64)
+def flow_of(code: types.CodeType) -> Flow:
+    return Flow(code)
+
+
+def union(sets: Iterable[int]) -> int:
+    return functools.reduce(operator.or_, sets, 0)
 
 
 def is_setup(inst: Instruction) -> bool:

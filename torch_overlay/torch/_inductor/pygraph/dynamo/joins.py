@@ -21,8 +21,7 @@ from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
-from torch._inductor.pygraph.dynamo.control_flow import RefusedError
-from torch._inductor.pygraph.dynamo.paths import Truth
+from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
 from torch._inductor.pygraph.dynamo.totals import indices, is_of_torch, name_of
 from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
@@ -35,8 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._inductor.pygraph.dynamo.control_flow import Fork
-    from torch._inductor.pygraph.dynamo.paths import Path
+    from torch._inductor.pygraph.dynamo.paths import Fork, Path
 
 
 # Of both paths, which fuse. Python copies a short rest of a function into its paths.

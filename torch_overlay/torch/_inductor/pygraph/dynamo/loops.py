@@ -45,7 +45,7 @@ from torch._dynamo.bytecode_transformation import (
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
 from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
-from torch._inductor.pygraph.dynamo.flow import Flow, is_branch
+from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch, union
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
@@ -58,8 +58,7 @@ if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
-from torch._inductor.pygraph.dynamo.flow import Loop
+    from torch._inductor.pygraph.dynamo.flow import Flow, Loop
 
 
 TURNS = "torch._inductor.pygraph.dynamo.turns"
@@ -114,7 +113,7 @@ def with_function(code: types.CodeType, position: int) -> types.CodeType | str |
 
 
 def rewritten(code: types.CodeType, position: int) -> types.CodeType | str | None:
-    flow = Flow(code)
+    flow = flow_of(code)
     loops = [loop for loop in flow.loops() if position in loop.indices or entering_jump(flow, loop) == position]
     if not loops:
         return None
@@ -479,10 +478,6 @@ class Outlining:
                 yield create_instruction("STORE_FAST", argval=name)
             else:
                 yield create_instruction("POP_TOP")
-
-
-def union(sets: Iterable[int]) -> int:
-    return functools.reduce(operator.or_, sets, 0)
 
 
 def i_has_name(inst: Instruction) -> bool:

@@ -17,19 +17,31 @@ from torch._dynamo import variables
 from torch._dynamo.current_scope_id import enter_new_scope
 from torch._dynamo.exc import ObservedException, TorchRuntimeError, unimplemented, Unsupported
 from torch._dynamo.variables.base import VariableTracker
-from torch._inductor.pygraph.dynamo.control_flow import RefusedError, RETURNS
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.flow import flow_of, RETURNS
 from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
 
 
 if TYPE_CHECKING:
+    from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._inductor.pygraph.dynamo.control_flow import Fork
+    from torch.utils._ordered_set import OrderedSet
 
+
+# A path with one of these breaks the graph: it changes what is not in variables, leaves its block, or only raises.
+LEAVES = (
+    ("ASYNC", "BEFORE", "DELETE", "END_ASYNC", "GET_A", "IMPORT", "LOAD_ASSERTION", "LOAD_BUILD_CLASS", "LOAD_CLOSURE")
+    + ("MAKE_CELL", "POP_BLOCK", "POP_EXCEPT", "PUSH_EXC", "RAISE", "RERAISE", "RETURN_GENERATOR", "SEND", "SETUP")
+    + ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "WITH", "YIELD")
+)
 
 # A path that traces more is a loop.
 MAX_INSTRUCTIONS = 10_000
+
+
+class RefusedError(Exception):
+    """The paths of a branch cannot be joined."""
 
 
 class Returned(Exception):  # noqa: N818
@@ -65,6 +77,20 @@ class Truth(VariableTracker):
 
 
 @dataclasses.dataclass
+class Fork:
+    """
+    Attributes:
+        join: the index of the first instruction behind both paths; None if both return
+        region: indices of the paths' instructions
+        live: variables that may be read from the join on
+    """
+
+    join: int | None
+    region: OrderedSet[int]
+    live: list[str]
+
+
+@dataclasses.dataclass
 class Path:
     """
     Attributes:
@@ -77,6 +103,29 @@ class Path:
     variables: dict[str, VariableTracker]
     nodes: list[torch.fx.Node]
     returned: VariableTracker | None = None
+
+
+def fork_at(tx: InstructionTranslatorBase, inst: Instruction) -> Fork:
+    """
+    Return how the paths of a conditional jump run.
+
+    Raises:
+        RefusedError: they cannot be joined.
+    """
+    flow, jump = flow_of(tx.f_code), tx.indexof[inst]
+    join = flow.meeting(jump)
+    if join is None:
+        raise RefusedError("the paths do not meet")
+    returns = join == len(flow.instructions)
+    region = flow.reached(flow.successors[jump], join)
+    if jump in region:
+        raise RefusedError("a path leads to the next turn of a loop")
+    for i in region:
+        opname = flow.instructions[i].opname
+        leaves = opname.startswith(LEAVES) or (opname in RETURNS and not returns)
+        if leaves or flow.handlers[i] != flow.handlers[jump]:
+            raise RefusedError(f"a path has {opname}")
+    return Fork(None, region, []) if returns else Fork(join, region, flow.names(flow.live[join]))
 
 
 def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[VariableTracker]) -> Path:

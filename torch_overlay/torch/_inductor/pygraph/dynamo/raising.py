@@ -14,8 +14,9 @@ import sys
 import types
 from typing import Any, TYPE_CHECKING
 
-from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES, TERMINAL_OPCODES
+from torch._dynamo.bytecode_analysis import HASLOCAL
 from torch._dynamo.bytecode_transformation import create_instruction, transform_code_object
+from torch._inductor.pygraph.dynamo.flow import flow_of
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -72,37 +73,22 @@ class RaisingPath:
 
 def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPath | None:
     """Return the path from ``start`` if it only raises, or None."""
-    instructions, index = tx.instructions, tx.indexof
-    handler = handler_of(tx.current_instruction)
-    if tx.f_code.co_flags & GENERATOR:
-        return None
-    first = index[start]
-    reached = OrderedSet[int]()
-    ahead = [first]
-    while ahead:
-        i = ahead.pop()
-        if i in reached:
-            continue
-        inst = instructions[i]
-        if (
-            i < first
-            or inst.opname in LEAVES
-            or not (handler_of(inst) is handler or is_comprehension(inst, instructions, index))
-            or inst.opcode in dis.hasfree
-            and inst.opname != "LOAD_DEREF"
-        ):
-            return None
-        reached.add(i)
-        if inst.opcode in JUMP_OPCODES:
-            ahead.append(index[inst.target])
-        if inst.opcode not in TERMINAL_OPCODES:
-            ahead.append(i + 1)
-    indices = sorted(reached)
-    path = [instructions[i] for i in indices]
-    if not any(inst.opname == "RAISE_VARARGS" for inst in path):
+    flow = flow_of(tx.f_code)
+    first = tx.indexof[start]
+    handler = flow.handlers[tx.indexof[tx.current_instruction]]
+    indices = sorted(flow.reached([first]))
+    path = [flow.instructions[i] for i in indices]
+    if (
+        tx.f_code.co_flags & GENERATOR
+        or indices[0] < first
+        or any(inst.opname in LEAVES for inst in path)
+        or any(inst.opcode in dis.hasfree and inst.opname != "LOAD_DEREF" for inst in path)
+        or not all(flow.handlers[i] == handler or flow.is_comprehension(i) for i in indices)
+        or not any(inst.opname == "RAISE_VARARGS" for inst in path)
+    ):
         return None
     loads = [inst for inst in path if inst.opname.startswith("LOAD_")]
-    variables = OrderedSet(n for inst in loads if inst.opcode in HASLOCAL for n in names_of(inst))
+    variables = OrderedSet(inst.argval for inst in loads if inst.opcode in HASLOCAL)
     cells = OrderedSet(inst.argval for inst in loads if inst.opcode in dis.hasfree)
     return RaisingPath(indices, path, variables, cells)
 
@@ -112,26 +98,8 @@ def is_number(instructions: Sequence[Instruction], name: str) -> bool:
     return all(
         is_formatted(instructions[i + 1 :])
         for i, inst in enumerate(instructions)
-        if inst.opname.startswith("LOAD_") and name in names_of(inst)
+        if inst.opname.startswith("LOAD_") and inst.argval == name
     )
-
-
-def is_comprehension(inst: Instruction, instructions: Sequence[Instruction], index: dict[Instruction, int]) -> bool:
-    """Return whether an exception at ``inst`` only restores variables: from Python 3.12 on, comprehensions do."""
-    if (handler := handler_of(inst)) is None:
-        return False
-    for each in instructions[index[handler] :]:
-        if each.opname not in ("SWAP", "POP_TOP", "STORE_FAST"):
-            return each.opname == "RERAISE"
-    return False
-
-
-def handler_of(inst: Instruction) -> Instruction | None:
-    return inst.exn_tab_entry and inst.exn_tab_entry.target
-
-
-def names_of(inst: Instruction) -> tuple[str, ...]:
-    return inst.argval if isinstance(inst.argval, tuple) else (inst.argval,)
 
 
 def is_formatted(following: Sequence[Instruction]) -> bool:
