@@ -1401,7 +1401,7 @@ instantiate_parametrized_tests(SelectionTest)
 @unittest.skipIf(torch.cuda.device_count() < 2, "requires two GPUs")
 class TwoDevicesTest(PyGraphTestCase):
     """
-    Graphs on one GPU in a process that uses two. test_pygraph_transform.py has one with values on
+    Graphs on one GPU in a process that uses two. test_pygraph_values.py has one with values on
     the CPU.
     """
 
