@@ -8,9 +8,7 @@ prelude does to a graph is tested on a modelled one in test_pygraph_prelude_bind
 from __future__ import annotations
 
 import contextlib
-import os
 import re
-import sys
 import tempfile
 import types
 import unittest
@@ -35,12 +33,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.testing._internal.fake_cuda import fake_cuda
-
-
-# Make the helper files in test/ importable
-sys.path.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
-
-from inductor.test_pygraph import MLP, PyGraphTestCase, randn
+from torch.testing._internal.pygraph_device import DeviceTestCase, MLP, randn
 
 
 try:
@@ -294,7 +287,7 @@ BINDINGS = ("prelude", "table")
 
 
 @needs_compiler
-class ReplayTest(PyGraphTestCase):
+class ReplayTest(DeviceTestCase):
     def check(self, fn, make_inputs, force, **options):
         "The outputs of all calls are kept."
         super().check(fn, make_inputs, keep=True, pygraph_force=force, **options)

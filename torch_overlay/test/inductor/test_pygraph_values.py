@@ -13,17 +13,16 @@ from unittest import mock
 import numpy as np
 
 import torch
-import torch._dynamo
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph import report
 from torch._inductor.pygraph.compile import placement
 from torch._inductor.pygraph.values import deliver
-from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
+from torch.testing._internal.pygraph_device import DeviceTestCase, FORCED
 from torch.testing._internal.pygraph_values import cpu, cuda, PROGRAMS
 from torch.utils import _pytree as pytree
 
@@ -40,26 +39,14 @@ def aliases(inputs: Any, outputs: Any) -> list[tuple[int, ...]]:
     ]
 
 
-FORCED = {"pygraph": True, "pygraph_force": "node_update"}
-
-
-@unittest.skipUnless(HAS_CUDA_AND_TRITON, "requires CUDA and Triton")
-class DeviceTest(TestCase):
+class DeviceTest(DeviceTestCase):
     """Results are eager's, in every call."""
 
     CALLS = 12
 
     def setUp(self):
         super().setUp()
-        torch._dynamo.reset()
-        torch.manual_seed(0)
         np.random.seed(0)
-        counters.clear()
-        reset_report()
-
-    def tearDown(self):
-        super().tearDown()
-        torch._dynamo.reset()
 
     def check_call(self, fn, compiled, inputs):
         copies = pytree.tree_map_only(torch.Tensor, torch.clone, inputs)
