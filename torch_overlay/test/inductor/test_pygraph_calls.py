@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 import torch._dynamo.testing
-from torch._dynamo.utils import counters
 from torch._functorch._aot_autograd import runtime_wrappers
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.compile_fx import compile_fx
@@ -128,21 +127,6 @@ class IdleWrappersTest(TestCase):
                     with self.assertRaisesRegex(IndexError, "out of bounds"):
                         compiled(x, index + 7)
                     self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
-
-    def test_record_of_the_bytecode_before_a_graph(self):
-        "For the profiler only, and Dynamo does not look at the functions that make it."
-        counters.clear()
-        compiled = torch.compile(lambda x: x.sin(), backend="eager")
-        x = torch.randn(4)
-        for _ in range(3):
-            compiled(x)
-        with torch.profiler.profile() as profile:
-            compiled(x)
-        names = [event.name for event in profile.events()]
-        self.assertEqual(names.count("Pregraph bytecode"), 1)
-        self.assertEqual(counters["frames"]["total"], 1)
-        with torch._dynamo.config.patch(error_on_recompile=True):
-            self.assertEqual(compiled(x), x.sin())
 
     def test_autocast(self):
         x = torch.randn(4, 4)
@@ -678,24 +662,6 @@ class DirectTest(TestCase):
         self.record()
         self.check(compiled, layers=1, launches=1)
         self.assertEqual(len(calls), 2)
-
-    def test_hooks_of_saved_tensors(self):
-        "Those that a graph inlines are not the same as none, or as others."
-        compiles = torch._dynamo.testing.CompileCounter()
-        compiled = torch.compile(lambda x: x.sin(), backend=compiles)
-        x = torch.randn(4, requires_grad=True)
-        pack, unpack = (torch.fx.symbolic_trace(lambda x: x * 1) for _ in range(2))
-        hooks = torch.autograd.graph.saved_tensors_hooks
-        for pair, frames in (
-            (None, 1),
-            ((lambda x: x, lambda x: x), 1),
-            ((pack, unpack), 2),
-            (None, 2),
-            ((pack, unpack), 2),
-        ):
-            with hooks(*pair) if pair else contextlib.nullcontext():
-                compiled(x)
-            self.assertEqual(compiles.frame_count, frames)
 
 
 instantiate_parametrized_tests(DirectTest)

@@ -6,8 +6,6 @@ What runs in the place of a compiled function from its first call on, for each s
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 import threading
 import types
 from typing import TYPE_CHECKING
@@ -277,30 +275,6 @@ class DeployTest(DeployTestCase):
         recorded = [r["pygraph"] for r in self.recorded]
         self.assertEqual(recorded, [s.controller for s in self.deployed[:2]])
         self.assertIsNot(*recorded)
-
-    def test_thread_that_imports_trees_ends(self):
-        "What it gives back is what it took: functions have its containers."
-        program = """if True:
-            import os, sys, threading, torch
-            threads = len(os.listdir("/proc/self/task"))
-            kept = []
-
-            def first():
-                from torch._inductor.cudagraph_trees import local
-                kept.extend((local.tree_manager_containers, local.tree_manager_locks))
-
-            thread = threading.Thread(target=first)
-            thread.start()
-            thread.join()
-            while len(os.listdir("/proc/self/task")) > threads:
-                pass
-            print(*[sys.getrefcount(x) for x in kept], flush=True)
-            # Not what follows from a wrong one.
-            os._exit(0)
-        """
-        printed = subprocess.check_output([sys.executable, "-c", program], text=True)
-        # The list's, the name's and the argument's.
-        self.assertEqual(printed.split(), ["3", "3"])
 
     def test_backward_in_a_thread_that_trees_do_not_know(self):
         "It has no manager."

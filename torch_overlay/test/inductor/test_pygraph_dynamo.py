@@ -472,24 +472,6 @@ class GuardTest(DynamoTestCase):
             with torch.no_grad():
                 self.check(module, compiled)
 
-    def test_hooks_of_saved_tensors(self) -> None:
-        def f(x: torch.Tensor) -> torch.Tensor:
-            return (x * x).sin()
-
-        compiled = self.compile(f)
-        x = torch.randn(3, requires_grad=True)
-        compiled(x)
-        graphs = self.num_graphs()
-        # They are not inlined, so that nothing is compiled for them.
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t + 0, lambda t: t):
-            self.assertEqual(compiled(x), f(x))
-        self.assertEqual(self.num_graphs(), graphs)
-        pack, unpack = (torch.fx.symbolic_trace(g) for g in (lambda t: t + 0, lambda t: t))
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            self.assertEqual(compiled(x), f(x))
-        self.assertEqual(self.num_graphs(), graphs + 1)
-
-
     def test_float_that_varies(self) -> None:
         "No tensor is made to compare it with, and NaN is still told from numbers."
         as_tensor = mock.Mock(wraps=torch._as_tensor_fullprec)

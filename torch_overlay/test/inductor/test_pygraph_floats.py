@@ -198,29 +198,6 @@ class ItemTest(TestCase):
             # The graph that follows has a float, to which the same is done.
             self.assertEqual(self.check(lambda x, s: x * s.item(), values=(0.3,)), (1, 1))
 
-    def test_alpha_of_a_float(self):
-        "Which the tensor that the float becomes would not have."
-        fn = lambda x, by: torch.add(x, by, alpha=2)  # noqa: E731
-        compiled = torch.compile(fn, options={"pygraph": True})
-        x = torch.ones(3)
-        for by in (0.25, 0.5, 1.5, 0.75):
-            self.assertEqual(compiled(x, by), fn(x, by))
-
-    @parametrize("training", (False, True))
-    def test_specialized_floats_are_not_cached(self, training):
-        fn = lambda x, by: x * by + torch.full_like(x, by)  # noqa: E731
-        x = torch.ones(3, requires_grad=training)
-        for _ in range(2):
-            torch._dynamo.reset()
-            compiled = torch.compile(fn, options={"pygraph": True})
-            for by in (0.25, 0.5, 1.5, 0.75):
-                y = compiled(x, by)
-                self.assertEqual(y, fn(x, by))
-                if training:
-                    # An entry is saved once there is a backward, outside of options=.
-                    (grad,) = torch.autograd.grad(y.sum(), x)
-                    self.assertEqual(grad, torch.full((3,), by))
-
     def test_symbols_of_other_frames(self):
         "Names are of few numbers."
         fn = lambda x, s: x * s.item()  # noqa: E731

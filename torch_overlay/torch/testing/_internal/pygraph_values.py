@@ -59,17 +59,6 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(x), torch.empty_like(x)
 
 
-@torch.library.custom_op("test_pygraph_values::distinct", mutates_args=())
-def distinct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return x.unique(return_counts=True)
-
-
-@distinct.register_fake
-def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    size = torch.library.get_ctx().new_dynamic_size()
-    return x.new_empty(size), x.new_empty(size, dtype=torch.int64)
-
-
 ops = torch.ops.test_pygraph_values
 
 
