@@ -6,6 +6,7 @@ Python floats and item() of CPU tensors in compiled code: types, values and grad
 from __future__ import annotations
 
 import copy
+import itertools
 import unittest
 from unittest import mock
 
@@ -205,26 +206,25 @@ class ItemTest(TestCase):
         with mock.patch.object(TensorifyState, "force_specializations", names):
             self.assertEqual(self.check(fn), (1, 0))
 
-    @parametrize("write", ("in_place", "data", "numpy"))
-    def test_written_before_backward(self, write):
+    def test_written_before_backward(self):
         def fn(x, s):
             return (x * s.item()).sin() * s.item()
 
+        writes = {
+            "in_place": lambda s: s.fill_(9),
+            "data": lambda s: s.data.fill_(9),
+            "numpy": lambda s: s.numpy().fill(9),
+        }
         compiled = torch.compile(fn, options={"pygraph": True})
         for dtype in torch.float32, torch.float64:
             s = torch.zeros((), dtype=dtype)
-            for value in (0.3, 1.0, 0.0, 2.5):
+            for value, (name, write) in itertools.product((0.3, 1.0, 0.0, 2.5), writes.items()):
                 s.fill_(value)
                 x = torch.randn(19, requires_grad=True)
                 y, expected = compiled(x, s), fn(x, s)
-                if write == "in_place":
-                    s.fill_(9)
-                elif write == "data":
-                    s.data.fill_(9)
-                else:
-                    s.numpy()[()] = 9
+                write(s)
                 grads = (torch.autograd.grad(out.sum(), x) for out in (y, expected))
-                self.assertEqual(*grads)
+                self.assertEqual(*grads, msg=name)
         self.assertEqual(counters["stats"]["unique_graphs"], 2)
         self.assertEqual(counters["graph_break"], {})
 
