@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 import logging
 import re
 import tempfile
@@ -439,19 +440,19 @@ class GeneratedCodeTest(TestCase):
 
     def test_learning_rate_of_a_fused_optimizer(self):
         "Kernels read one on the GPU as float32; another one is left to the host, as in eager mode."
-        for op in FUSED_OPTIMIZER_STEPS:
-            for dtype in torch.float32, torch.float64, torch.bfloat16:
-                graph = torch.fx.Graph()
-                lists = [[graph.placeholder(f"x{i}")] for i in range(6)]
-                rate = graph.placeholder("rate")
-                step = graph.call_function(op, tuple(lists), {"lr": rate})
-                with fake_cuda():
-                    for (node,) in lists:
-                        node.meta["val"] = cuda(8)
-                    rate.meta["val"] = cpu(dtype=dtype)
-                    step.meta["val"] = [cuda(8)]
-                read_on_gpu = [c.value for c in analysis.crossings(graph)]
-                self.assertEqual(read_on_gpu, [rate] if dtype == torch.float32 else [])
+        dtypes = torch.float32, torch.float64, torch.bfloat16
+        with fake_cuda():
+            x, rates = cuda(8), [cpu(dtype=dtype) for dtype in dtypes]
+        for op, value in itertools.product(FUSED_OPTIMIZER_STEPS, rates):
+            graph = torch.fx.Graph()
+            lists = [[graph.placeholder(f"x{i}")] for i in range(6)]
+            rate = graph.placeholder("rate")
+            step = graph.call_function(op, tuple(lists), {"lr": rate})
+            for (node,) in lists:
+                node.meta["val"] = x
+            rate.meta["val"], step.meta["val"] = value, [x]
+            read_on_gpu = [c.value for c in analysis.crossings(graph)]
+            self.assertEqual(read_on_gpu, [rate] if value.dtype == torch.float32 else [])
 
     @parametrize("index", ("mask", "second", "accumulate", "two"))
     def test_scalar_that_fills_by_a_mask(self, index):
