@@ -36,6 +36,8 @@ class Case:
     # What the case must show, beyond what every case must.
     must_capture: bool = False
     min_gain_over_stock: float | None = None
+    # Of PyGraph with schedules.
+    min_scheduled_gain: float | None = None
     min_saved_mib: float = 0.0
     # Graph breaks that PyGraph may leave.
     max_breaks: int | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import cgct, mend, modern, paper, pi, scg
+from . import cgct, mend, modern, paper, parallel, pi, scg
 from .case import CASES, Suite
 
 
@@ -39,6 +39,7 @@ SUITES: dict[str, Suite] = {
     "modern": modern.SUITE,
     "scg": scg.SUITE,
     "mend": mend.SUITE,
+    "concurrent": parallel.SUITE,
     # A few of paper and modern, in the time of a coffee.
     "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11),
 }
@@ -48,6 +49,7 @@ BORROWED: dict[str, Callable[[Case], bool]] = {
     "bindings": lambda case: case.suite == "pi",
     "quick": lambda case: case.quick,
     "mend": lambda case: case.suite == "mend" or case.name in mend.ALSO,
+    "concurrent": lambda case: case.suite == "concurrent" or case.name in parallel.ALSO,
 }
 
 

@@ -50,8 +50,8 @@ class Variant:
         return bool((self.compile or {}).get("options", {}).get("pygraph")) and "pygraph_force" not in self.config
 
 
-def _forced(candidate: str) -> Variant:
-    config = {"pygraph": True, "pygraph_force": candidate}
+def _forced(candidate: str, **options: Any) -> Variant:
+    config = {"pygraph": True, "pygraph_force": candidate, **options}
     return Variant({"options": config}, config, alone=True)
 
 
@@ -64,6 +64,11 @@ VARIANTS = {
     "pygraph": Variant({"options": {"pygraph": True}}),
     # With the graph breaks of stock.
     "mend_off": Variant({"options": {"pygraph": True, "pygraph_mend": False}}),
+    # Kernels of a graph side by side where that is measured faster, and in one order everywhere.
+    "scheduled": Variant({"options": {"pygraph": True, "pygraph_schedules": True}}),
+    "forced_lanes2": _forced("node_update,lanes2", pygraph_schedules=True),
+    "forced_lanes4": _forced("node_update,lanes4", pygraph_schedules=True),
+    "forced_dag": _forced("node_update,dag", pygraph_schedules=True),
     # The ablation: every graph deployed with its inputs copied, which leaves the code
     # transformations; every graph with its inputs bound, which adds parameter indirection.
     # With selection that is pygraph itself.

@@ -217,6 +217,12 @@ def _ratio_to_best(row: Row) -> str:
     return f"{row['pygraph_us'] / row[f'{best}_us']:.3f}" if best and row.get("pygraph_us") else "-"
 
 
+def _parallelism(row: Row) -> float | None:
+    """Time of all calls of a step, of that of the calls that wait for one another."""
+    known = [s for s in row.get("schedules", ()) if s["critical_us"]]
+    return sum(s["calls_us"] for s in known) / sum(s["critical_us"] for s in known) if known else None
+
+
 def _start_up_ratio(row: Row) -> float | None:
     ours, theirs = start_up(row, "pygraph"), start_up(row, "stock_cg")
     return ours / theirs if ours and theirs else None
@@ -241,6 +247,10 @@ TITLES = {
     "stock_whole": "whole graphs",
     "pygraph": "PyGraph",
     "mend_off": "mend off",
+    "scheduled": "side by side",
+    "forced_lanes2": "2 lanes",
+    "forced_lanes4": "4 lanes",
+    "forced_dag": "DAG",
     "gpu": "GPU values",
     "forced_copy": "copies",
     "forced_node_update": "node update",
@@ -335,6 +345,15 @@ BREAK_COLUMNS: Columns = {
     **_times("stock_cg", "mend_off", "pygraph"),
 }
 
+SCHEDULE_COLUMNS: Columns = {
+    "workload": label,
+    **_times("stock_cg", "hand_written", "pygraph", "scheduled", "forced_lanes2", "forced_lanes4", "forced_dag"),
+    "/ PyGraph": lambda row: _number(speedup(row, "scheduled", "pygraph")),
+    "/ stock": lambda row: _number(speedup(row, "scheduled", "stock_cg")),
+    "sum / critical": lambda row: _number(_parallelism(row)),
+    "chosen": lambda row: " + ".join(dict.fromkeys(s["schedule"] for s in row.get("schedules", ()))) or "-",
+}
+
 # Of the suite overhead, whose rows have no time of a call.
 OVERHEAD_COLUMNS: Columns = {
     "case": lambda row: row["name"],
@@ -387,6 +406,14 @@ SECTIONS = (
         "its code runs eagerly. `mend off` is PyGraph without `config.pygraph_mend`.",
         BREAK_COLUMNS,
         "stock_breaks",
+    ),
+    (
+        "Kernels side by side",
+        "`side by side` is PyGraph with `config.pygraph_schedules`, which chooses between a chain, lanes and a DAG. "
+        "Lanes and DAG are forced. `sum / critical` bounds the gain: the time of all kernels, of that of the longest "
+        "row of kernels that wait for one another.",
+        SCHEDULE_COLUMNS,
+        "scheduled_us",
     ),
     (
         "Where the host's time goes",

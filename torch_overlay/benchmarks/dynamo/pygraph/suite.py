@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from . import cgct_run
 from .case import described
 from .catalogue import SUITES
+from .parallel import MIN_GAIN
 from .processes import Answering, Machine
 from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
@@ -309,9 +310,25 @@ def missed(case: Case, row: Row) -> list[str]:
         found += [f"{name} copies: {choice}" for name, choice in bound.items() if "copy" in (choice or "copy")]
     if case.suite == "paper" and label(row) in PAPER_COVERAGE:
         found += _missed_coverage(row, PAPER_COVERAGE[label(row)][1])
+    if case.suite == "concurrent":
+        found += _missed_schedule(case, row)
     ours, theirs = row.get("reserved_mib"), row.get("stock_reserved_mib")
     if ours is not None and theirs is not None and ours > theirs - case.min_saved_mib:
         found.append(f"reserves {ours} MiB, more than {theirs - case.min_saved_mib:g} MiB")
+    return found
+
+
+def _missed_schedule(case: Case, row: Row) -> list[str]:
+    """Ratios are PyGraph's time by the variant's."""
+    ratios = row.get("ratios", {})
+    if "scheduled" not in ratios:
+        return ["not measured with schedules"]
+    found = []
+    if ratios["scheduled"][2] < MIN_GAIN:
+        found.append(f"{ratios['scheduled'][1]:.3f} x as fast with schedules")
+    if (gain := case.min_scheduled_gain) and "stock_cg" in ratios:
+        reached = ratios["scheduled"][1] / ratios["stock_cg"][1]
+        found += [f"{reached:.2f} x faster than stock CG with schedules, not {gain} x"] * (reached < gain)
     return found
 
 

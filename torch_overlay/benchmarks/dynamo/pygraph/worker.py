@@ -54,8 +54,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Calls until a variant is in its steady state. Selection takes 20 to 410.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65)
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
+SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 440
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
@@ -232,6 +233,7 @@ class CaseRun:
         entries: list[dict[str, Any]] = []
         counts: dict[str, int] = {}
         has_cpu_values = False
+        scheduled: list[Any] = []
         for name in others:
             if name in alone:
                 continue
@@ -249,6 +251,8 @@ class CaseRun:
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(counters["pygraph"])
                 has_cpu_values = reads_cpu_values()
+            if name == "scheduled":
+                scheduled = [_schedule(entry) for entry in report() if not hardly_called(entry)]
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -347,6 +351,7 @@ class CaseRun:
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
             "repeatable": repeatable,
             **({"forced": forced} if forced else {}),
+            **({"schedules": scheduled} if scheduled else {}),
             "graphs": entries,
             "counters": counts,
             **({"launches": launches} if launches else {}),
@@ -726,6 +731,11 @@ def undecided(entries: list[dict[str, Any]]) -> int:
 def hardly_called(entry: dict[str, Any]) -> bool:
     """Whether it was not even timed once all has settled: the program calls it in its first steps alone."""
     return entry["choice"] == "undecided" and not entry["timings_us"]
+
+
+def _schedule(entry: dict[str, Any]) -> dict[str, Any]:
+    """The order of a function's calls, and what it can gain."""
+    return {key: entry.get(key) for key in ("schedule", "calls_us", "critical_us", "width")}
 
 
 def totals(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,103 @@
+"""
+Programs whose parts do not depend on one another, with the kernels of a graph one after another and side by side. The
+catalogue adds cases of the suites ``paper`` and ``modern`` (ALSO).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .case import adding, Inputs, normal, sized, Suite
+from .models.branches import AdamWStep, LoopedExperts, PolicyEnsemble, TwoTowers
+from .models.multimodal import UNet
+
+
+# The orders that are forced are of a graph whose inputs are bound.
+SCHEDULES = ("lanes2", "lanes4", "dag")
+SUITE = Suite(
+    ("eager", "no_cg", "stock_cg", "pygraph", "scheduled", "hand_written", *(f"forced_{name}" for name in SCHEDULES)),
+    must_equal=("pygraph", "scheduled"),
+)
+# Cases of other suites: branches, and decoders, which have none.
+ALSO = (
+    "bert_pretraining",
+    "efficientdet_train",
+    "llama_decode",
+    "mm_clip",
+    "moe_decode",
+    "xlnet_infer",
+)
+# The least part of PyGraph's time without schedules that it may take with them: of no row more is lost than noise.
+MIN_GAIN = 0.99
+
+concurrent = adding("concurrent")
+
+
+def _ids(small: bool) -> Inputs:
+    batch, tables, rows = (8, 2, 100) if small else (512, 8, 100_000)
+    return (torch.randint(rows, (batch, tables)), torch.randint(rows, (batch, tables))), {}
+
+
+def _shapes(small: bool) -> list[tuple[int, ...]]:
+    """Those of GPT-2's parameters, of another width."""
+    width, layers = (8, 1) if small else (256, 12)
+    layer = [(width,), (width,), (3 * width, width), (3 * width,), (width, width), (width,)]
+    layer += [(width,), (width,), (4 * width, width), (4 * width,), (width, 4 * width), (width,)]
+    return layers * layer
+
+
+def _gradients(small: bool) -> Inputs:
+    return ([torch.randn(shape) for shape in _shapes(small)],), {}
+
+
+def _noisy(small: bool) -> Inputs:
+    batch, size = (1, 16) if small else (1, 64)
+    half = torch.float16
+    image, words = torch.randn(batch, 3, size, size, dtype=half), torch.randn(batch, 77, 512, dtype=half)
+    return (image, torch.rand(batch, dtype=half), torch.randn(batch, 512, dtype=half), words), {}
+
+
+concurrent(
+    "experts_loop",
+    lambda small: LoopedExperts(64, 64, 2) if small else LoopedExperts(1024, 1024, 8),
+    sized(normal((1, 64, 1024), dtype=torch.float16), normal((1, 4, 64), dtype=torch.float16)),
+    dtype=torch.float16,
+    about="own; eight experts, each of which computes all 64 tokens",
+    obstacle="the experts wait for one another",
+    min_scheduled_gain=1.8,
+    alone=True,
+)
+concurrent(
+    "two_towers",
+    lambda small: TwoTowers(2, 100, 8, 16) if small else TwoTowers(8, 100_000, 64, 1024),
+    _ids,
+    dtype=torch.float16,
+    about="own; a user tower and an item tower of eight tables each, 512 pairs",
+    obstacle="one tower waits for the other",
+)
+concurrent(
+    "policy_ensemble",
+    lambda small: PolicyEnsemble(2, 8, 16, 2) if small else PolicyEnsemble(8, 60, 256, 8),
+    sized(normal((64, 60)), normal((4, 8))),
+    about="own; eight small policies and 64 observations",
+    obstacle="the policies wait for one another",
+    quick=True,
+)
+concurrent(
+    "adamw",
+    lambda small: AdamWStep(_shapes(small)),
+    _gradients,
+    about="own; AdamW over 144 tensors of GPT-2's shapes",
+    obstacle="144 gradients that move",
+    capturable=False,
+    ring=2,
+)
+concurrent(
+    "unet_step",
+    lambda small: UNet(16, (1, 2)) if small else UNet(128, (1, 2, 4)),
+    _noisy,
+    dtype=torch.float16,
+    about="own; a denoising step of a U-Net at 64 x 64",
+    obstacle="skip connections and the embedding of the time wait for the path through the middle",
+    in_tf32=True,
+)
