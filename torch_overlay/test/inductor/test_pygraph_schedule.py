@@ -224,7 +224,7 @@ class OrderTest(TestCase):
             self.assertEqual(str(Candidate.parse(text)), text)
         self.assertEqual(str(Candidate.parse("node_update,chain")), "node_update")
         for text in ("dag", "copy,dag", "node_update,lanes9", "node_update,"):
-            with self.assertRaisesRegex(ValueError, "pygraph_force"):
+            with self.assertRaisesRegex(ValueError, "no candidate"):
                 Candidate.parse(text)
 
 

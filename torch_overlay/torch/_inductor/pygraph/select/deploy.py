@@ -75,8 +75,10 @@ def deploy(
         ValueError: there is no candidate ``force``.
     """
     if force is not None:
-        # Raises before anything is deployed.
-        Candidate.parse(force)
+        try:
+            Candidate.parse(force)
+        except ValueError as e:
+            raise ValueError(f"config.pygraph_force: {e}") from None
     spec = FunctionSpec(
         info,
         objects,

@@ -49,7 +49,7 @@ class Candidate(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Candidate:
         """
-        Return the candidate that config.pygraph_force names.
+        Return the candidate of a name.
 
         Raises:
             ValueError: there is none.
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
         if binding not in CANDIDATES or (comma and (schedule not in SCHEDULES or not is_bound)):
             names = ", ".join(CANDIDATES)
             raise ValueError(
-                f"config.pygraph_force is {text!r}: use one of {names}, "
+                f"there is no candidate {text!r}: use one of {names}, "
                 f"and for {', '.join(BINDINGS)} a comma and one of {', '.join(SCHEDULES)}"
             )
         return cls(binding, schedule or CHAIN)
