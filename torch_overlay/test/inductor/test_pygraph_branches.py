@@ -773,6 +773,7 @@ USES: dict[str, tuple[Callable[..., Any], int]] = {
     "same": (lambda x, flag: x + 1 if flag is flag else x - 1, 3),
 }
 
+
 class Program:
     """The source of a function of a tensor and a number, with branches on tensors."""
 
@@ -790,8 +791,17 @@ class Program:
             "{n}", "{n} + {c}", "{n} * {c}", "{n} - y", "{n}.clamp(max={c})", "{n}.relu()", "-{n}", "{n}.neg()"
         )
         form = self.pick(
-            form, form, "{n}.exp()", "{n} * y", "{n}.detach()", "{n}.sum() + z", "helper({n})", "{n}.view(-1)"
+            form,
+            form,
+            "{n}.exp()",
+            "{n} * y",
+            "{n}.detach()",
+            "{n}.sum() + z",
+            "helper({n})",
+            "{n}.view(-1)",
+            "many({n})",
         )
+        form = self.pick(form, form, form, "{n}.sqrt()", "{n}[{n}.long().abs().clamp(0, 3)]", "many({n}, {n}.detach())")
         return form.format(n=name, c=self.pick(0, 1, 2, -3, 0.5))
 
     def condition(self) -> str:
@@ -871,6 +881,7 @@ class Program:
             self.statement()
         self.add(f"return {self.pick('y', 'x, y', 'y, z, flag, n, parts', 'z, [y, x is y]', 'y.sum() + z.sum()')}")
         helper = "def helper(t):\n    if t.sum() > 1:\n        return t * 2\n    return t + 1\n"
+        helper += "def many(t, s=2):\n    for i in range(7):\n        t = t.sin() * s + i\n    return t\n"
         return helper + "def fn(x, n):\n" + "\n".join(self.lines) + "\n"
 
 

@@ -3,16 +3,19 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch._dynamo
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests
 from torch.nn import functional
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.testing._internal.pygraph_mend import BranchTestCase, outcome_of, VALUES
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of, VALUES
 
 
 if TYPE_CHECKING:
@@ -27,6 +30,62 @@ def work(x, factor=1.0):
     for _ in range(6):
         x = (x * factor).sin() + x
     return x
+
+
+class Layers(torch.nn.Module):
+    """Paths with the same parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(10))
+
+    def forward(self, x):
+        if x.sum() > 0:
+            for layer in self.layers:
+                x = layer(x).relu()
+        else:
+            for layer in self.layers:
+                x = layer(x.tanh())
+        return x + 1
+
+
+class TwoWeights(torch.nn.Module):
+    """Each path has a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = torch.nn.Parameter(torch.ones(4))
+        self.w2 = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return work(x * self.w1) if x.sum() > 0 else work(x * self.w2)
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, training: bool) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(4).train(training)
+
+    def forward(self, x):
+        x = torch.stack([x, x * 2])
+        return self.norm(x) * 2 if x.sum() > 0 else work(self.norm.weight * x)
+
+
+class OneNorm(Norm):
+    def forward(self, x):
+        x = torch.stack([x, x * 2])
+        return self.norm(x) if x.sum() > 0 else x * self.norm.weight + self.norm.bias
+
+
+class Unread(torch.nn.Module):
+    """No gradient reaches the parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threshold = torch.nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return x + (x > self.threshold) if x.sum() > 0 else work(x)
 
 
 def if_else(x):
@@ -444,13 +503,19 @@ REFUSED += (indexed_by_number, counted, many_elements, hooked, dropped_out)
 PARTLY = (twice, gradients_of_one)
 
 
-class CondTest(BranchTestCase):
-    def setUp(self):
+class HostTestCase(BranchTestCase):
+    """The host does not know conditions before the graph runs."""
+
+    def setUp(self) -> None:
         super().setUp()
-        # Not what the host can know before the graph runs
-        self.hosts = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
-        self.hosts.start()
-        self.addCleanup(self.hosts.stop)
+        patch = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+
+class CondTest(HostTestCase):
+    def setUp(self) -> None:
+        super().setUp()
         self.conds = 0
 
         def count(_self: Any, gm: torch.fx.GraphModule, _inputs: list[Any]) -> Callable[..., Any]:
@@ -483,8 +548,130 @@ class CondTest(BranchTestCase):
         if fn in REFUSED:
             self.assertEqual(self.conds, 0)
 
+    @parametrize("make", [subtest(m, name=m.__name__) for m in (Layers, TwoWeights, Unread)])
+    def test_parameters(self, make):
+        """Parameters have the gradients of eager mode, or none, and weights are its after three steps."""
+        eager = make()
+        compiled = copy.deepcopy(eager)
+        forward = torch.compile(compiled, options={"pygraph": True})
+        modules = ((eager, eager), (compiled, forward))
+        optimizers = [torch.optim.AdamW(m.parameters(), 0.1, weight_decay=0.5) for m, _ in modules]
+        for (x,) in self.calls(True)[:5]:
+            one, other = (outcome_of(run, module, (x,)) for module, run in modules)
+            self.assertEqual(one, other)
+            for optimizer in optimizers:
+                optimizer.step()
+        self.assertEqual(eager.state_dict(), compiled.state_dict())
+        self.assertEqual(self.conds, 0 if make is TwoWeights else 1)
+
+    @parametrize("make", [subtest(m, name=m.__name__) for m in (Norm, OneNorm)])
+    @parametrize("training", (False, True))
+    def test_statistics(self, make, training):
+        eager = make(training)
+        compiled = copy.deepcopy(eager)
+        forward = torch.compile(compiled, options={"pygraph": True})
+        for (x,) in self.calls(True):
+            self.assertEqual(outcome_of(eager, eager, (x,)), outcome_of(forward, compiled, (x,)))
+        self.assertEqual(eager.state_dict(), compiled.state_dict())
+        self.assertEqual(self.conds, 0 if training else make is OneNorm)
+
+    @parametrize("fallback", (False, True))
+    def test_random_numbers(self, fallback):
+        """They are drawn in the order of the program."""
+
+        def fn(x):
+            y = work(x) + torch.rand(4) if x.sum() > 0 else x
+            return y + 1 + torch.rand(4)
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        with torch._inductor.config.patch(fallback_random=fallback):
+            for (x,) in self.calls(False):
+                self.assertEqual(*(drawn(f, x) for f in (fn, compiled)))
+        self.assertEqual(self.conds, not fallback)
+
+    def test_own_cond(self):
+        def fn(x):
+            if x.sum() > 0:
+                return torch.cond(x.mean() > 2, lambda x: x.sin(), lambda x: work(x), (x,))
+            return x * 2
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for (x,) in self.calls(True):
+            self.assertEqual(outcome_of(fn, None, (x,)), outcome_of(compiled, None, (x,)))
+        self.assertEqual(self.conds, 1)
+
+    @parametrize("grad", (False, True))
+    def test_autocast(self, grad):
+        """The backward would run a path again without it."""
+
+        def fn(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                y = layer(x)
+                return layer(y) if y.sum() > 0 else layer(-y).sqrt()
+
+        layer = torch.nn.Linear(4, 4)
+        with torch.set_grad_enabled(grad):
+            self.check(fn, self.calls(grad), graphs=3 if grad else 1)
+        self.assertEqual(self.conds, not grad)
+
+    @parametrize("grad", (False, True))
+    def test_sizes(self, grad):
+        """A graph for all sizes."""
+        compiled = torch.compile(if_else, options={"pygraph": True}, dynamic=True)
+        for n in (3, 4, 5):
+            for sign in (1.0, -1.0):
+                x = torch.full((n, n + 1), sign, requires_grad=grad)
+                self.assertEqual(outcome_of(if_else, None, (x,)), outcome_of(compiled, None, (x,)))
+        self.assertEqual((number_of_graphs(), self.conds), (1, 1))
+
+    def test_report(self):
+        journal.breaks.clear()
+        self.check(root, self.calls(True), graphs=1)
+        self.assertEqual([report.reason.code for report in journal.breaks], [Code.COND_IN_GRAPH])
+
+
+class CondWithInductorTest(HostTestCase):
+    @parametrize("dynamic", (False, True))
+    def test_gradients(self, dynamic):
+        """Of two calls at x = 1, the gradient is e + 1."""
+
+        def fn(x):
+            def inner(x):
+                return x.exp() if x.sum() > 0 else -x
+
+            return inner(x) + inner(-x)
+
+        with self.inductor():
+            compiled = torch.compile(fn, options={"pygraph": True}, dynamic=dynamic)
+            for sign in (1.0, -1.0):
+                x = torch.full((4,), sign, requires_grad=True)
+                compiled(x).sum().backward()
+                self.assertEqual(x.grad, torch.full((4,), sign * (torch.e + 1)))
+        self.assertEqual(number_of_graphs(), 1)
+
+    def test_joins(self):
+        """A result is no operand, and neither is written for the other."""
+
+        def fn(x):
+            y = x * 2
+            z = y if x.sum() > 0 else work(y)
+            above = not x.sum() > 0
+            if x.mean() > 1:
+                z, above = work(z), not above
+            return z.relu_() if above else z + 1
+
+        with self.inductor():
+            calls = [(torch.tensor(v),) for v in VALUES]
+            self.check(fn, calls, graphs=1)
+
+
+def drawn(fn: Callable[..., Any], x: torch.Tensor) -> Any:
+    torch.manual_seed(0)
+    return fn(x)
+
 
 instantiate_parametrized_tests(CondTest)
+instantiate_parametrized_tests(CondWithInductorTest)
 
 
 if __name__ == "__main__":

@@ -28,14 +28,14 @@ from torch._inductor.pygraph.dynamo.totals import name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code
 from torch._ops import HigherOrderOperator
 from torch._prims_common import is_non_overlapping_and_dense_or_false
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
@@ -265,18 +265,22 @@ def body_of(
     for node in results:
         result = inside[node]
         example = node.meta["example_value"]
-        is_part = example.storage_offset() != 0 or example.untyped_storage().nbytes() != example.nbytes
-        if storage(node) in before or is_part:
+        size = example.numel() * example.element_size()
+        is_whole = is_equal([example.storage_offset(), example.untyped_storage().nbytes()], [0, size])
+        if storage(node) in before or not is_whole:
             result = graph.call_method("clone", (result,))
             with tx.fake_mode:
                 result.meta["example_value"] = example.clone()
-        if result.meta["example_value"].stride() != example.stride() or not is_non_overlapping_and_dense_or_false(
-            example
-        ):
+        strides = result.meta["example_value"].stride(), example.stride()
+        if not is_equal(*strides) or not is_non_overlapping_and_dense_or_false(example):
             raise RefusedError("the join has another layout")
         left.append(result)
     graph.output(tuple(left))
     return torch.fx.GraphModule(modules, graph)
+
+
+def is_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
+    return all(statically_known_true(x == y) for x, y in zip(a, b))
 
 
 def outputs_of(body: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
