@@ -7,18 +7,21 @@ on a modelled device, and what is not bound.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import tempfile
 import unittest
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 from unittest import mock
+
+from hypothesis import given, settings, strategies as st
 
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.capture import bound, collectives
+from torch._inductor.pygraph.capture import agreement, bound, collectives
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (
@@ -33,23 +36,137 @@ from torch.testing._internal.common_utils import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator, Iterator
 
 
 def reduced(x: torch.Tensor) -> torch.Tensor:
     return functional.all_reduce(x, "sum", dist.group.WORLD)
 
 
+class SimulatedStore:
+    def __init__(self) -> None:
+        self.content: dict[str, str] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.content[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.content[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        self.content[key] = str(int(self.content.get(key, 0)) + amount)
+        return int(self.content[key])
+
+    def compare_set(self, key: str, expected: str, desired: str) -> None:
+        self.content.setdefault(key, desired)
+
+
+@dataclasses.dataclass
+class SimulatedRank:
+    """A rank in the middle of an agreement, which may die after ``lives`` requests."""
+
+    requests: Generator[Any, Any, Any]
+    lives: int | None
+    answer: Any = None
+    request: Any = None
+    returned: Any = None
+    is_done: bool = False
+
+    def step(self, store: SimulatedStore, *, times_out: bool = False) -> bool:
+        """Answer a request. Return False if it waits."""
+        if self.request is not None:
+            method, *args = self.request
+            if method == "wait":
+                if args[0] not in store.content and not times_out:
+                    return False
+                self.answer = args[0] in store.content
+            else:
+                self.answer = getattr(store, method)(*args)
+        try:
+            self.request = self.requests.send(self.answer)
+        except StopIteration as end:
+            self.returned, self.is_done = end.value, True
+        if self.lives is not None:
+            self.lives -= 1
+        return True
+
+    @property
+    def is_dead(self) -> bool:
+        return self.lives is not None and self.lives <= 0 and not self.is_done
+
+
+class AgreementTest(TestCase):
+    """Ranks come in every order, late or never, and die at every request."""
+
+    def agree(self, data: Any, groups: dict[int, list[list[int]]], *, faults: bool) -> list[SimulatedRank]:
+        draw, store = data.draw, SimulatedStore()
+        votes = [draw(st.sampled_from([True, True, True, None])) if faults else True for _ in groups]
+        ranks = []
+        for rank, vote in zip(groups, votes):
+            requests = agreement.agreement("f/1", rank, groups[rank], vote and rank, sorted)
+            ranks.append(SimulatedRank(requests, draw(st.none() | st.integers(0, 12)) if faults else None))
+        while runs := [r for r in ranks if not r.is_done and not r.is_dead]:
+            one = draw(st.sampled_from(runs))
+            late = faults and draw(st.integers(0, 9)) == 0
+            if one.step(store, times_out=late):
+                continue
+            if all(not r.step(store) for r in runs):
+                # All wait. Without faults, none would.
+                self.assertTrue(faults)
+                one.step(store, times_out=True)
+        expected = None if None in votes else [*groups]
+        returned = [r.returned for r in ranks if r.is_done]
+        # Ranks that return agree, and do so only if all of them took part.
+        self.assertTrue(all(r in (None, expected) for r in returned), returned)
+        self.assertLessEqual(len({str(r) for r in returned}), 1)
+        if not faults:
+            self.assertEqual(returned, [expected] * len(ranks))
+        return ranks
+
+    @settings(deadline=None, max_examples=60, derandomize=True)
+    @given(st.data(), st.booleans())
+    def test_one_group(self, data, faults):
+        size = data.draw(st.integers(2, 8))
+        self.agree(data, {rank: [[*range(size)]] for rank in range(size)}, faults=faults)
+
+    @settings(deadline=None, max_examples=60, derandomize=True)
+    @given(st.data(), st.booleans())
+    def test_mesh(self, data, faults):
+        """Each rank is in a row and a column. No group has them all."""
+        rows, columns = data.draw(st.sampled_from([(2, 2), (2, 3), (2, 4), (4, 2), (1, 4)]))
+        groups = {
+            r: [
+                [r // columns * columns + c for c in range(columns)],
+                [r % columns + columns * i for i in range(rows)],
+            ]
+            for r in range(rows * columns)
+        }
+        self.agree(data, groups, faults=faults)
+
+    def test_groups_of_other_ranks(self):
+        """Two replicas without a group in common run a function of one name."""
+        store = SimulatedStore()
+        ranks = {
+            r: SimulatedRank(agreement.agreement("f/1", r, [[r // 2 * 2, r // 2 * 2 + 1]], r, sum), None)
+            for r in range(4)
+        }
+        while not all(r.is_done for r in ranks.values()):
+            for rank in ranks.values():
+                rank.is_done or rank.step(store)
+        self.assertEqual([r.returned for r in ranks.values()], [1, 1, 5, 5])
+
+
 class AgreeTest(TestCase):
-    @parametrize("ready", ((True, True, True), (True, False, True), (False,) * 3))
+    @parametrize("ready", ((True, True, True), (True, None, True), (None,) * 3))
     def test_all_or_none(self, ready):
         store = dist.HashStore()
 
-        def ask(ready):
-            return collectives._agree(store, "key", 3, ready=ready)
+        def ask(rank):
+            requests = agreement.agreement("f", rank, [[0, 1, 2]], ready[rank], all)
+            return agreement.run(requests, store, agreement.PATIENCE)
 
         with ThreadPoolExecutor(3) as pool:
-            self.assertEqual(list(pool.map(ask, ready)), [all(ready)] * 3)
+            self.assertEqual(list(pool.map(ask, range(3))), [True if all(ready) else None] * 3)
 
     @parametrize("kind", ("hash", "file", "tcp"))
     def test_rank_that_does_not_come(self, kind):
@@ -62,16 +179,45 @@ class AgreeTest(TestCase):
             store = dist.TCPStore("localhost", 0, 1, True, wait_for_workers=False)
         else:
             store = dist.HashStore()
-        patience = datetime.timedelta(seconds=0.1)
-        with mock.patch.object(collectives, "PATIENCE", patience):
-            for _ in range(2):
-                self.assertFalse(collectives._agree(store, "key", 2, ready=True))
+        for rank in range(2):
+            requests = agreement.agreement("f", rank, [[0, 1]], True, all)
+            self.assertIsNone(agreement.run(requests, store, datetime.timedelta(seconds=0.1)))
 
     def test_group_that_is_gone(self):
-        self.assertFalse(collectives.agree("no such group", "key", ready=True))
+        self.assertIsNone(agreement.agree(["no such group"], "f", True))
+
+    def test_patience(self):
+        """A rank waits for a part of what its group waits for a collective."""
+        dist.init_process_group(
+            "gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=datetime.timedelta(seconds=8)
+        )
+        self.addCleanup(dist.destroy_process_group)
+        with mock.patch.object(agreement, "run") as run:
+            agreement.agree([dist.group.WORLD.group_name], "f", True)
+        self.assertEqual(run.call_args.args[2], datetime.timedelta(seconds=2))
+        self.assertTrue(agreement.agree([dist.group.WORLD.group_name], "f", True))
+
+
+class StandInTest(TestCase):
+    @parametrize("size", (1, 4, 6, 7, 12, 24))
+    def test_each_element_counts(self, size):
+        operand, result = torch.randn(12), torch.empty(size)
+        collectives.stand_in(result, operand)
+        for i in range(12):
+            other, changed = operand.clone(), torch.empty(size)
+            other[i] += 1
+            collectives.stand_in(changed, other)
+            self.assertFalse(torch.equal(result, changed))
+
+    def test_without_elements(self):
+        result = torch.empty(3)
+        collectives.stand_in(result, torch.empty(0))
+        self.assertEqual(result, torch.zeros(3))
+        collectives.stand_in(torch.empty(0), result)
 
 
 instantiate_parametrized_tests(AgreeTest)
+instantiate_parametrized_tests(StandInTest)
 
 
 @unittest.skipIf(torch.cuda.device_count() < 2, "requires CUDA and two GPUs")
@@ -84,9 +230,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
     def ranks(self) -> Iterator[None]:
         # By file: tests may run beside each other.
         store = dist.FileStore(self.file_name, self.world_size)
-        dist.init_process_group(
-            "nccl", store=store, rank=self.rank, world_size=self.world_size
-        )
+        dist.init_process_group("nccl", store=store, rank=self.rank, world_size=self.world_size)
         try:
             with _dynamo_dist_per_rank_init(self.rank, self.world_size, init_pg=False):
                 yield
@@ -146,9 +290,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
 
     def test_one_rank_fails(self):
         "Its proof: neither deploys the graph, nor runs a collective that the other does not."
-        wrong = mock.patch.object(
-            bound.BoundGraphNode, "_difference", return_value="made up"
-        )
+        wrong = mock.patch.object(bound.BoundGraphNode, "_difference", return_value="made up")
         with self.ranks():
             if self.rank == 1:
                 wrong.start()

@@ -28,7 +28,7 @@ from torch._inductor.pygraph.types.candidate import (
     NODE_UPDATE,
     UNDECIDED,
 )
-from torch._inductor.pygraph.types.partition import PartitionInfo
+from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
@@ -326,7 +326,7 @@ class DeployTest(DeployTestCase):
         self.assertEqual(set(seen), {0})
 
     def test_collectives_are_chosen_alike_by_all_ranks(self):
-        self.deploy(info=PartitionInfo("run", has_collectives=True))
+        self.deploy(info=PartitionInfo("run", collectives=(Collective("all_reduce_", "0"),)))
         self.assertEqual(self.call(3), ["uncaptured", "record", "replay"])
         self.assertTrue(self.recorded[0]["pygraph"].binds_inputs)
         self.assertEqual(report()[0].choice, NODE_UPDATE)

@@ -254,7 +254,7 @@ class InfoTestCase(TestCase):
         kernels = [*dict.fromkeys(code.kernels)]
         self.assertEqual([*function.kernels[: len(kernels)]], kernels)
         self.assertEqual([*function.delivers], code.delivers)
-        self.assertEqual(function.has_collectives, code.has_collectives)
+        self.assertEqual(bool(function.collectives), code.has_collectives)
 
     def inputs(self, graph: CompiledGraph) -> list[str]:
         module = ast.parse(graph.source)
@@ -454,18 +454,25 @@ class CollectivesTest(InfoTestCase):
         self.addCleanup(torch.distributed.destroy_process_group)
         group = torch.distributed.group.WORLD
 
+        functional = torch.distributed._functional_collectives
+
         def fn(x):
-            y = torch.distributed._functional_collectives.all_reduce(x.sin(), "sum", group)
-            return y.cos() @ x
+            y = functional.all_reduce(x.sin(), "sum", group)
+            y = functional.all_gather_tensor(y.cos(), 0, group) @ x
+            y = functional.reduce_scatter_tensor(y, "sum", 0, group)
+            return functional.all_to_all_single(y, None, None, group) + 1
 
         with torch.no_grad():
             (graph,) = self.compile(fn, self.matrix())
             (other,) = self.compile(lambda x: x.sin(), self.matrix())
         (function,) = graph.info.functions
         self.assertEqual(function.groups, (group.group_name,))
-        self.assertTrue(function.has_collectives)
+        self.assertEqual(
+            [c.op for c in function.collectives if c.group is not None],
+            ["all_reduce_", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"],
+        )
         (function,) = other.info.functions
-        self.assertEqual((function.groups, function.has_collectives), ((), False))
+        self.assertEqual((function.groups, function.collectives), ((), ()))
 
 
 class SavedTest(TestCase):

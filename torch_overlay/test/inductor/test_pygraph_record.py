@@ -17,7 +17,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.capture import collectives
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.values import deliver
@@ -34,6 +34,7 @@ from torch.testing._internal.pygraph_functions import (
     Deployed,
     HeldByAutograd,
     HeldByName,
+    hiding,
     new_generation,
     Ranks,
     RecordTestCase,
@@ -80,18 +81,46 @@ class RecordTest(RecordTestCase):
         (entry,) = report()
         self.assertEqual((entry.choice, entry.reasons), ("copy", [reason]))
 
+    @parametrize(
+        "name, staged",
+        (
+            ("gathered", 0),
+            ("gathered_input", 32),
+            ("gathered_together", 32),
+            ("scattered", 0),
+            ("exchanged", 0),
+            ("of_an_input", 32),
+        ),
+    )
+    def test_collectives_that_ranks_bind(self, name, staged):
+        "The graph copies an operand that moves."
+        self.ranks_decide, self.groups = True, ("0", "1")
+        self.force = "node_update"
+        self.check_collectives(name)
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", staged))
+        self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+
+    @parametrize("name", ("gathered", "scattered", "exchanged"))
+    def test_collective_of_a_wrong_operand(self, name):
+        "A kernel in front of it has an address that no parameter shows."
+        self.ranks_decide, self.force = True, "node_update"
+        with hiding(1):
+            self.check_collectives(name)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+
     def test_collectives_of_many_sizes(self):
         "Where not all ranks came to the first, none waits for others to come to the next ones."
         body = "c10d = torch.ops._c10d_functional\n" + self.COLLECTIVES["in_between"].strip()
         model, asked = self.generated(body), []
 
-        def agree(group, what, ready):
-            asked.append((what.rpartition("/")[2], ready))
-            return False
+        def agree(groups, name, value):
+            asked.append((name.rpartition("/")[2], value))
 
         with (
             Ranks(self.device) as ranks,
-            mock.patch.object(collectives, "agree", agree),
+            mock.patch.object(agreement, "agree", agree),
             mock.patch.object(self, "generated", lambda body: model),
         ):
             for _ in range(4):
@@ -102,7 +131,7 @@ class RecordTest(RecordTestCase):
                     ranks.ran = 0
                     self.assertEqual(self.values([*fn(*inputs), *inputs]), expected)
                     self.assertEqual(ranks.ran, 1)
-        self.assertEqual(asked, [("capture", True)] + [("capture", False)] * 3)
+        self.assertEqual(asked, [("capture", True)] + [("capture", None)] * 3)
 
     @parametrize("groups", ((), ("0", "1")))
     def test_collectives_of_several_groups(self, groups):

@@ -20,7 +20,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
-from torch._inductor.pygraph.capture import bound, collectives, copying
+from torch._inductor.pygraph.capture import agreement, bound, collectives, copying
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.types.reason import Code
@@ -59,9 +59,9 @@ class RefusalTest(RecordTestCase):
         "Here, or on another rank."
         asked = []
 
-        def agree(group, what, ready):
-            asked.append((group, what.rpartition("/")[2], ready))
-            return ready and what.rpartition("/")[2] != failure
+        def agree(groups, name, value):
+            asked.append((groups, name.rpartition("/")[2], value))
+            return value and name.rpartition("/")[2] != failure
 
         refused = DriverError("refused")
         here = {
@@ -69,14 +69,14 @@ class RefusalTest(RecordTestCase):
             "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
         }
         with (
-            mock.patch.object(collectives, "agree", agree),
+            mock.patch.object(agreement, "agree", agree),
             here.get(failure, contextlib.nullcontext()),
         ):
             self.check_collectives("in_between")
         (entry,) = report()
         self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))
-        ready = failure == "deploy"
-        both = [("0", "capture", True), ("0", "deploy", ready)]
+        ready = True if failure == "deploy" else None
+        both = [(("0",), "capture", True), (("0",), "deploy", ready)]
         self.assertEqual(asked, both[:1] if failure == "capture" else both)
 
     @parametrize("repeats", (True, False))

@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
-from torch._inductor.pygraph.capture import collectives
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.select import selection, timing
 from torch._inductor.pygraph.trees.manager import drop, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -43,8 +43,10 @@ if TYPE_CHECKING:
 
 
 class TrainingTest(RecordTestCase):
-    def test_collectives_of_a_backward(self):
-        "What the forward left in the pool is gone after the proof."
+    @parametrize("ranks_decide", (False, True))
+    def test_collectives_of_a_backward(self, ranks_decide):
+        "What the forward left in the pool is gone after the proof, or restored from a copy."
+        self.ranks_decide = ranks_decide
         forward = self.deploy(
             "x, = args; args.clear(); a = new(); launch(sin, a, x); return (a,)",
             [self.randn()],
@@ -58,17 +60,18 @@ class TrainingTest(RecordTestCase):
             [self.randn()],
             mode="backward",
             names=("sin",),
-            force=None,
+            reused=(0,),
+            force="node_update",
         )
         asked = []
 
-        def agree(group, what, ready):
-            asked.append((what.rpartition("/")[2], ready))
-            return ready
+        def agree(groups, name, value):
+            asked.append((name.rpartition("/")[2], value))
+            return value
 
         with (
             Ranks(self.device) as ranks,
-            mock.patch.object(collectives, "agree", agree),
+            mock.patch.object(agreement, "agree", agree),
         ):
             for _ in range(9):
                 x = self.randn()
@@ -79,9 +82,11 @@ class TrainingTest(RecordTestCase):
                 self.assertEqual(on_host(out), expected)
                 self.assertEqual(ranks.ran, 1)
                 del out
-        self.assertEqual([entry.choice for entry in report()], ["node_update", "copy"])
+        self.assertEqual(
+            [entry.choice for entry in report()], ["node_update", "node_update" if ranks_decide else "copy"]
+        )
         # A rank on which the forward is no graph would wait.
-        self.assertEqual(asked, [("capture", False)])
+        self.assertEqual(asked, [("capture", True), ("deploy", True)] if ranks_decide else [("capture", None)])
 
     def test_node_that_refuses_in_a_backward(self):
         "Whose activation was let go by then."

@@ -37,7 +37,7 @@ from torch._inductor.pygraph.types.candidate import (
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts
-from torch._inductor.pygraph.types.partition import PartitionInfo
+from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -528,7 +528,7 @@ class RememberTest(DeployTestCase):
         "Ranks may have decided apart from each other."
         self.run_process()
 
-        self.run_process(3, info={"has_collectives": True})
+        self.run_process(3, info={"collectives": (Collective("all_reduce_", "0"),)})
         self.assertEqual(self.choices()[-1], NODE_UPDATE)
         self.assertEqual(codes(report()[-1]), [Code.COLLECTIVES_NOT_TIMED])
 

@@ -14,14 +14,15 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.cudagraph_utils import PlaceholderInfo
 from torch._inductor.pygraph import native, reset_report
-from torch._inductor.pygraph.capture import collectives
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.select import deploy
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE
-from torch._inductor.pygraph.types.partition import PartitionInfo
+from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.modelled_cuda import cu, modelled_device, ModelledDevice, on_host
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ class HeldByAutograd:
         return self.output.grad_fn.saved_tensors[0]
 
 
+def alone(groups: Sequence[str], name: str, value: Any, decide: Callable[[list[Any]], Any] = bool) -> Any:
+    "What ranks that are all alike agree on."
+    return None if value is None else decide([value])
+
+
 class Ranks(TorchDispatchMode):
     """
     Other ranks, which give what this one does.
@@ -132,15 +138,28 @@ class Ranks(TorchDispatchMode):
         if func is torch.ops._c10d_functional.all_reduce_.default:
             self.device.launch(self.reduce, args[0])
             return args[0]
-        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
-            gathered = self.device.empty_strided((16,), (1,), torch.float32)
-            self.device.launch(self.gather, gathered, args[0])
-            return gathered
-        return func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        # Stand-ins of a recording have no memory.
+        if (compute := getattr(self, name.removesuffix("_coalesced"), None)) is None or tree_leaves(args)[0].is_meta:
+            return func(*args, **(kwargs or {}))
+        results = []
+        for x in tree_leaves(args[0]):
+            size = tuple(func(x.to("meta"), *args[1:]).shape) if x is args[0] else (2 * x.numel(),)
+            results.append(self.device.empty_strided(size, (1,), torch.float32))
+            self.device.launch(compute, results[-1], x)
+        return results[0] if isinstance(args[0], torch.Tensor) else results
 
-    def gather(self, gathered: torch.Tensor, x: torch.Tensor) -> None:
+    def all_gather_into_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
-        gathered.view(2, 8)[:] = x
+        result[:8], result[8:] = x, 2 * x
+
+    def reduce_scatter_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        self.ran += 1
+        torch.mul(x[:4], 3, out=result)
+
+    def all_to_all_single(self, result: torch.Tensor, x: torch.Tensor) -> None:
+        self.ran += 1
+        result[:4], result[4:] = x[:4], -x[:4]
 
 
 @dataclasses.dataclass
@@ -169,9 +188,11 @@ class RecordTestCase(TestCase):
         self.addCleanup(stack.close)
         self.device = stack.enter_context(modelled_device())
         # There is no process group.
-        stack.enter_context(mock.patch.object(collectives, "agree", lambda group, what, ready: ready))
+        stack.enter_context(mock.patch.object(agreement, "agree", alone))
         self.hook: Callable[[], Any] = lambda: None
-        self.groups = ("0",)
+        self.groups: tuple[str, ...] = ("0",)
+        self.ranks_decide = False
+        self.force: str | None = None
         self.forward: Deployed | None = None
         self.backward: Deployed | None = None
         self.addCleanup(trees.reset_cudagraph_trees)
@@ -231,8 +252,10 @@ class RecordTestCase(TestCase):
                 allocator=ALLOCATOR,
                 kernels=tuple(f"triton_{k}" for k in kernels),
                 delivers=tuple(re.findall(r"(\w+)\.launch\(\)", body)),
-                groups=self.groups,
-                has_collectives="c10d" in body,
+                collectives=tuple(Collective("all_reduce_", group) for group in self.groups or (None,))
+                if "c10d" in body
+                else (),
+                ranks_decide=self.ranks_decide,
                 saved_input_idxs=tuple(i for i, n in enumerate(names) if not n.startswith(NOT_SAVED)),
                 returned_output_idxs=tuple(returned),
                 reused_input_idxs=tuple(reused),
@@ -352,19 +375,48 @@ class RecordTestCase(TestCase):
             x, y = args; args.clear()
             a = new(); launch(add, a, x, y)
             c10d.wait_tensor(c10d.all_reduce_(a, 'sum', '0'))
-            return (c10d.all_gather_into_tensor(a, 2, '0'),)
+            return (c10d.wait_tensor(c10d.all_gather_into_tensor(a, 2, '0')),)
+        """,
+        "gathered_input": """
+            x, y = args; args.clear()
+            a = c10d.wait_tensor(c10d.all_gather_into_tensor(x, 2, '0'))[4:12]
+            b = new(); launch(mul, b, a, y)
+            return (b,)
+        """,
+        "gathered_together": """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            c, d = c10d.all_gather_into_tensor_coalesced([a, y], 2, '0')
+            c10d.wait_tensor(c); c10d.wait_tensor(d)
+            b = new(); launch(add, b, c[4:12], d[:8])
+            return (b,)
+        """,
+        "scattered": """
+            x, y = args; args.clear()
+            a = new(); launch(add, a, x, y)
+            c = c10d.wait_tensor(c10d.reduce_scatter_tensor(a, 'sum', 2, '0'))
+            c10d.wait_tensor(c10d.all_reduce_(c, 'sum', '1'))
+            b = new(); launch(sin, b, y); launch(mul, b[:4], c, y[:4])
+            return (b,)
+        """,
+        "exchanged": """
+            x, y = args; args.clear()
+            a = new(); launch(add, a, x, y)
+            c = c10d.wait_tensor(c10d.all_to_all_single(a, [4, 4], [4, 4], '0'))
+            b = new(); launch(mul, b, c, y)
+            return (b,)
         """,
     }
 
-    def check_collectives(self, name: str) -> None:
+    def check_collectives(self, name: str, calls: int = 7) -> None:
         "Each call of a function runs its collectives once, whatever it does else."
         body = "c10d = torch.ops._c10d_functional\n" + self.COLLECTIVES[name].strip()
         mutated = (0,) if name in ("after_a_mutation", "of_an_input") else ()
         fn = None
         with Ranks(self.device) as ranks:
-            for _ in range(7):
+            for _ in range(calls):
                 inputs = [self.randn(), self.randn()]
-                fn = fn or self.deploy(body, inputs, force=None, mutated=mutated)
+                fn = fn or self.deploy(body, inputs, force=self.force, mutated=mutated)
                 ranks.ran = 0
                 expected = self.expected(fn, inputs)
                 in_eager, ranks.ran = ranks.ran, 0

@@ -49,13 +49,13 @@ from torch._inductor.pygraph.types.reason import Code, first_line, Reason, Refus
 from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
-from torch._inductor.pygraph.verify.rehearsal import Rehearsal, write
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal, SavedInput, write
 from torch._inductor.utils import clone_preserve_strides
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Mapping
     from typing import NoReturn
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
@@ -100,6 +100,7 @@ class BoundGraphNode(CopyGraphNode):
     # While it is recorded.
     collectives: Collectives | None = None
     calls: CallLog | None = None
+    saved_managed: Mapping[int, SavedInput] = {}
     memory: BoundMemory
     layout: OutputLayout
     rehearsal: Rehearsal | None = None
@@ -109,8 +110,10 @@ class BoundGraphNode(CopyGraphNode):
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function = self.wrapped_function
         spec = self.request.spec
-        if spec.info.has_collectives:
-            self.collectives = Collectives(function.model, spec.info.groups, spec.rank_name, self.device)
+        if spec.info.collectives:
+            self.collectives = Collectives(
+                function.model, spec.info.groups, spec.rank_name, self.device, binds_all=spec.info.ranks_decide
+            )
         super()._bind_inputs(inputs)
         self.replay_graph = CellType(None)
         self.staged = []
@@ -130,7 +133,7 @@ class BoundGraphNode(CopyGraphNode):
                 # Capture has to let go of managed inputs, so that the mutation could not be
                 # undone.
                 self._refuse(Reason.of(Code.MUTATED_GRAPH_OUTPUT), inputs)
-            if self.collectives is not None:
+            if self.collectives is not None and not spec.info.ranks_decide:
                 # The proof overwrites managed inputs, and the call runs the graph again.
                 self._refuse(Reason.of(Code.COLLECTIVE_AFTER_GRAPH), inputs)
         try:
@@ -191,19 +194,26 @@ class BoundGraphNode(CopyGraphNode):
                 outputs,
                 request.owned_output_idxs,
                 known=[*inputs, *function.constants],
-                external=[inputs[i] for i in self.non_static_input_idx],
+                # Of a collective's operand that moves, the graph makes a copy.
+                external=[] if request.spec.info.ranks_decide else [inputs[i] for i in self.non_static_input_idx],
                 device=torch.device("cuda", self.device),
             )
             tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
             return [i for i, t in tensors if t.numel() > 0 and not trace.holds(t)]
 
+        managed = self.cudagraph_managed_idxs
+        if collectives is not None and managed:
+            # The proof overwrites managed inputs, and then the call runs the graph again.
+            self.saved_managed = {i: SavedInput(inputs[i]) for i in managed}  # type: ignore[arg-type]
+            inputs = [self.saved_managed[i].like(t) if i in managed else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
+            managed = []
         self.rehearsal = Rehearsal(
             function.model,
             run if collectives is None else collectives.rehearsed(run),
             inspect,
             inputs,
             device_index=self.device,
-            managed=OrderedSet(self.cudagraph_managed_idxs),
+            managed=OrderedSet(managed),
             mutated=list(function.mutated_input_idxs),
             reused=request.spec.reused_input_idxs,
         )
@@ -242,7 +252,7 @@ class BoundGraphNode(CopyGraphNode):
             self.calls = CallLog(info.calls, self.device)
             model = functools.partial(model, **{NOTE: self.calls})
         if self.collectives is not None:
-            model = self.collectives.captured(model)
+            model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
 
@@ -347,7 +357,7 @@ class BoundGraphNode(CopyGraphNode):
             if isinstance(alias, AliasesBoundMemory):
                 metadata: Any = self.outputs_metadata[i]
                 self.recording_outputs[i] = self._alias_of_bound_memory(alias, metadata)
-        verdict = verify(self.rehearsal, self.run_graph, self.recording_outputs, self.cuda_graphs_pool)
+        verdict = verify(self.rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
         reason = (self.prelude and self.prelude.failure()) or verdict.reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
@@ -355,7 +365,13 @@ class BoundGraphNode(CopyGraphNode):
             self.collectives.agree_to_deploy(graph.raw_cuda_graph_exec())
             # The call itself: other ranks wait for its collectives.
             self.rehearsal.restore()
-            self.run_graph()
+            self._run_again()
+
+    def _run_again(self) -> None:
+        for i, metadata in self.managed_metadata:
+            if (saved := self.saved_managed.get(i)) is not None:
+                saved.restore(self._reconstruct_from_tensor_metadata(metadata))
+        self.run_graph()
 
     def _mark_outputs(self) -> None:
         """Mark the memory of outputs, so that it shows what the graph does not write."""
@@ -376,7 +392,10 @@ class BoundGraphNode(CopyGraphNode):
         # from the input.
         written = self.request.spec.reused_input_idxs | OrderedSet(self.wrapped_function.mutated_input_idxs)
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
+        if self.collectives is not None:
+            self._learned(staged_bytes=self.collectives.staged_bytes)
         self.rehearsal = self.collectives = self.calls = None
+        self.saved_managed = {}
         self.call_tensors = []
         del self.memory, self.layout, self.copied
         updated_nodes, counts = len(self.binding.updates), counters["pygraph"]

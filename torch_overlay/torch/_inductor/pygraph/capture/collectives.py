@@ -2,35 +2,39 @@
 Graphs with collectives.
 
 Every rank has to run each collective once a call, also in a call that records. So the rehearsal
-leaves collectives out: an all-reduce in place that is left out changes nothing. The replay that
-has to reproduce the rehearsal runs with their nodes disabled. Then the call's inputs are
-restored, and the whole graph runs once, as the call.
+leaves collectives out: one in place returns its operand, any other one a stand-in, which an
+operator on this rank computes from all of the operand. The replay that has to reproduce the
+rehearsal runs with the collectives' nodes disabled and those of the stand-ins enabled. Then the
+call's inputs are restored, and the whole graph runs once, as the call, without the stand-ins.
 
 Nodes of collectives are not bound: NCCL may keep addresses where no parameter shows them. So
-the operand of a collective lies in the graphs' pool, or is an input that does not move.
+the operand of a collective lies in the graphs' pool, or is an input that does not move. With
+config.pygraph_ranks, the graph copies an operand that moves.
 
 NCCL may register the operand's memory with the other ranks during capture (NCCL_GRAPH_REGISTER),
-and then uses other kernels. So the ranks agree, through the store of their group, that all of
-them capture and that all of them deploy their graphs.
+and then uses other kernels. So the ranks agree that all of them capture and that all of them
+deploy their graphs.
 """
 
 from __future__ import annotations
 
-import datetime
-import logging
+import functools
 import weakref
 from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
+from torch._inductor.pygraph.capture import agreement
+from torch._inductor.pygraph.capture.allocation import copy_by_kernel
 from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.edges import capturing_graph
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.verify.proof import as_bytes
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 if TYPE_CHECKING:
@@ -41,16 +45,23 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
 
 
-log = logging.getLogger(__name__)
-
-# How long a rank waits for the others, which may have more to compile.
-PATIENCE = datetime.timedelta(minutes=2)
-
 # Namespaces of the operators that wait for other ranks.
-NAMESPACES = ("_c10d_functional", "symm_mem")
+NAMESPACES = ("_c10d_functional", "_dtensor", "symm_mem")
 
-# Collectives that return their operand, so that they can be left out.
-IN_PLACE = ("all_reduce_", "wait_tensor")
+# Collectives that return their operand.
+IN_PLACE = ("all_reduce_", "all_reduce_coalesced_", "broadcast_", "wait_tensor")
+
+# Collectives whose results are other tensors, which a stand-in can be for.
+WITH_STAND_IN = (
+    "all_gather_into_tensor",
+    "all_gather_into_tensor_coalesced",
+    "all_gather_into_tensor_out",
+    "all_to_all_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_tensor_coalesced",
+    "reduce_scatter_tensor_out",
+    "shard_dim_alltoall",
+)
 
 # How often this process recorded a function, by name. Other ranks record it as often.
 _recordings: Counter[str] = Counter()
@@ -63,9 +74,10 @@ _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 class _Mode(TorchDispatchMode):
     """Let ``handle`` run the collectives. Raises RefusedError for one that it cannot."""
 
-    def __init__(self, handle: Callable[..., Any]) -> None:
+    def __init__(self, handle: Callable[..., Any], names: Sequence[str]) -> None:
         super().__init__()
         self.handle = handle
+        self.names = names
 
     def __torch_dispatch__(
         self, func: torch._ops.OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -73,17 +85,49 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
-        if func.overloadpacket.__name__ not in IN_PLACE:
+        if func.overloadpacket.__name__ not in self.names:
             raise RefusedError(Reason.of(Code.COLLECTIVE_NOT_OMITTABLE, op=str(func)))
         return self.handle(func, args, kwargs)
 
 
-def _under(handle: Callable[..., Any], model: ModelType) -> ModelType:
-    def run(inputs: list[InputType]) -> OutputType:
-        with _Mode(handle):
-            return model(inputs)
+def stand_in(result: torch.Tensor, operand: torch.Tensor) -> None:
+    """
+    Write a result of the operand's own elements, each of which counts: they repeat, or add up where there are more of
+    them than the result has.
+    """
+    to, elements = result.view(-1), operand.reshape(-1)
+    size, count = to.numel(), elements.numel()
+    if size == 0 or count == 0:
+        to.zero_()
+    elif count <= size:
+        times, rest = divmod(size, count)
+        rows = as_bytes(to[: times * count]).view(times, -1)
+        # As in copy_by_kernel: no copy node.
+        torch.bitwise_or(as_bytes(elements).expand(times, -1), 0, out=rows)
+        if rest:
+            copy_by_kernel(to[-rest:], elements[:rest])
+    else:
+        times, rest = divmod(count, size)
+        torch.sum(elements[: times * size].view(times, size), 0, dtype=to.dtype, out=to)
+        if rest:
+            to[:rest].add_(elements[-rest:])
 
-    return run
+
+def _stand_ins(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Return results of the collective that only this rank computes."""
+    if (out := kwargs.get("out")) is not None:
+        results = out
+    else:
+        described = func(*tree_map_only(torch.Tensor, lambda t: t.to("meta"), args), **kwargs)
+        device = tree_leaves(args[0])[0].device
+        results = tree_map_only(torch.Tensor, functools.partial(torch.empty_like, device=device), described)
+    _write_stand_ins(results, args)
+    return results
+
+
+def _write_stand_ins(results: Any, args: Any) -> None:
+    for result, operand in zip(tree_leaves(results), tree_leaves(args[0]), strict=True):
+        stand_in(result, operand)
 
 
 class Collectives:
@@ -94,33 +138,51 @@ class Collectives:
         model: the function
         groups: names of the process groups of its collectives
         name: the function's name, the same on all ranks
+        binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
     Attributes:
         is_retryable: whether the function may be recorded again with another binding
         operands: storages that the graph needs in its pool, once it was rehearsed
         addresses: of the operands that were captured
-        nodes: of the captured collectives, by handle
+        nodes, stand_ins: of the captured collectives and their stand-ins, by handle
+        staged_bytes: of the operands that the graph copies
     """
 
-    def __init__(self, model: ModelType, groups: Sequence[str], name: str, device_index: int) -> None:
+    def __init__(
+        self, model: ModelType, groups: Sequence[str], name: str, device_index: int, *, binds_all: bool = False
+    ) -> None:
         self.groups = groups
         self.model = model
         self.device_index = device_index
+        self.binds_all = binds_all
         _recordings[name] += 1
         self.to_agree_on = [f"{name}/{_recordings[name]}/{step}" for step in ("capture", "deploy")]
         self.is_retryable = True
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
+        self.stand_ins: dict[int, Any] = {}
+        self.staged_bytes = 0
+
+    def _under(self, handle: Callable[..., Any], model: ModelType) -> ModelType:
+        names = (*IN_PLACE, *WITH_STAND_IN) if self.binds_all else IN_PLACE
+
+        def run(inputs: list[InputType]) -> OutputType:
+            with _Mode(handle, names):
+                return model(inputs)
+
+        return run
 
     def rehearsed(self, model: ModelType) -> ModelType:
-        """Return ``model`` without its collectives, which return their operands."""
+        """Return ``model`` without its collectives, which return their operands or stand-ins."""
 
         def leave_out(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            self.operands.add(StorageWeakRef(args[0].untyped_storage()))
-            return args[0]
+            for t in tree_leaves((args[0], kwargs.get("out"))):
+                if t is not None:
+                    self.operands.add(StorageWeakRef(t.untyped_storage()))
+            return args[0] if _is_in_place(func) else _stand_ins(func, args, kwargs)
 
-        return _under(leave_out, model)
+        return self._under(leave_out, model)
 
     def agree_to_capture(self) -> None:
         """Raises RefusedError if another rank does not capture."""
@@ -130,18 +192,55 @@ class Collectives:
         # Other ranks do not capture it again: this one may not be able to.
         self.is_retryable = False
 
-    def captured(self, model: ModelType) -> ModelType:
-        """Return ``model`` for the capture, which notes the nodes of collectives."""
+    def captured(self, model: ModelType, placeholders: PlaceholderMap) -> ModelType:
+        """Return ``model`` for the capture, which notes the nodes of collectives and of stand-ins."""
+        # By the address of an operand in place that moves: its copy.
+        copies: dict[int, torch.Tensor] = {}
+
+        def staged(operand: torch.Tensor) -> torch.Tensor:
+            if not self.binds_all or placeholders.find(operand.data_ptr()) is None:
+                return operand
+            copy = torch.empty_like(operand)
+            copy_by_kernel(copy, operand)
+            self.staged_bytes += operand.nbytes
+            return copy
 
         def note(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-            before = nodes_so_far(self.device_index)
-            result = func(*args, **kwargs)
-            after = nodes_so_far(self.device_index)
-            self.nodes |= {node: after[node] for node in after.keys() - before.keys()}
-            self.addresses.add(args[0].data_ptr())
-            return result
+            given = args[0]
+            if func.overloadpacket.__name__ == "wait_tensor":
+                copy = copies.pop(given.data_ptr(), None)
+                self._noted(self.nodes, func, given if copy is None else copy)
+                if copy is not None:
+                    copy_by_kernel(given, copy)
+                return given
+            args = (tree_map_only(torch.Tensor, staged, given), *args[1:])
+            operands = tree_leaves(args[0])
+            self.addresses |= OrderedSet(t.data_ptr() for t in operands)
+            result = self._noted(self.nodes, func, *args, **kwargs)
+            if not _is_in_place(func):
+                self._noted(self.stand_ins, _write_stand_ins, result, args)
+                return result
+            copies.update((t.data_ptr(), copy) for t, copy in zip(tree_leaves(given), operands) if copy is not t)
+            return given
 
-        return _under(note, model)
+        run = self._under(note, model)
+
+        def run_to_end(inputs: list[InputType]) -> OutputType:
+            outputs = run(inputs)
+            if copies:
+                # Nothing waits for the collective, so that its result is in the copy alone.
+                raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
+            return outputs
+
+        return run_to_end
+
+    def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call ``fn`` and add the nodes that it adds to the graph."""
+        before = nodes_so_far(self.device_index)
+        result = fn(*args, **kwargs)
+        after = nodes_so_far(self.device_index)
+        nodes |= {node: after[node] for node in after.keys() - before.keys()}
+        return result
 
     def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
         """
@@ -153,7 +252,7 @@ class Collectives:
         """
         if any(map(placeholders.find, self.addresses)):
             raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
-        self._enable(executable, enabled=False)
+        self._enable(executable, self.nodes, enabled=False)
 
     def agree_to_deploy(self, executable: int) -> None:
         """
@@ -163,70 +262,43 @@ class Collectives:
             RefusedError: another rank does not deploy its graph.
             DriverError: a node could not be set.
         """
-        self._enable(executable, enabled=True)
+        self._enable(executable, self.nodes, enabled=True)
+        self._enable(executable, self.stand_ins, enabled=False)
         if not self._agree():
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
 
     def refuse(self) -> None:
         """Tell the other ranks that this one does not go on."""
-        for group in self.groups if self.to_agree_on else ():
-            agree(group, self.to_agree_on[0], ready=False)
+        if self.to_agree_on and self.groups:
+            agreement.agree(self.groups, self.to_agree_on[0], None)
         self.to_agree_on.clear()
 
     def _agree(self) -> bool:
-        # Ranks of one group may agree where those of another do not.
-        if len(self.groups) != 1 or self.model in _not_agreed:
+        # The groups of several dimensions of a mesh.
+        are_known = len(self.groups) == 1 or (self.binds_all and self.groups)
+        if not are_known or self.model in _not_agreed:
             self.refuse()
             return False
-        is_agreed = agree(self.groups[0], self.to_agree_on.pop(0), ready=True)
+        is_agreed = agreement.agree(self.groups, self.to_agree_on.pop(0), True)
         if not is_agreed:
             self.to_agree_on.clear()
-        return is_agreed
+        return bool(is_agreed)
 
-    def _enable(self, executable: int, *, enabled: bool) -> None:
+    def _enable(self, executable: int, nodes: dict[int, Any], *, enabled: bool) -> None:
         cu = bindings()
         kind = cu.CUgraphNodeType
         kinds = (kind.CU_GRAPH_NODE_TYPE_KERNEL, kind.CU_GRAPH_NODE_TYPE_MEMCPY, kind.CU_GRAPH_NODE_TYPE_MEMSET)
         graph = cu.CUgraphExec(executable)
-        for node in self.nodes.values():
+        for node in nodes.values():
             # Nodes of other kinds only order the work of streams.
             if check(cu.cuGraphNodeGetType(node)) in kinds:
                 check(cu.cuGraphNodeSetEnabled(graph, node, int(enabled)))
 
 
+def _is_in_place(func: Any) -> bool:
+    return func.overloadpacket.__name__ in IN_PLACE
+
+
 def nodes_so_far(device_index: int) -> dict[int, Any]:
     """Return the nodes of the graph that the current stream is captured in, by handle."""
     return {int(node): node for node, _ in graph_nodes(capturing_graph(device_index))}
-
-
-def agree(group_name: str, what: str, *, ready: bool) -> bool:
-    """
-    Return whether all ranks of a group are ready for a step.
-
-    Waits for the other ranks, unless this one is not ready.
-
-    Args:
-        what: a name that the step has on all ranks and that no other step has
-    """
-    try:
-        group = dist.distributed_c10d._resolve_process_group(group_name)
-        _, store = dist.distributed_c10d._world.pg_map[group]
-        return _agree(store, f"pygraph/{what}", group.size(), ready=ready)
-    except (KeyError, RuntimeError, ValueError) as e:
-        log.info("ranks cannot agree on %s: %s", what, str(e).partition("\n")[0])
-        return False
-
-
-def _agree(store: dist.Store, key: str, size: int, *, ready: bool) -> bool:
-    # The value that is set first holds for all ranks.
-    if not ready:
-        store.compare_set(key, "", "no")
-    elif store.add(f"{key}/ready", 1) == size:
-        store.compare_set(key, "", "yes")
-    else:
-        try:
-            store.wait([key], PATIENCE)
-        except RuntimeError:
-            # DistStoreError. A FileStore raises nothing more special than this.
-            store.compare_set(key, "", "no")
-    return store.get(key) == b"yes"

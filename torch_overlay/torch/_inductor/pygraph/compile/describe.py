@@ -16,7 +16,7 @@ from torch._inductor.pygraph.capture.collectives import NAMESPACES
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
 from torch._inductor.pygraph.compile.sizes import describe_sizes
-from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo, PartitionReport
+from torch._inductor.pygraph.types.partition import Collective, DirectCall, GraphInfo, PartitionInfo, PartitionReport
 from torch._inductor.pygraph.types.source import span
 from torch._inductor.scheduler import ExternKernelSchedulerNode, operations_of_subgraphs
 from torch._inductor.utils import LineContext, output_node
@@ -78,8 +78,8 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         allocator=wrapper.get_allocator_parameter(),
         kernels=tuple(dict.fromkeys(_kernels(wrapper, operations))),
         delivers=tuple(o.pack.deliver_name for o in operations if isinstance(o, Launch)),
-        groups=tuple(dict.fromkeys(g for o in operations for g in _groups(o))),
-        has_collectives=any(map(_is_collective, operations)),
+        collectives=tuple(map(_collective, filter(_is_collective, operations))),
+        ranks_decide=config.pygraph_ranks,
         saved_input_idxs=tuple(i for i, n in enumerate(inputs) if n in placeholders and is_saved(placeholders[n])),
         returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
         reused_input_idxs=tuple(i for i, name in enumerate(inputs) if name in reused),
@@ -123,15 +123,15 @@ def _is_collective(operation: Any) -> bool:
     return getattr(op, "namespace", None) in NAMESPACES
 
 
-def _groups(operation: Any) -> Iterator[str]:
-    """Yield the process groups of a collective, which its schema calls group_name."""
-    if not _is_collective(operation) or not isinstance(operation, ir.FallbackKernel):
-        return
-    args, kwargs = operation.unflatten_args(operation.inputs, operation.constant_args)
-    names = [argument.name for argument in operation.op_overload._schema.arguments]
-    given = {**dict(zip(names, args)), **kwargs, **operation.kwargs}
-    if isinstance(group := given.get("group_name"), str):
-        yield group
+def _collective(operation: Any) -> Collective:
+    """Describe a collective. Its schema calls the process group group_name."""
+    op = operation.op_overload
+    group = None
+    if isinstance(operation, ir.FallbackKernel):
+        args, kwargs = operation.unflatten_args(operation.inputs, operation.constant_args)
+        names = [argument.name for argument in op._schema.arguments]
+        group = {**dict(zip(names, args)), **kwargs, **operation.kwargs}.get("group_name")
+    return Collective(op.overloadpacket.__name__, group if isinstance(group, str) else None)
 
 
 def _kernels(wrapper: codegen.PythonWrapperCodegen, operations: Iterable[ir.Operation]) -> Iterator[str]:

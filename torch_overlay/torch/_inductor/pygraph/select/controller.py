@@ -199,6 +199,9 @@ class Controller:
             self._bind_by_host(facts.no_prelude)
         elif self.state.binding == PRELUDE and not facts.has_prelude:
             self.state.binding = NODE_UPDATE
+        self.state.staged_bytes = facts.staged_bytes
+        if self.report.choice in BINDINGS:
+            self.report.copied_bytes = facts.staged_bytes
         if facts.num_nodes is not None:
             self.report.kernel_nodes = facts.num_nodes
         if facts.updated_nodes is not None:
@@ -339,7 +342,8 @@ class Controller:
         report = self.report
         report.choice, _ = Candidate.parse(choice)
         report.reasons += reasons
-        report.copied_bytes = report.stock_copied_bytes if choice == COPY else 0
+        copied = {COPY: report.stock_copied_bytes, NO_GRAPH: 0}
+        report.copied_bytes = copied.get(report.choice, self.state.staged_bytes)
         counters["pygraph"][report.choice] += 1
         log.info("%s", report.line(choice, *reasons))
         journal.publish(report)

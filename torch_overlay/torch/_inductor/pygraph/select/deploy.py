@@ -155,7 +155,7 @@ class Deployment:
         uncaptured = self.run_backward if self.spec.is_backward else self.model
         self.uncaptured = self._realigned(uncaptured)
         force, reason = self.force, Reason.of(Code.FORCED)
-        if force is None and self.spec.info.has_collectives:
+        if force is None and self.spec.info.collectives:
             force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
         if force is not None:
             controller.bind_as(force)

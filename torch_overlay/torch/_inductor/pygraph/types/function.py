@@ -79,6 +79,7 @@ class FunctionState:
             on neighbouring functions
         recordings: how many captures began
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
+        staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
         schedule: the order of calls that the next recording is made for
         call_times_us: time on the device of each call of the function, by its number
@@ -94,6 +95,7 @@ class FunctionState:
     is_even: bool = False
     recordings: int = 0
     needed_bytes: int = 0
+    staged_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
     schedule: str = CHAIN
     call_times_us: Mapping[int, float] = dataclasses.field(default_factory=dict)
@@ -138,6 +140,7 @@ class RecordingFacts:
         has_captured: the capture began
         external_inputs, external_bytes: how many inputs are bound, and how large they are
         copied_bytes: bytes of inputs that each replay copies
+        staged_bytes: bytes of inputs that the graph copies itself, for collectives
         no_prelude: why it has none though it should; None if it does not pay either
     """
 
@@ -147,6 +150,7 @@ class RecordingFacts:
     external_inputs: int | None = None
     external_bytes: int | None = None
     copied_bytes: int = 0
+    staged_bytes: int = 0
     num_nodes: int | None = None
     updated_nodes: int | None = None
     has_prelude: bool = False

@@ -16,6 +16,20 @@ from torch._inductor.pygraph.types.sizes import SizeMap
 
 
 @dataclasses.dataclass(frozen=True)
+class Collective:
+    """
+    An operator that waits for other ranks.
+
+    Args:
+        op: its name, without the namespace
+        group: the name of its process group; None if that is not known
+    """
+
+    op: str
+    group: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class PartitionInfo:
     """
     One generated function that may be captured: a partition, or the graph if it has none.
@@ -24,8 +38,8 @@ class PartitionInfo:
         allocator: the function's parameter that it allocates with; None if it has none
         kernels: names of the Triton kernels that the function launches
         delivers: names of the Deliver objects that the function launches
-        groups: names of the process groups of its collectives
-        has_collectives: it calls operators that wait for other ranks
+        collectives: operators that wait for other ranks, in the order of the code
+        ranks_decide: config.pygraph_ranks when it was compiled
         saved_input_idxs: tensors that the forward computed
         returned_output_idxs: outputs that leave the graph. The others are what later partitions
             or the backward need.
@@ -40,8 +54,8 @@ class PartitionInfo:
     allocator: str | None = None
     kernels: tuple[str, ...] = ()
     delivers: tuple[str, ...] = ()
-    groups: tuple[str, ...] = ()
-    has_collectives: bool = False
+    collectives: tuple[Collective, ...] = ()
+    ranks_decide: bool = False
     saved_input_idxs: tuple[int, ...] = ()
     returned_output_idxs: tuple[int, ...] = ()
     reused_input_idxs: tuple[int, ...] = ()
@@ -49,6 +63,11 @@ class PartitionInfo:
     code_hash: str | None = None
     sizes: SizeMap | Reason | None = None
     calls: tuple[CallInfo, ...] = ()
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names of the process groups of the collectives."""
+        return tuple(dict.fromkeys(c.group for c in self.collectives if c.group is not None))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -58,6 +58,10 @@ class SavedInput:
     def _memory(t: torch.Tensor) -> torch.Tensor:
         return t.as_strided((storage_extent(t) // t.element_size(),), (1,))
 
+    def like(self, t: torch.Tensor) -> torch.Tensor:
+        """Return the copy as a tensor with the input's size and stride."""
+        return self.memory.as_strided(t.shape, t.stride())
+
     def restore(self, t: torch.Tensor) -> None:
         write(self._memory(t), self.memory)
 

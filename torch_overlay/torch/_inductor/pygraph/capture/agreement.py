@@ -1,0 +1,168 @@
+"""
+How ranks take one decision.
+
+The ranks that share a function's collectives come to the same point of the program. Each posts what it knows under a
+key. The rank that posts last decides for all and writes the decision into a register, whose first value holds. A rank
+that does not take part, or has waited too long, writes that there is no agreement. So all ranks return the same, and
+each within the time-out. The exchange goes over the store of the default group, on the CPU, because a collective would
+wait for a rank that never comes.
+
+The protocol is a generator of requests to a store, which tests answer in every order.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import itertools
+import json
+import logging
+import time
+from typing import Any, Protocol, TYPE_CHECKING
+
+import torch.distributed as dist
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterable, Sequence
+
+
+log = logging.getLogger(__name__)
+
+# How long a rank waits for the others, which may have more to compile. At most this part of a group's own time-out:
+# the device of another rank may wait for a collective meanwhile.
+PATIENCE = datetime.timedelta(minutes=2)
+PART_OF_TIMEOUT = 4
+
+# A request to a store: the name of its method, and arguments.
+Request = tuple[Any, ...]
+
+
+class Store(Protocol):
+    """The part of torch.distributed.Store that is used."""
+
+    def set(self, key: str, value: str) -> Any: ...
+
+    def get(self, key: str) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def compare_set(self, key: str, expected: str, desired: str) -> Any: ...
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> Any:
+        """Raises RuntimeError after the time-out."""
+
+
+def connected(key: str, rank: int, own: Iterable[int]) -> Generator[Request, Any, list[int] | None]:
+    """
+    Return the ranks that groups connect with this one, by way of others, too. None if one of them does not come.
+
+    Args:
+        own: the ranks of the groups that this rank is in
+    """
+    known = {rank: sorted(own)}
+    yield "set", f"{key}/connects/{rank}", json.dumps(known[rank])
+    while missing := OrderedSet(itertools.chain.from_iterable(known.values())) - known.keys():
+        for other in sorted(missing):
+            if not (yield "wait", f"{key}/connects/{other}"):
+                return None
+            known[other] = json.loads((yield "get", f"{key}/connects/{other}"))
+            if not known[other]:
+                return None
+    return sorted(known)
+
+
+def vote(
+    key: str, rank: int, members: Sequence[int], value: Any, decide: Callable[[list[Any]], Any]
+) -> Generator[Request, Any, Any]:
+    """
+    Return what ``decide`` makes of the values of all members, or None if one of them does not take part in time.
+
+    Args:
+        key: names the decision. Another decision has another key
+        value: as JSON has it; None if this rank does not take part
+    """
+    register = f"{key}/decision"
+    if value is None:
+        yield "compare_set", register, "", "null"
+    else:
+        yield "set", f"{key}/{rank}", json.dumps(value)
+        if (yield "add", f"{key}/posted", 1) == len(members):
+            values = []
+            for member in members:
+                values.append(json.loads((yield "get", f"{key}/{member}")))
+            yield "compare_set", register, "", json.dumps(decide(values))
+        elif not (yield "wait", register):
+            yield "compare_set", register, "", "null"
+    return json.loads((yield "get", register))
+
+
+def agreement(
+    name: str, rank: int, groups: Sequence[Sequence[int]], value: Any, decide: Callable[[list[Any]], Any]
+) -> Generator[Request, Any, Any]:
+    """As ``vote``, among all ranks that ``groups`` connect."""
+    members: Sequence[int] | None = sorted(OrderedSet(itertools.chain.from_iterable(groups)))
+    key = f"pygraph/{name}"
+    if len(groups) > 1:
+        members = None if value is None else (yield from connected(key, rank, members))
+        if members is None:
+            # Others need not wait for this rank.
+            yield "set", f"{key}/connects/{rank}", "[]"
+            return None
+    # Ranks of another pipeline stage or replica may have a function of this name.
+    digest = hashlib.sha256(json.dumps(members).encode()).hexdigest()[:16]
+    return (yield from vote(f"{key}/{digest}", rank, members, value, decide))
+
+
+def run(requests: Generator[Request, Any, Any], store: Store, patience: datetime.timedelta) -> Any:
+    """Answer requests by ``store``. All of their waits together end after ``patience``."""
+    deadline = time.monotonic() + patience.total_seconds()
+    answer: Any = None
+    while True:
+        try:
+            method, key, *args = requests.send(answer)
+        except StopIteration as end:
+            return end.value
+        if method != "wait":
+            answer = getattr(store, method)(key, *args)
+            continue
+        try:
+            # A store takes a time-out of 0 for none.
+            store.wait([key], datetime.timedelta(seconds=max(deadline - time.monotonic(), 1e-3)))
+            answer = True
+        except RuntimeError:
+            # DistStoreError. A FileStore raises nothing more special than this.
+            answer = False
+
+
+def agree(
+    groups: Sequence[str], name: str, value: Any, decide: Callable[[list[Any]], Any] = lambda values: True
+) -> Any:
+    """
+    Return what the ranks of ``groups`` decide together, and None if they do not.
+
+    Waits for the other ranks, unless ``value`` is None: this rank does not take part.
+
+    Args:
+        groups: names of process groups
+        name: of the step; it is the same on all ranks, and no other step has it
+    """
+    try:
+        found = [dist.distributed_c10d._resolve_process_group(group) for group in groups]  # type: ignore[arg-type]
+        ranks = [dist.get_process_group_ranks(group) for group in found]
+        patience = min([PATIENCE, *(timeout / PART_OF_TIMEOUT for group in found for timeout in _timeouts(group))])
+        store = dist.distributed_c10d._get_default_store()
+        return run(agreement(name, dist.get_rank(), ranks, value, decide), store, patience)
+    except (KeyError, RuntimeError, ValueError) as e:
+        log.info("ranks cannot agree on %s: %s", name, str(e).partition("\n")[0])
+        return None
+
+
+def _timeouts(group: dist.ProcessGroup) -> Iterable[datetime.timedelta]:
+    for device in group._device_types:
+        try:
+            yield group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):
+            # Not all backends have options.
+            continue
