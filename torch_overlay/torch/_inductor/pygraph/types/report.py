@@ -61,7 +61,7 @@ class FunctionReport:
     compile_id: str = dataclasses.field(default="", repr=False)
     sizes: list[int] = dataclasses.field(default_factory=list, repr=False)
     remembered: bool = dataclasses.field(default=False, repr=False)
-    schedule: str = CHAIN
+    schedule: str = dataclasses.field(default=CHAIN, repr=False)
     calls_us: float = dataclasses.field(default=0.0, repr=False)
     critical_us: float = dataclasses.field(default=0.0, repr=False)
     width: int = dataclasses.field(default=0, repr=False)
