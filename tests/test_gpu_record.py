@@ -158,6 +158,20 @@ def test_a_skipped_case_replaces_none_that_ran(checkout):
     assert case["pygraph_us"] == 1.0 and "skipped" not in case
 
 
+def test_rows_of_two_devices_are_of_the_same_sources(checkout):
+    cases = [_case("a", 1.0), _case("b", 1.0)]
+    _run(checkout, "--merge", _result(checkout, "1.json", device="H200", cases=cases))
+    _run(checkout, "--merge", _result(checkout, "2.json", device="A100", cases=[_case("a", 2.0)]))
+    found = [(case["name"], case["device"], case["pygraph_us"]) for case in _record(checkout)["cases"]]
+    assert found == [("a", "H200", 1.0), ("b", "H200", 1.0), ("a", "A100", 2.0)]
+    assert _run(checkout, "--check").stdout.startswith("3 entries of these sources")
+    # On other sources, both are replaced.
+    (checkout / "torch_overlay/torch/a.py").write_text("a = 2\n")
+    _run(checkout, "--merge", _result(checkout, "3.json", device="A100", cases=[_case("a", 3.0)]))
+    found = [(case["name"], case["device"], case["pygraph_us"]) for case in _record(checkout)["cases"]]
+    assert found == [("a", "A100", 3.0), ("b", "H200", 1.0)]
+
+
 def _programs(seed, programs=10, **others):
     return {"seed": seed, "programs": programs, "equal": programs, "passed": True, **others}
 

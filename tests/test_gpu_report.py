@@ -208,6 +208,42 @@ def test_rows_say_when_and_where_they_were_measured(rows):
     assert report.document("pi", cases[:3], {}).endswith(f"## Runs\n\n{runs}")
 
 
+def test_tables_never_mix_devices(rows, tmp_path):
+    cases = [{**row, "device": device} for row in _of(rows, "paper") for device in ("NVIDIA H100", "NVIDIA A100")]
+    record = {"cases": [*cases, *_of(rows, "pi")]}
+    suites = report.by_suite(record)
+    assert list(suites) == ["paper-nvidia-h100", "paper-nvidia-a100", "pi"]
+    assert all(len({row.get("device") for row in found}) == 1 for found in suites.values())
+    text = report.readme(record, "docs")
+    assert "![Speed-up of suite paper-nvidia-h100](docs/paper-nvidia-h100-speedup.png)" in text
+    lines = [line for line in text.splitlines() if line.startswith("| NVIDIA ")]
+    assert [line.split(" | ")[:3] for line in lines[:2]] == [
+        ["| NVIDIA H100", "3 of paper", "1.33 (up to 1.50)"],
+        ["| NVIDIA A100", "3 of paper", "1.33 (up to 1.50)"],
+    ]
+    # Captured by hand: not all of them.
+    assert lines[0].split(" | ")[3:] == ["1.84 (up to 3.00)", "1.18 (up to 1.38), 2 workloads", "2.11 (up to 3.00) |"]
+    assert "1.29 (up to 3.36)" in lines[2]
+
+
+def test_noise_is_on_the_page(rows):
+    row = {"suite": "pi", "name": "a", "equal": True, "noise": 0.21, "missed": [], "stock_cg_us": 2.0, "pygraph_us": 1.0}
+    page = report.document("pi", [row], {})
+    assert "pass, noisy" in page and "- `a`: stock CUDA graphs' rounds spread over 21 %, twice" in page
+
+
+def test_a_host_that_slows_down_is_noticed(rows):
+    run = {"suite": "pi", "date": "2026-11-03T10:00", "device": "H200", "missed": []}
+    cases = [{**run, "name": name, "eager_loop_us": [4.0, 4.1]} for name in "abc"]
+    assert report.slow_hosts(cases) == {}
+    cases[1]["eager_loop_us"] = [4.0, 5.0]
+    # Another run has another host.
+    cases.append({**run, "name": "d", "date": "2026-11-04T10:00", "eager_loop_us": [9.0, 9.0]})
+    assert report.slow_hosts(cases) == {"b": pytest.approx(1.25, abs=0.02)}
+    assert "- `b`: the host was 1.2" in report.document("pi", cases, {})
+    assert "The host was slower than usual, up to 1.2" in report.readme({"cases": cases}, "docs")
+
+
 def test_memory_of_pools_is_on_the_page():
     pools = {"stock_cg": {"graphs": [20, 1], "others": [9, 6]}, "pygraph": {"graphs": [12, 0], "others": [15, 8]}}
     row = {"suite": "paper", "name": "a", "alone": {"pygraph": {}}, "pools_mib": pools, "equal": True}

@@ -1263,23 +1263,6 @@ def _gpu_suite():
     return module
 
 
-def test_resuming_runs_what_has_no_result_of_these_sources():
-    record = {
-        "cases": [
-            {"suite": "quick", "name": "eos", "sources": "new"},
-            {"suite": "quick", "name": "lcnet", "sources": "old"},
-            {"suite": "paper", "name": "dlrm", "sources": "new"},
-            {"suite": "quick", "name": "mm_clip", "sources": "new", "error": "out of time"},
-            {"suite": "quick", "name": "gat_train", "sources": "new", "skipped": "needs something"},
-        ]
-    }
-    names = [case.name for case in catalogue.select("quick")]
-    gpu_suite = _gpu_suite()
-    assert gpu_suite.missing("quick", gpu_suite._names("quick"), record, "new") == [n for n in names if n != "eos"]
-    assert gpu_suite._names("replay")[0] == "linear_relu"
-    assert {"lcnet", "dlrm", "mm_clip", "gat_train"} <= set(names)
-
-
 def test_seeds_of_runs_are_all_different():
     gpu_suite = _gpu_suite()
     record = {"programs": [{"seed": 0, "sources": "new"}, {"seed": 4, "sources": "new"}, {"seed": 9, "sources": "old"}]}
@@ -1315,6 +1298,17 @@ def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
     found = []
     run.suite("s", "hangs", [], 4.0, found.append)
     assert [row["name"] for row in found[-1]] == ["0", "1"] and len(found) == 2
+
+
+def test_results_of_other_tests_leave_few_files(tmp_path):
+    run = _gpu_suite().Run(tmp_path, tmp_path, tmp_path / "scratch")
+    (run.logs / "cases").mkdir()
+    (run.logs / "tests.log").write_text("failed")
+    (run.logs / "cases" / "pi-a.log").write_text("x" * 2**20 + "end")
+    run.write_log()
+    (file,) = (file for file in tmp_path.iterdir() if file.is_file())
+    text = file.read_text()
+    assert text.endswith("xend\n==== tests\nfailed\n") and len(text) < 2**17
 
 
 def test_rows_of_tp_may_be_chosen(monkeypatch, tmp_path):

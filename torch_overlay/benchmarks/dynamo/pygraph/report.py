@@ -6,6 +6,7 @@ made of rows alone.
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from typing import Any, TYPE_CHECKING
 
@@ -60,10 +61,18 @@ PAPER_COPIES = {
 }
 
 
+# What the paper says of all its workloads: over no CUDA graphs, and over PyTorch 2.4's, which has no graph partition.
+PAPER_FIGURES = {
+    "NVIDIA H100 NVL (the paper)": {"workloads": "25", "stock_whole": "1.29 (up to 3.36)"},
+    "NVIDIA A6000 (the paper)": {"workloads": "25", "no_cg": "1.18 (up to 3.25)", "stock_whole": "1.11"},
+}
+
 # Of the best candidates' times, in the mean.
 MAX_REGRET = 0.005
 # Of stock's seconds until the steady state, all workloads together.
 MAX_START_UP = 1.15
+# Of the median in the same run: an operator in eager mode that takes longer says that the host is slower.
+MAX_HOST = 1.1
 # A host that needs less than this part of a call's time waits for the device.
 WAITING = 0.9
 
@@ -116,9 +125,10 @@ def coverage(row: Row, variant: str) -> float | None:
 
 
 def copied(row: Row, variant: str) -> int | None:
-    """Bytes of inputs copied a call."""
+    """Bytes of inputs copied a call: counted where it was profiled, or else what PyGraph reports."""
     found = row.get("launches", {}).get(variant)
-    return None if found is None else found["copied_bytes"]
+    reported = {"pygraph": "copied_bytes", "stock_cg": "stock_copied_bytes"}.get(variant)
+    return row.get(reported) if found is None else found["copied_bytes"]
 
 
 def start_up(row: Row, variant: str) -> float | None:
@@ -206,7 +216,7 @@ def _equality(row: Row) -> str:
 def _must(row: Row) -> str:
     if "skipped" in row:
         return "skipped"
-    return "FAIL" if row.get("missed") else "pass"
+    return ("FAIL" if row.get("missed") else "pass") + (", noisy" if "noise" in row else "")
 
 
 def _ratio_to_best(row: Row) -> str:
@@ -469,7 +479,8 @@ def _notes(row: Row) -> list[str]:
     failed = [f"{variant}: {reason}" for variant, reason in row.get("failed", {}).items()]
     met = [must["what"] for must in row.get("musts", ()) if must["met"]]
     missed = row.get("missed", ())
-    said = filter(None, [row.get("skipped"), row.get("note"), row.get("explanation")])
+    noise = f"stock CUDA graphs' rounds spread over {100 * row['noise']:.0f} %, twice" if "noise" in row else ""
+    said = filter(None, [row.get("skipped"), row.get("note"), noise, row.get("explanation")])
     # What another variant failed by may be what is missed.
     return list(dict.fromkeys([*missed, *met, *failed, *said]))
 
@@ -588,9 +599,28 @@ def _runs(rows: list[Row]) -> list[str]:
 
 
 def by_suite(record: Row) -> dict[str, list[Row]]:
-    found: dict[str, list[Row]] = {}
+    """Rows of each suite. Those of several devices are apart, by suite and device."""
+    found: dict[tuple[str, str], list[Row]] = {}
     for row in record.get("cases", ()):
-        found.setdefault(row["suite"], []).append(row)
+        found.setdefault((row["suite"], row.get("device") or "-"), []).append(row)
+    suites = [suite for suite, _ in found]
+    return {
+        suite if suites.count(suite) == 1 else f"{suite}-{'-'.join(re.findall('[a-z0-9]+', device.lower()))}": rows
+        for (suite, device), rows in found.items()
+    }
+
+
+def slow_hosts(rows: list[Row]) -> dict[str, float]:
+    """How much longer the host took for an operator in eager mode, of the cases whose run was faster otherwise."""
+    runs: dict[tuple[Any, Any], list[Row]] = {}
+    for row in rows:
+        if row.get("eager_loop_us"):
+            runs.setdefault((row.get("date"), row.get("device")), []).append(row)
+    found = {}
+    for of_run in runs.values():
+        usual = statistics.median(us for row in of_run for us in row["eager_loop_us"])
+        slow = {row["name"]: max(row["eager_loop_us"]) / usual for row in of_run}
+        found |= {name: ratio for name, ratio in slow.items() if ratio > MAX_HOST}
     return found
 
 
@@ -639,6 +669,38 @@ def overview(record: Row, pages: str = "") -> str:
     return "\n\n".join([*parts, *filter(None, ["\n".join(others)])])
 
 
+# What README has speed-ups over, by device
+FIGURES = {
+    "over stock CUDA graphs": "stock_cg",
+    "over no CUDA graphs": "no_cg",
+    "over captured by hand": "hand_written",
+    "over stock without graph partition": "stock_whole",
+}
+
+
+def figures(record: Row) -> str:
+    """Geomeans of workloads by device, beside those of the paper."""
+    lines = []
+    for rows in by_suite(record).values():
+        if not _are_workloads(rows) or rows[0]["suite"] not in PLOTTED:
+            continue
+        right = [row for row in rows if time_of(row, "pygraph")]
+        line = {"device": rows[0].get("device") or "-", "workloads": f"{len(right)} of {rows[0]['suite']}"}
+        for over in FIGURES.values():
+            if found := present(speedup(row, "pygraph", over) for row in right):
+                line[over] = f"{geomean(found):.2f} (up to {max(found):.2f})"
+                line[over] += f", {len(found)} workloads" if len(found) < len(right) else ""
+        lines.append(line)
+    if not lines:
+        return ""
+    lines += [{"device": device, **line} for device, line in PAPER_FIGURES.items()]
+    columns: Columns = {
+        title: lambda line, key=key: line.get(key, "-")
+        for title, key in {"device": "device", "workloads": "workloads", **FIGURES}.items()
+    }
+    return as_table(lines, columns, True)
+
+
 # Whose plot README has, if the record has it.
 PLOTTED = ("paper", "modern", "pi")
 
@@ -651,9 +713,13 @@ def readme(record: Row, pages: str) -> str:
         "that show all they must.",
         overview(record, pages),
     ]
-    plotted = next((suite for suite in PLOTTED if suite in suites), None)
+    if table := figures(record):
+        parts += ["Geomeans by device. The paper compares with PyTorch 2.4, whose graphs have no partitions.", table]
+    plotted = next((name for suite in PLOTTED for name, rows in suites.items() if rows[0]["suite"] == suite), None)
     if plotted:
         parts.insert(0, f"![Speed-up of suite {plotted}]({pages}/{plotted}-speedup.png)")
+    if slow := {name: ratio for rows in suites.values() for name, ratio in slow_hosts(rows).items()}:
+        parts.append(f"The host was slower than usual, up to {max(slow.values()):.2f} times, beside {len(slow)} cases.")
     failing = [
         f"- {suite}: " + ", ".join(f"`{row['name']}` ({'; '.join(row['missed'])})" for row in rows if row.get("missed"))
         for suite, rows in suites.items()
@@ -759,6 +825,7 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     if _are_workloads(rows):
         parts += ["## The workloads", as_table(rows, ABOUT_COLUMNS, True)]
     notes = [f"- `{row['name']}`: {note}" for row in rows for note in _notes(row)]
+    notes += [f"- `{name}`: the host was {ratio:.2f} times as slow" for name, ratio in slow_hosts(rows).items()]
     if notes:
         parts += ["## Notes", "\n".join(notes)]
     if rows:

@@ -334,7 +334,8 @@ def _missed_schedule(case: Case, row: Row) -> list[str]:
 
 def _missed_coverage(row: Row, least: float) -> list[str]:
     """``least``: percent of the kernels in CUDA graphs, with every graph deployed or as chosen."""
-    found = max(present(coverage(row, name) for name in ("forced_copy", "pygraph")), default=None)
+    deployed = ("forced_copy", "forced_node_update", "pygraph")
+    found = max(present(coverage(row, name) for name in deployed), default=None)
     if found is None:
         return ["it is not known which kernels are in CUDA graphs"]
     # As the paper's numbers are rounded.

@@ -1,0 +1,225 @@
+"""What a whole record has, in parts that are continued, with runs that take no GPU."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "torch_overlay" / "benchmarks" / "dynamo"))
+
+pytest.importorskip("torch")
+
+from pygraph import plan  # noqa: E402
+from pygraph.plan import Unit  # noqa: E402
+
+
+H100, A100 = "NVIDIA H100", "NVIDIA A100"
+
+
+def _load(*path):
+    file = ROOT.joinpath(*path)
+    loader = importlib.machinery.SourceFileLoader(file.name, str(file))
+    module = importlib.util.module_from_spec(importlib.util.spec_from_loader(file.name, loader))
+    loader.exec_module(module)
+    return module
+
+
+def _case(unit, **more):
+    return {"suite": unit.kind, "name": unit.name, "sources": "new", "device": H100, **more}
+
+
+COMPLETE = {"passed": 1, "failed": 0, "skipped": 0, "complete": True}
+
+
+def test_parts_are_all_of_it_and_alike():
+    whole = plan.whole()
+    assert {Unit("tests"), Unit("paper", "eos"), Unit("pi", "conv2d"), Unit("replay", "training")} <= {*whole}
+    assert not {unit.kind for unit in whole} & plan.APART
+    parts = [plan.part(whole, index, 2) for index in (1, 2)]
+    assert sorted([*parts[0], *parts[1]], key=str) == sorted(whole, key=str)
+    minutes = [plan.seconds(part, {}) / 60 for part in parts]
+    assert abs(minutes[0] - minutes[1]) < 3 and max(minutes) < 28
+    # A case of replay is compared with another one.
+    assert all(
+        len([unit for unit in part if unit.kind == "replay"]) in (0, len(plan.names_of("replay"))) for part in parts
+    )
+    assert plan.part(whole, 1, 1) == whole
+
+
+def test_every_row_of_the_record_has_a_case():
+    cases = json.loads((ROOT / "ci" / "gpu_record.json").read_text())["cases"]
+    names = {suite: plan.names_of(suite) for suite in {case["suite"] for case in cases} - {"tp"}}
+    assert not [
+        (case["suite"], case["name"]) for case in cases if case["name"] not in names.get(case["suite"], [case["name"]])
+    ]
+
+
+def test_what_is_missing():
+    a, b, c, d, e = (Unit("paper", name) for name in "abcde")
+    record = {
+        "cases": [
+            _case(a),
+            _case(b, sources="old"),
+            _case(c, error="out of time"),
+            _case(d, skipped="needs something"),
+            _case(e, device=A100),
+        ]
+    }
+    # What failed is last.
+    assert plan.missing([a, c, b, d, e], record, "new") == [b, c, d]
+    assert plan.missing([a, b, e], record, "new", H100) == [b, e]
+
+
+@pytest.mark.parametrize(
+    ("kind", "entry", "is_missing"),
+    [
+        ("tests", None, True),
+        ("tests", {**COMPLETE, "sources": "new"}, False),
+        ("tests", {**COMPLETE, "sources": "old"}, True),
+        ("tests", {**COMPLETE, "sources": "new", "complete": False}, True),
+        ("upstream", {"sources": "new", "stock": COMPLETE, "on": COMPLETE, "differs": {}}, False),
+        ("upstream", {"sources": "new", "stock": COMPLETE, "on": {**COMPLETE, "complete": False}}, True),
+        ("programs", [{"sources": "new", "programs": plan.PROGRAMS - 1}, {"sources": "old", "programs": 9}], True),
+        ("programs", [{"sources": "new", "programs": plan.PROGRAMS - 1}, {"sources": "new", "programs": 1}], False),
+    ],
+)
+def test_what_is_no_case_is_missing_until_it_is_complete(kind, entry, is_missing):
+    record = {} if entry is None else {kind: entry}
+    assert plan.missing([Unit(kind)], record, "new") == [Unit(kind)] * is_missing
+
+
+def test_times_are_those_of_the_last_run():
+    unit, other = Unit("paper", "a"), Unit("paper", "b")
+    recorded = {"compile": 32.0, "measure": 10.0, "device": 6.0}
+    record = {"cases": [_case(unit, sources="old", seconds=recorded)], "tests": {"seconds": 77.0}}
+    assert plan.seconds([unit], record) == 6.0
+    assert plan.seconds([Unit("tests")], record) == 77.0
+    # Without them, slower calls take longer.
+    slow = {"cases": [_case(other, pygraph_us=1e6, stock_cg_us=1e6)]}
+    assert plan.seconds([other], slow) > plan.seconds([other], {}) > 0
+    half = {"programs": [{"sources": "new", "programs": plan.PROGRAMS // 2}]}
+    assert plan.seconds([Unit("programs")], half, "new") == plan.OTHERS["programs"] / 2
+
+
+def test_the_plan_says_what_is_missing_and_how_many_commands_it_takes():
+    units = [Unit("tests"), *(Unit("paper", str(i)) for i in range(100))]
+    lines = plan.table(units, {"cases": [_case(unit) for unit in units[1:41]]}, "new", 2).splitlines()
+    missing = {line.split()[0]: line for line in lines}
+    assert "60 of 100" in missing["paper"] and "1 of 1" in missing["tests"]
+    assert lines[-3].startswith("--part 1/2: ") and lines[-3].endswith("2 commands of 10 minutes")
+    assert lines[-1].startswith("In all ")
+    assert "In all 0 commands, or 0 sessions" in plan.table(
+        units[1:41], {"cases": [_case(u) for u in units[1:41]]}, "new", 1
+    )
+
+
+class Machine:
+    """Runs parts of a record: a clock that moves, and cases that take a minute each."""
+
+    def __init__(self, monkeypatch, tmp_path, units, device=H100):
+        self.now, self.suite, self.record, self.ran = 0.0, _load("scripts", "gpu_suite"), {}, []
+        self.tmp_path = tmp_path
+        monkeypatch.setattr(plan, "whole", lambda: units)
+        monkeypatch.setattr(self.suite.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(self.suite, "_machine", lambda: {"device": device, "driver": "1", "versions": {}})
+        monkeypatch.setattr(self.suite, "_gpu_record", lambda: self)
+        monkeypatch.setattr(self.suite.Run, "build", lambda run, seconds: True)
+        for kind, take in {"tests": self.tests, "programs": self.programs, "suite": self.cases}.items():
+            monkeypatch.setattr(self.suite.Run, kind, lambda run, *args, take=take: take(*args))
+        monkeypatch.setenv("OUT", str(tmp_path))
+        self.monkeypatch = monkeypatch
+
+    def load(self):
+        return self.record
+
+    def source_hash(self):
+        return "new"
+
+    def tests(self, seconds):
+        return self.took("tests", 200.0, seconds, {**COMPLETE, "failures": {}})
+
+    def programs(self, number, seed, seconds):
+        done = min(number, int(seconds * 10))
+        return self.took(
+            "programs", done / 10, seconds, {"seed": seed, "programs": done, "equal": done, "passed": True}
+        )
+
+    def took(self, what, needed, seconds, result):
+        self.ran.append(what)
+        self.now += min(needed, seconds)
+        return result if needed <= seconds else {**result, "complete": False}
+
+    def cases(self, name, module, arguments, seconds, found):
+        rows, end = [], self.now + seconds
+        for case in arguments[arguments.index("--cases") + 1].split(","):
+            suite, _, name = case.rpartition("/")
+            if self.now + 60 > end:
+                self.now = end
+                break
+            self.now += 60
+            self.ran.append(name)
+            rows.append({"suite": suite or arguments[arguments.index("--suite") + 1], "name": name})
+            found(rows)
+
+    def command(self, *arguments):
+        """Run it, merge what it left, and return what ran."""
+        self.now, self.ran = 0.0, []
+        self.monkeypatch.setattr(sys, "argv", ["gpu_suite", "--all", *arguments])
+        self.suite.main()
+        assert self.now <= 540
+        if self.ran:
+            result = json.loads((self.tmp_path / "result.json").read_text())
+            self.record = _load("ci", "gpu_record").merge(self.record, result)
+            assert len([file for file in self.tmp_path.iterdir() if file.is_file()]) <= 8
+        return self.ran
+
+
+@pytest.fixture
+def machine(monkeypatch, tmp_path):
+    cases = [Unit("paper" if i % 2 else "pi", f"c{i}") for i in range(16)]
+    return Machine(monkeypatch, tmp_path, [Unit("tests"), Unit("programs"), *cases])
+
+
+def test_a_record_is_made_by_runs_that_go_on_where_the_last_one_ended(machine):
+    ran = []
+    for index in ("1/2", "2/2"):
+        while found := machine.command("--part", index, "--resume"):
+            ran += found
+            assert len(ran) < 40
+    assert ran.count("tests") == 1
+    assert sorted(name for name in ran if name[0] == "c") == sorted(f"c{i}" for i in range(16))
+    assert sum(run["programs"] for run in machine.record["programs"]) >= plan.PROGRAMS
+    assert plan.missing(plan.whole(), machine.record, "new", H100) == []
+    assert machine.record["tests"]["seconds"] == 200.0
+    # On another device nothing of it is known.
+    machine.monkeypatch.setattr(machine.suite, "_machine", lambda: {"device": A100})
+    assert machine.command("--resume")
+
+
+def test_tests_are_not_begun_where_their_end_would_not_come(machine):
+    machine.monkeypatch.setattr(plan, "PROGRAMS", 4000)
+    machine.monkeypatch.setattr(plan, "whole", lambda: [Unit("programs"), Unit("tests")])
+    machine.monkeypatch.setattr(plan, "OTHERS", {"programs": 500.0, "tests": 300.0})
+    assert machine.command("--resume") == ["programs"]
+    assert machine.command("--resume") == ["tests"]
+
+
+def test_cases_of_one_suite_and_of_several(machine):
+    asked = []
+    machine.monkeypatch.setattr(machine.suite.Run, "suite", lambda run, *args: asked.append(args[:3]))
+    for arguments in (["--suite", "pi", "--cases", "conv2d"], ["--suite", "quick,replay"], ["--suite", "bindings"]):
+        machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", *arguments])
+        assert machine.suite.main() == 0
+    (one, replay, quick, bindings, cases) = asked
+    assert one == ("cases", "pygraph", ["--suite", "pi", "--cases", "conv2d", "--device", "cuda"])
+    assert replay[1] == "pygraph.replay" and replay[2][1].startswith("linear_relu,")
+    assert quick[2][:2] == ["--suite", "quick"] and "/" not in quick[2][3]
+    # What the suite has beside cases is measured too.
+    assert bindings == ("bindings", "pygraph.bindings", []) and cases[2][:2] == ["--suite", "bindings"]
