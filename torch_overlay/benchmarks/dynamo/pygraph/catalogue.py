@@ -56,7 +56,9 @@ BORROWED: dict[str, Callable[[Case], bool]] = {
 def select(suite: str, names: list[str] | None = None) -> list[Case]:
     """Return the cases of a suite, or those of them that ``names`` has."""
     if suite in BORROWED:
-        cases = [replace(case, suite=suite, alone=False) for case in CASES.values() if BORROWED[suite](case)]
+        borrowed = [case for case in CASES.values() if BORROWED[suite](case)]
+        # What runs alone says the same in each suite.
+        cases = [replace(case, suite=suite, alone=case.alone and case.suite == suite) for case in borrowed]
     else:
         cases = [case for case in CASES.values() if case.suite == suite]
     if names is None:

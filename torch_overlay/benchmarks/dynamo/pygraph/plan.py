@@ -32,9 +32,11 @@ COMPILE_S, MEASURE_S, DEVICE_S = 60.0, 20.0, 10.0
 # Of each variant of a case until its row is complete, and how many variants share their kernels
 CALLS, VARIANTS = 60, 4
 CORES = 16
+# Seconds for which variants that run alone compile, and nothing is measured
+ALONE_S = 150.0
 MEASURED_AT_ONCE = 2
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
-COMMAND_S, START_S, SESSION_S = 600.0, 90.0, 1800.0
+COMMAND_S, START_S, SESSION_S = 600.0, 75.0, 1800.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ def part(units: list[Unit], index: int, count: int) -> list[Unit]:
     found = set()
     # A case of a module is compared with other cases of the module, which stay together.
     places: dict[str, int] = {}
-    for unit in sorted(units, key=lambda unit: bool(unit.name)):
+    for unit in sorted(units, key=lambda unit: (bool(unit.name), not unit.is_module)):
         place = loads.index(min(loads))
         if unit.is_module:
             place = places.setdefault(unit.kind, place)
@@ -119,7 +121,7 @@ def programs_left(record: Row, sources: str) -> int:
     return max(0, PROGRAMS - done)
 
 
-def seconds(units: Iterable[Unit], record: Row, sources: str = "") -> float:
+def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
     """How long units take together."""
     cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
     total, sums = 0.0, [0.0, 0.0, 0.0]
@@ -133,7 +135,14 @@ def seconds(units: Iterable[Unit], record: Row, sources: str = "") -> float:
         else:
             total += record.get(unit.kind, {}).get("seconds", OTHERS[unit.kind])
     compiled, measured, alone = sums
+    if any(map(_runs_alone, units)):
+        total += ALONE_S
     return total + max(compiled / CORES, measured / MEASURED_AT_ONCE, alone)
+
+
+def _runs_alone(unit: Unit) -> bool:
+    case = catalogue.CASES.get(unit.name)
+    return case is not None and case.alone and case.suite == unit.kind
 
 
 def _of_case(row: Row) -> tuple[float, float, float]:

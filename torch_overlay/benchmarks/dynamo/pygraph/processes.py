@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 # Between stopping the other processes and timing.
-DRAIN_S = 0.1
+DRAIN_S = 0.2
 
 
 @contextlib.contextmanager

@@ -49,7 +49,7 @@ MAX_MEASURED = 2
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
 # for what cases need besides while they are measured.
 COMPILED_SHARE = 0.65
-MEASURED_SHARE = 0.35
+MEASURED_SHARE = 0.25
 # Threads of a core that compile. They wait for files and for the device too.
 THREADS = 2
 # Those that also run alone, and where their memory is in the row
