@@ -11,7 +11,6 @@ import dataclasses
 import pickle
 import random
 import types
-import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -19,7 +18,6 @@ import triton
 import triton.language as tl
 
 import torch
-import torch._inductor.compile_fx as compile_fx
 from torch._dynamo import mark_dynamic
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._inductor import async_compile, config
@@ -28,7 +26,7 @@ from torch._inductor.exc import InductorError
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap, TensorAt
 from torch._inductor.pygraph.values import deliver
-from torch._inductor.pygraph.values.sizes import LaunchValues, lower, Steps
+from torch._inductor.pygraph.values.sizes import LaunchOf, lower, SizedFunction, Steps
 from torch._inductor.runtime.triton_heuristics import get_constexprs, GridExpr
 from torch._inductor.test_case import run_tests, TestCase
 from torch.overrides import TorchFunctionMode
@@ -39,6 +37,7 @@ from torch.testing._internal.common_utils import (
     subtest,
 )
 from torch.testing._internal.fake_cuda import CompiledGraph, fake_cuda
+from torch.testing._internal.modelled_sizes import numbers, symbolic_graphs, symbols
 from torch.utils import _pytree as pytree
 
 
@@ -241,11 +240,6 @@ class DryRun:
         self.run.allocations.append((size, stride, dtype, t))
         return t
 
-    @property
-    def symbols(self) -> list[str]:
-        expressions = (e for i in self.inputs for e in _expressions(i))
-        return sorted({str(s) for e in expressions for s in getattr(e, "free_symbols", ())})
-
     def at(self, sizes: dict[str, int], is_first: bool) -> None:
         """Run at these sizes. Forget it if generated code cannot, which was compiled for the first ones."""
         self.run, self.in_operator = Run([]), False
@@ -260,26 +254,11 @@ class DryRun:
                 raise
 
 
-def _expressions(i: Any) -> Iterator[Any]:
-    if isinstance(i, torch.Tensor):
-        values = (*i.shape, *i.stride())
-    else:
-        values = (i,)
-    for value in values:
-        if isinstance(value, torch.SymInt):
-            yield value.node.shape_env.replace(value.node.expr)
-        else:
-            yield value
-
-
 def _concrete(i: Any, sizes: dict[str, int]) -> Any:
-    numbers = [
-        int(e.subs({s: sizes[str(s)] for s in e.free_symbols})) if hasattr(e, "free_symbols") else e
-        for e in _expressions(i)
-    ]
+    values = numbers(i, sizes)
     if not isinstance(i, torch.Tensor):
-        return numbers[0]
-    return torch.empty_strided(numbers[: i.dim()], numbers[i.dim() :], dtype=i.dtype, device=i.device)
+        return values[0]
+    return torch.empty_strided(values[: i.dim()], values[i.dim() :], dtype=i.dtype, device=i.device)
 
 
 class Mismatch(Exception):
@@ -300,7 +279,7 @@ class Check:
         self.everything = lower(
             len(size_map.sizes), size_map.steps, range(len(size_map.sizes) + len(size_map.steps))
         )
-        self.launches = LaunchValues(size_map, kernels)
+        self.function = SizedFunction(size_map, kernels)
         self.words = 0
 
     def runs(self, runs: Sequence[Run]) -> None:
@@ -335,21 +314,21 @@ class Check:
         except ZeroDivisionError:
             # So it does where the launcher does.
             with contextlib.suppress(ZeroDivisionError):
-                self.launches.compute(*sizes)
+                self.function.compute(*sizes)
                 raise Mismatch("a launcher divides by zero")
             return
-        values = self.launches.compute(*sizes)
-        places = [i for i, call in enumerate(self.map.calls) if isinstance(call, KernelAt)]
-        for launch in self.launches.launches:
-            event = events[places.index(launch.call)]
+        values = self.function.compute(*sizes)
+        launches = [e for e in self.function.events if isinstance(e, LaunchOf)]
+        for launch, event in zip(launches, events, strict=True):
             kernel = self.kernels[event.name]
-            expect(kernel.grid(event.arguments), tuple(values[i] for i in launch.grid), f"grid of {event.name}")
+            grid = kernel.grid(event.arguments)
+            expect(0 not in grid, bool(values[launch.is_launched]), f"launch of {event.name}")
+            expect(tuple(max(n, 1) for n in grid), tuple(values[i] for i in launch.grid), f"grid of {event.name}")
             given = {kernel.parameters.get(n): a for n, a in kernel.named(event.arguments).items()}
             for parameter, _, i in launch.words:
                 expect(given[parameter], values[i], f"word of {event.name}")
-            for parameter, i in launch.offsets:
-                pointer = next(p for p in self.map.calls[launch.call].pointers if p.parameter == parameter)
-                expect(self.values[pointer.offset], values[i], f"offset of {event.name}")
+            for parameter, owner, i in launch.pointers:
+                self.address(given[parameter], owner, values[i], f"pointer of {event.name}")
 
     def numbers(self, values: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.values[value] for value in values)
@@ -740,27 +719,17 @@ class GeneratedProgram:
 @contextlib.contextmanager
 def dry_runs(program: Callable[[], None], **options: Any) -> Iterator[list[DryRun]]:
     """Compile a program; yield its graphs."""
-    seen: list[list[Any]] = []
-    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch(pygraph=True, pygraph_sizes=True, **options):
-        warnings.simplefilter("ignore")
-        compile_inner = compile_fx._compile_fx_inner
-
-        def note_inputs(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
-            seen.append([*inputs])
-            return compile_inner(gm, inputs, **kwargs)
-
-        with mock.patch.object(compile_fx, "_compile_fx_inner", note_inputs):
-            program()
-        yield [DryRun(graph, inputs) for graph, inputs in zip(graphs, seen, strict=True)]
+    with symbolic_graphs(program, **options) as graphs:
+        yield [DryRun(graph, inputs) for graph, inputs in graphs]
 
 
 def check_graph(dry_run: DryRun) -> list[Check]:
     """Compare the functions of a graph with runs at all sizes."""
-    symbols = dry_run.symbols
+    names = symbols(dry_run.inputs)
     for n in range(len(SIZES)):
         # Sizes of their own for all symbols.
-        sizes = {symbol: SIZES[(n + 7 * i) % len(SIZES)] for i, symbol in enumerate(symbols)}
-        dry_run.at(sizes if n else dict.fromkeys(symbols, SIZES[0]), is_first=n == 0)
+        sizes = {symbol: SIZES[(n + 7 * i) % len(SIZES)] for i, symbol in enumerate(names)}
+        dry_run.at(sizes if n else dict.fromkeys(names, SIZES[0]), is_first=n == 0)
     checks = []
     for i, (function, runs) in enumerate(zip(dry_run.info.functions, dry_run.runs)):
         if isinstance(function.sizes, SizeMap) and runs:

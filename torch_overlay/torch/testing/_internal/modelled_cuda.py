@@ -151,7 +151,7 @@ class _Operators:
             return op(*given, **named)
 
         if self.device is not None and self.device.captured is not None:
-            return self._capture(call, tensors)
+            return self._capture(op, call, tensors)
         hosted = [*map(on_host, tensors)]
         results = call(*hosted)
         for t, h in zip(tensors, hosted):
@@ -179,7 +179,7 @@ class _Operators:
         on_host(t).copy_(values)
         return t
 
-    def _capture(self, call: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
+    def _capture(self, op: Any, call: Callable[..., Any], tensors: list[torch.Tensor]) -> Any:
         device = self.device
         likes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         made: list[torch.Tensor] = []
@@ -198,7 +198,7 @@ class _Operators:
             for output, values in zip(outputs, fresh, strict=True):
                 output.copy_(values)
 
-        device.launch(compute, *made, *tensors, written=range(len(made) + len(tensors)))
+        device.capture_operator(op.__name__.partition(".")[0], compute, [*made, *tensors])
         return results
 
 
@@ -871,12 +871,12 @@ def _map(address: int, nbytes: int, access: int, file: int | None = None) -> boo
 
 
 @contextlib.contextmanager
-def modelled_driver(*nodes: Node) -> Iterator[ModelledDriver]:
+def modelled_driver(*nodes: Node, driver_type: Callable[..., ModelledDriver] | None = None) -> Iterator[ModelledDriver]:
     """
     A driver with these nodes in one graph in the place of ``cuda.bindings.driver``. Operators on CUDA tensors run on
     the host.
     """
-    model = ModelledDriver(nodes)
+    model = ModelledDriver(nodes) if driver_type is None else driver_type()
     caches = (driver.bindings, placeholder.arena)
     with mock.patch("cuda.bindings.driver", model), host_operators():
         for cache in caches:
@@ -926,6 +926,13 @@ class ModelledGraph:
 
     def register_generator_state(self, generator: Any) -> None:
         pass
+
+    def capture_begin(self, pool: Any = None, capture_error_mode: str = "global") -> None:
+        self.context = self.device.capture(self, pool)
+        self.context.__enter__()
+
+    def capture_end(self) -> None:
+        self.context.__exit__(None, None, None)
 
     def reset(self) -> None:
         pass
@@ -1010,6 +1017,7 @@ class ModelledDevice:
     def __init__(self, driver: ModelledDriver) -> None:
         self.driver = driver
         self.stream = ModelledStream(self, 0)
+        self.new_stream: Callable[..., Any] = mock.Mock()
         self.waits: list[tuple[int, int]] = []
         self.blocks: list[Block] = []
         self.results: collections.defaultdict[int, list[Block]] = collections.defaultdict(list)
@@ -1160,6 +1168,10 @@ class ModelledDevice:
         node = KernelNode(*(u64(t.data_ptr()) for t in args), launch=Launch(compute, likes, written, kernel))
         self.driver.add_node(self.captured.handle, node, self.nodes_before(node))
 
+    def capture_operator(self, name: str, compute: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+        """Add the nodes of an operator that works on these tensors, and may write all of them."""
+        self.launch(compute, *tensors, written=range(len(tensors)))
+
     def nodes_before(self, node: KernelNode) -> list[int]:
         """Return the captured nodes that it depends on: the last one, or those that touch the same memory."""
         nodes = self.driver.graphs[self.captured.handle]
@@ -1232,10 +1244,13 @@ class ModelledAutotuner(CachingAutotuner):
 
 
 @contextlib.contextmanager
-def modelled_device() -> Iterator[ModelledDevice]:
+def modelled_device(
+    driver_type: Callable[..., ModelledDriver] | None = None,
+    device_type: Callable[[Any], ModelledDevice] = ModelledDevice,
+) -> Iterator[ModelledDevice]:
     """A device in the place of device 0."""
-    with modelled_driver() as modelled:
-        device = ModelledDevice(modelled)
+    with modelled_driver(driver_type=driver_type) as modelled:
+        device = device_type(modelled)
         nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
 
         def compile_indirect(autotuner: ModelledAutotuner, config: Any, positions: Sequence[int]) -> Any:
@@ -1254,7 +1269,7 @@ def modelled_device() -> Iterator[ModelledDevice]:
                     "graph_pool_handle": device.new_pool,
                     "device": nothing,
                     "stream": device.on_stream,
-                    "Stream": mock.Mock(),
+                    "Stream": device.new_stream,
                     "Event": lambda **kwargs: ModelledEvent(),
                     "current_stream": lambda index=None: device.stream,
                     "set_stream": mock.Mock(),

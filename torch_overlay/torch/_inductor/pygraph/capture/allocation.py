@@ -26,6 +26,7 @@ from torch._inductor.pygraph.graph.placeholder import (
     arena,
     MAX_ALIGNMENT,
     NAN,
+    Placeholder,
     PlaceholderMap,
     POISONS,
     storage_extent,
@@ -210,6 +211,20 @@ class OutputLayout:
         return cls(trace.of(outputs[i] for i in owned), copies, sum(copied.values()))
 
 
+def poison_of(t: torch.Tensor) -> int:
+    """Return the poison of an input's placeholder."""
+    return NAN if t.is_floating_point() or t.is_complex() else ZERO
+
+
+def place(wanted: Iterable[tuple[int, int, int]], device_index: int) -> list[Placeholder]:
+    """Return a placeholder for each (poison, bytes, alignment)."""
+    requests: dict[int, list[tuple[int, int]]] = {poison: [] for poison in POISONS}
+    for poison, nbytes, alignment in (wanted := [*wanted]):
+        requests[poison].append((nbytes, alignment))
+    places = {poison: iter(arena(device_index, poison).place(sizes)) for poison, sizes in requests.items()}
+    return [next(places[poison]) for poison, *_ in wanted]
+
+
 @dataclasses.dataclass(frozen=True)
 class BoundMemory:
     """
@@ -234,13 +249,12 @@ class BoundMemory:
         owned = [*layout.allocations.values(), *layout.copies.values()]
         allocators = [a.allocator(device_index) for a in owned]
         outputs = [allocate() for allocate in allocators]
-        requests: dict[int, list[tuple[int, int]]] = {poison: [] for poison in POISONS}
-        poisons = [NAN if t.is_floating_point() or t.is_complex() else ZERO for t in inputs]
-        poisons += [UNWRITTEN] * len(outputs)
-        for poison, t in zip(poisons, tensors := [*inputs, *outputs]):
-            requests[poison].append((storage_extent(t), MAX_ALIGNMENT if poison == UNWRITTEN else alignment))
-        places = {poison: iter(arena(device_index, poison).place(sizes)) for poison, sizes in requests.items()}
-        placeholders = [next(places[poison]) for poison in poisons]
+        tensors = [*inputs, *outputs]
+        placeholders = place(
+            [(poison_of(t), storage_extent(t), alignment) for t in inputs]
+            + [(UNWRITTEN, storage_extent(t), MAX_ALIGNMENT) for t in outputs],
+            device_index,
+        )
         addresses = (p.address for p in placeholders[len(inputs) :])
         allocations = {n: (storage_extent(a.like()), next(addresses)) for n, a in layout.allocations.items()}
         copies = {i: (copy, next(addresses)) for i, copy in layout.copies.items()}

@@ -43,11 +43,14 @@ WORD_BYTES = 8
 
 
 class Word(NamedTuple):
-    """A parameter word that holds the address of an input plus an offset."""
+    """
+    A parameter word that holds the address of an input plus an offset, or a number that depends
+    on the sizes of a call.
+    """
 
     input: int
     offset: int
-    value: ctypes.c_uint64
+    value: ctypes.c_uint64 | ctypes.c_uint32
 
 
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
@@ -262,7 +265,11 @@ class Nodes:
         launched then.
         """
         moved = (k for k, (a, b) in enumerate(zip(self.pointers, pointers)) if a != b)
-        for i in sorted(OrderedSet(i for k in moved for i in self.nodes_of[k])):
+        return self.set(sorted(OrderedSet(i for k in moved for i in self.nodes_of[k])), pointers)
+
+    def set(self, changed: Sequence[int], pointers: Sequence[int]) -> bool:
+        """Set some of the nodes. Afterwards all inputs lie at ``pointers``."""
+        for i in changed:
             update = self.updates[i]
             for word in update.words:
                 word.value.value = pointers[word.input] + word.offset

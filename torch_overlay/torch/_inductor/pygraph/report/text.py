@@ -117,6 +117,10 @@ def facts(f: FunctionReport) -> str:
     if f.width > 1:
         times = f"{format_us(f.critical_us)} of {format_us(f.calls_us)}"
         parts.append(f"up to {f.width} kernels side by side, critical path {times}")
+    if f.calls:
+        buckets = ", ".join(" x ".join(map(str, sizes)) for sizes in f.buckets)
+        share = f"{f.captured_calls / f.calls:.0%} of {plural(f.calls, 'call')} captured"
+        parts.append(f"one recording for many sizes: {plural(f.num_sizes, 'size')} came, up to {buckets}, {share}")
     return ", ".join(parts)
 
 

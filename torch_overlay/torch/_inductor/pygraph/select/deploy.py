@@ -10,16 +10,21 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import logging
+import weakref
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
+from torch._inductor import config
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
+from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
+from torch._inductor.pygraph.select.many_sizes import ManySizes
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
@@ -42,6 +47,8 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -98,7 +105,29 @@ def deploy(
         to_check=get_input_idxs_to_check(inputs, static_input_idxs),
         static_input_idxs=remove_unaligned_input_idxs(inputs, static_input_idxs),
     )
-    return deployment.start(inputs) if has_trees() else deployment.wait()
+    if not has_trees():
+        return deployment.wait()
+    if fns is not None and may_be_for_many_sizes(deployment, inputs):
+        return deployment.start_for_many_sizes(fns)
+    return deployment.start(inputs)
+
+
+# Functions that cannot be recorded for many sizes, of those for which it was tried.
+_not_for_many_sizes: weakref.WeakSet[ModelType] = weakref.WeakSet()
+
+
+def may_be_for_many_sizes(deployment: Deployment, inputs: Sequence[InputType]) -> bool:
+    """Return whether a function may be recorded for many sizes together. If not, log why once."""
+    spec, model = deployment.spec, deployment.model
+    if not config.pygraph_sizes or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
+        return False
+    if spec.info.sizes is None or model in _not_for_many_sizes:
+        return False
+    if (reason := not_for_many_sizes(spec, inputs)) is None:
+        return True
+    _not_for_many_sizes.add(model)
+    deployment.log_sizes(reason)
+    return False
 
 
 @dataclasses.dataclass(eq=False)
@@ -117,7 +146,7 @@ class Deployment:
     to_check: Sequence[int]
     static_input_idxs: Sequence[int]
 
-    def _realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
+    def realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
         # A bound or uncaptured input is written in place, so that a clone is copied back.
         mutated = OrderedSet(self.spec.mutated_input_idxs)
         return align_inputs_from_check_idxs(fn, self.to_check, mutated)
@@ -133,7 +162,7 @@ class Deployment:
         """Run the function uncaptured until a thread calls it that trees know."""
         controller = self._new_controller()
         controller.decide(NO_GRAPH, Reason.of(Code.UNKNOWN_THREAD))
-        run = self._realigned(self.model)
+        run = self.realigned(self.model)
 
         def run_or_start(inputs: list[InputType]) -> OutputType:
             if not has_trees():
@@ -148,12 +177,41 @@ class Deployment:
 
         return run_or_start
 
-    def start(self, inputs: list[InputType]) -> ModelType:
-        """Return what is to be called first."""
+    def log_sizes(self, reason: Reason) -> None:
+        """Say why the function is not recorded for many sizes."""
+        counters["pygraph"]["recorded_by_size"] += 1
+        report = FunctionReport(self.spec.info.name, self.spec.mode, source=self.spec.info.report.source)
+        log.info("%s", report.line("a recording for each size", reason))
+
+    def start_for_many_sizes(self, fns: dict[Any, ModelType]) -> ModelType:
+        """Return what is to be called for all sizes. ``fns`` is what is deployed, by sizes."""
+
+        def replace(fn: ModelType) -> None:
+            fns.clear()
+            fns[None] = fn
+
+        def give_up(reason: Reason) -> None:
+            fns.clear()
+            _not_for_many_sizes.add(self.model)
+            journal.drop([self.controller.report])
+            self.log_sizes(reason)
+
+        self.replace, self.sizes = replace, []
+        fns[None] = first = self.start((), ManySizes(self, give_up))
+        return first
+
+    def start(self, inputs: Sequence[InputType], recorder: Any = None) -> ModelType:
+        """
+        Return what is to be called first.
+
+        Args:
+            recorder: what records and drops recordings, in the place of this object
+        """
+        recorder = recorder or self
         self.owner = thread_containers()
         self.controller = controller = self._new_controller()
         uncaptured = self.run_backward if self.spec.is_backward else self.model
-        self.uncaptured = self._realigned(uncaptured)
+        self.uncaptured = self.realigned(uncaptured)
         force, reason = self.force, Reason.of(Code.FORCED)
         if force is None and self.spec.info.collectives:
             force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
@@ -168,17 +226,19 @@ class Deployment:
         if entry is not None and (remembered := entry.load()) is not None:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
+        choice = force or (remembered and remembered.choice)
+        may_schedule = recorder is self and self._may_schedule(choice)
         self.selection = Selection(
             controller,
             self.uncaptured,
-            self._realigned(self.record),
+            self.realigned(recorder.record),
             self.replace,
-            self._locked(forget),
-            self._locked(policies_around),
+            recorder.forget,
+            recorder.around,
             is_forced=force is not None,
             entry=entry,
             remembered=remembered,
-            time_calls=self._time_calls if self._may_schedule(force or (remembered and remembered.choice)) else None,
+            time_calls=self._time_calls if may_schedule else None,
         )
         return self.selection
 
@@ -191,7 +251,7 @@ class Deployment:
         times = CallTimes(self.spec.device_index)
         times.begin(host_us, len(self.spec.info.calls))
         run = functools.partial(self.run_backward if self.spec.is_backward else self.model, **{NOTE: times})
-        outputs = self._realigned(run)(inputs)
+        outputs = self.realigned(run)(inputs)
         self.controller.calls_timed(times.us())
         return outputs
 
@@ -237,26 +297,26 @@ class Deployment:
         chain = ReplayChain(self.controller, manager, state, self.owner)
         replayer = Replayer(self, fn, chain)
         # Around both ways: the clone of a misaligned input that is mutated is copied back.
-        replayer.general = self._realigned(replayer)
+        replayer.general = self.realigned(replayer)
         return chain.add(replayer.general) or replayer.general, outputs
 
-    def _locked(
-        self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T]
-    ) -> Callable[[FunctionID | None], T | None]:
-        """Return ``fn`` of the calling thread's trees. It returns None while another thread records."""
-        device_index = self.spec.device_index
+    def forget(self, function_id: FunctionID | None) -> bool | None:
+        """See Selection. None while another thread records."""
+        return self._locked(forget, function_id)
 
-        def of_id(id: FunctionID | None) -> T | None:
-            manager = get_manager(device_index)
-            state = state_of(manager)
-            if not state.acquire():
-                return None
-            try:
-                return fn(manager, id)
-            finally:
-                state.release()
+    def around(self, function_id: FunctionID | None) -> OrderedSet[Any] | None:
+        return self._locked(policies_around, function_id)
 
-        return of_id
+    def _locked(self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T], id: FunctionID | None) -> T | None:
+        """Call ``fn`` of the calling thread's trees. Return None while another thread records."""
+        manager = get_manager(self.spec.device_index)
+        state = state_of(manager)
+        if not state.acquire():
+            return None
+        try:
+            return fn(manager, id)
+        finally:
+            state.release()
 
 
 @dataclasses.dataclass(eq=False)

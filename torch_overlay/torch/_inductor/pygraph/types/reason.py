@@ -185,6 +185,8 @@ class Code(str, enum.Enum):
     SIZE_EXPRESSION = "it computes {expression} from its sizes"
     CALL_AT_OTHER_SIZES = "what {call} does at other sizes is not known"
     SIZES_NOT_DESCRIBED = "what it does at other sizes was not found out: {error}"
+    DIFFERS_AT_SIZES = "its graph at sizes {sizes} is not what was expected: {what}"
+    NODES_NOT_IN_ROW = "the nodes of its graph do not follow one another"
 
     # Graph breaks that Dynamo does not make with PyGraph
     CALL_BEHIND_GRAPH = "the call is made behind the graph"

@@ -45,6 +45,9 @@ class FunctionReport:
         schedule: the order of the last recording's calls
         calls_us, critical_us: time of all calls, and of the longest that wait for one another
         width: the most calls that may run side by side; 0 if that is not known
+        buckets: the largest sizes of its recordings for many sizes
+        num_sizes, calls, captured_calls: of a function that is recorded so, how many sizes came, and
+            how many calls once it was recorded
     """
 
     name: str
@@ -66,6 +69,10 @@ class FunctionReport:
     critical_us: float = dataclasses.field(default=0.0, repr=False)
     width: int = dataclasses.field(default=0, repr=False)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
+    buckets: list[list[int]] = dataclasses.field(default_factory=list, repr=False)
+    num_sizes: int = dataclasses.field(default=0, repr=False)
+    calls: int = dataclasses.field(default=0, repr=False)
+    captured_calls: int = dataclasses.field(default=0, repr=False)
 
     @property
     def reason(self) -> str:

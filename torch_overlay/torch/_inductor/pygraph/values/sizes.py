@@ -6,15 +6,17 @@ the words and grids of a function's launches. See types/sizes.py.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.types.sizes import KernelAt
+import torch
+from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, TensorAt
 from torch._inductor.runtime.triton_heuristics import GridExpr
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch._inductor.pygraph.types.sizes import Operation, SizeMap, Step, Value
 
@@ -129,30 +131,75 @@ def lower(num_sizes: int, steps: Sequence[Step], results: Sequence[Value]) -> Ca
 
 
 @dataclasses.dataclass(frozen=True)
-class LaunchWords:
+class TensorOf:
+    """A tensor, as TensorAt has it. Numbers are places in what SizedFunction computes."""
+
+    owner: str
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchOf:
     """
-    What to set in the node of a launch. Numbers are places in what LaunchValues computes.
+    The launch of a Triton kernel. Numbers are places in what SizedFunction computes.
 
     Args:
-        call: of SizeMap.calls
+        pointers: (parameter, owner, offset)
         words: (parameter, bytes, number)
-        offsets: (parameter, number): of pointers with an offset that depends on the sizes
-        grid: of the launch. If one of the numbers is 0, nothing is launched.
+        grid: of the launch, and at least 1 in each dimension
+        is_launched: 0 if the grid is 0 in one dimension, so that nothing is launched
     """
 
-    call: int
+    kernel: str
+    pointers: tuple[tuple[int, str, int], ...]
     words: tuple[tuple[int, int, int], ...]
-    offsets: tuple[tuple[int, int], ...]
     grid: tuple[int, int, int]
+    is_launched: int
 
 
-class LaunchValues:
+@dataclasses.dataclass(frozen=True)
+class OperatorOf:
+    """The call of an operator."""
+
+    name: str
+    operands: tuple[TensorOf, ...]
+    results: tuple[TensorOf, ...] = ()
+
+
+class AtSizes(NamedTuple):
+    """A function at the sizes of a call: all numbers that it takes there."""
+
+    sizes: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    def offset(self, t: TensorOf) -> int:
+        return self.numbers[t.offset]
+
+    def layout(self, t: TensorOf) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
+        """Return size, stride and dtype."""
+        numbers = self.numbers
+        return tuple(numbers[i] for i in t.size), tuple(numbers[i] for i in t.stride), t.dtype
+
+    def extent(self, t: TensorOf) -> int:
+        """Return the bytes from the first element to the end of the last."""
+        size, stride, dtype = self.layout(t)
+        if 0 in size:
+            return 0
+        return (sum((n - 1) * step for n, step in zip(size, stride)) + 1) * dtype.itemsize
+
+
+class SizedFunction:
     """
-    The numbers that Triton launches of a function take at the sizes of a call.
+    A function at any sizes: a SizeMap, of which each number has one place in what ``compute``
+    returns for the sizes.
 
     Attributes:
-        launches: one for each launch for which a number depends on the sizes
-        compute: a function of the sizes
+        events: what it launches and calls, in order
+        allocations: calls of its allocator, by what the memory belongs to
+        outputs: a tensor, a number, or None for another output
     """
 
     def __init__(self, size_map: SizeMap, kernels: Mapping[str, Any]) -> None:
@@ -162,31 +209,63 @@ class LaunchValues:
 
         Raises:
             TypeError: a launcher computes its grid with other operations.
+            ValueError: the configuration of a kernel was not chosen.
         """
-        steps = Steps(len(size_map.sizes), size_map.steps)
-        places: dict[Value, int] = {}
-        launches: list[LaunchWords] = []
+        self.size_map = size_map
+        self._steps = Steps(len(size_map.sizes), size_map.steps)
+        self._places: dict[Value, int] = {}
+        self.events = tuple(event for call in size_map.calls for event in self._events(call, kernels))
+        self.allocations = {
+            a.buffer: self._tensor(a.buffer, self._steps.constant(0), a.size, a.stride, a.dtype)
+            for a in size_map.allocations
+        }
+        self.outputs = tuple(
+            self._tensor_at(o) if isinstance(o, TensorAt) else None if o is None else self._place(o)
+            for o in size_map.outputs
+        )
+        self.compute = lower(self._steps.num_sizes, self._steps.steps, [*self._places])
 
-        def place(value: Value) -> int:
-            return places.setdefault(value, len(places))
+    def at(self, sizes: tuple[int, ...]) -> AtSizes:
+        return AtSizes(sizes, self.compute(*sizes))
 
-        for i, call in enumerate(size_map.calls):
-            if not isinstance(call, KernelAt):
-                continue
-            grid = grid_of(steps, call, kernels[call.kernel])
-            offsets = [p for p in call.pointers if steps.known(p.offset) is None]
-            if call.words or offsets or any(steps.known(value) is None for value in grid):
-                x, y, z = map(place, grid)
-                launches.append(
-                    LaunchWords(
-                        i,
-                        tuple((word.parameter, word.nbytes, place(word.value)) for word in call.words),
-                        tuple((pointer.parameter, place(pointer.offset)) for pointer in offsets),
-                        (x, y, z),
-                    )
-                )
-        self.launches = tuple(launches)
-        self.compute = lower(steps.num_sizes, steps.steps, [*places])
+    def known(self, place: int) -> int | None:
+        """Return a number that is the same at all sizes, or None."""
+        return self._known[place]
+
+    @functools.cached_property
+    def _known(self) -> list[int | None]:
+        return [self._steps.known(value) for value in self._places]
+
+    def _place(self, value: Value) -> int:
+        return self._places.setdefault(value, len(self._places))
+
+    def _tensor(
+        self, owner: str, offset: Value, size: Iterable[Value], stride: Iterable[Value], dtype: str
+    ) -> TensorOf:
+        sizes, strides = tuple(map(self._place, size)), tuple(map(self._place, stride))
+        return TensorOf(owner, self._place(offset), sizes, strides, getattr(torch, dtype.removeprefix("torch.")))
+
+    def _tensor_at(self, t: TensorAt) -> TensorOf:
+        return self._tensor(t.owner, t.offset, t.size, t.stride, t.dtype)
+
+    def _events(self, call: KernelAt | OperatorAt, kernels: Mapping[str, Any]) -> Iterator[LaunchOf | OperatorOf]:
+        if isinstance(call, OperatorAt):
+            yield OperatorOf(call.name, tuple(map(self._tensor_at, call.operands)), tuple(map(self._tensor_at, call.results)))
+            return
+        for workspace in call.zeroed:
+            yield OperatorOf("aten.zero_", (self._tensor_at(workspace),))
+        grid = grid_of(self._steps, call, kernels[call.kernel])
+        one = self._steps.constant(1)
+        each = [self._steps.add("minimum", number, one) for number in grid]
+        is_launched = self._steps.add("multiply", self._steps.add("multiply", each[0], each[1]), each[2])
+        x, y, z = (self._place(self._steps.add("maximum", number, one)) for number in grid)
+        yield LaunchOf(
+            call.kernel,
+            tuple((p.parameter, p.owner, self._place(p.offset)) for p in call.pointers),
+            tuple((w.parameter, w.nbytes, self._place(w.value)) for w in call.words),
+            (x, y, z),
+            self._place(is_launched),
+        )
 
 
 def grid_of(steps: Steps, call: KernelAt, kernel: Any) -> tuple[Value, Value, Value]:

@@ -1,0 +1,479 @@
+# Owner(s): ["module: inductor"]
+"""
+Recordings for many sizes: generated code of dynamic programs, on a device whose Triton kernels run with
+numpy and whose libraries choose kernels by size.
+
+    python test_pygraph_many_sizes.py --programs 500 [--seed 0]
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import itertools
+import random
+import unittest
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo import mark_dynamic
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.utils import counters
+from torch._inductor import config, cudagraph_trees as trees
+from torch._inductor.exc import InductorError
+from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.capture import library, sized
+from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.capture.at_sizes import SizedModel
+from torch._inductor.pygraph.report import text
+from torch._inductor.pygraph.select import deploy, timing
+from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.sizes import KernelAt, SizeMap
+from torch._inductor.pygraph.values.sizes import Steps
+from torch._inductor.test_case import run_tests, TestCase
+from torch.testing._internal.modelled_cuda import cu, modelled_device, on_host
+from torch.testing._internal.modelled_sizes import (
+    compiled,
+    NotModelled,
+    SizedDevice,
+    SizedDriver,
+    SizedProgram,
+    symbols,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+PROGRAMS = 12
+
+MLP_SHAPES = (37, 16), (16, 32), (32, 8), (32,)
+
+
+def dynamic(*shape: int, dims: Sequence[int] = (0,)) -> torch.Tensor:
+    t = torch.zeros(shape, device="cuda")
+    for dim in dims:
+        mark_dynamic(t, dim)
+    return t
+
+
+def mlp(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> tuple[Any, ...]:
+    h = torch.nn.functional.relu(x @ w + b)
+    return (h @ v).softmax(-1), h.sum(0), x.shape[0]
+
+
+@functools.cache
+def compiled_of(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> Any:
+    def program() -> None:
+        with torch.no_grad():
+            torch.compile(fn)(*(dynamic(*s) if i == 0 else torch.zeros(s, device="cuda") for i, s in enumerate(shapes)))
+
+    (found,) = compiled(program)
+    return found
+
+
+# Buckets end at powers of two.
+SIZES = (37, 2, 33, 64, 65, 3, 16, 17, 4, 5, 31, 32, 7, 8, 9, 63, 127, 0, 1, 37)
+
+UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+    torch.sin,
+    torch.relu,
+    lambda x: x.sum(0),
+    lambda x: x.sum(-1),
+    lambda x: x.mean(-1, keepdim=True),
+    lambda x: x / x.shape[0],
+    lambda x: x * (x.shape[0] + x.shape[-1]),
+    lambda x: x.softmax(-1),
+    lambda x: x.t(),
+    lambda x: x.t().contiguous(),
+    lambda x: x.reshape(-1),
+    lambda x: x.reshape(-1, 4),
+    lambda x: x[1:],
+    lambda x: x[..., :-1],
+    lambda x: x[: x.shape[0] // 2],
+    lambda x: torch.nn.functional.pad(x, (1, 3)),
+    lambda x: torch.cat((x, x.sin())),
+    lambda x: torch.stack((x, x.cos()), 1),
+    lambda x: x.repeat(2, *([1] * (x.dim() - 1))),
+    lambda x: x + torch.arange(x.shape[-1], device=x.device),
+    lambda x: torch.nn.functional.layer_norm(x, x.shape[-1:]),
+    lambda x: x @ x.t(),
+    lambda x: x @ x.t(),
+    lambda x: torch.bmm(x, x.transpose(1, 2)),
+    lambda x: x.new_zeros(x.shape[0], 2 * x.shape[-1] + 1),
+    lambda x: x.roll(2, 0),
+)
+BINARY: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+    torch.add,
+    torch.mul,
+    torch.mm,
+    torch.mm,
+    torch.bmm,
+    lambda x, y: x @ y.t(),
+    lambda x, y: torch.cat((x, y)),
+    lambda x, y: torch.where(x > y, x, y),
+    lambda x, y: torch.addmm(y, x, x.t()),
+)
+
+
+class RandomProgram:
+    """A random program of two sizes, and a weight."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        shapes = [(37, 16), (37,), (41, 16), (37, 41), (3, 37, 8)]
+        self.shapes = [shapes[0], (16, 12), *chance.sample(shapes[1:], chance.choice((1, 2)))]
+        self.steps: list[tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = []
+        self.outputs = chance.choice((1, 2, 3))
+        values = [torch.zeros(shape, device="meta") for shape in self.shapes]
+        for _ in range(200):
+            operations = chance.choice((UNARY, BINARY))
+            operation = chance.choice(operations)
+            operands = [chance.choice([*range(len(values)), len(values) - 1]) for _ in range(1 + (operations is BINARY))]
+            try:
+                value = operation(*(values[i] for i in operands))
+            except (RuntimeError, IndexError):
+                continue
+            if 0 < value.numel() < 2**13:
+                values.append(value.to("meta"))
+                self.steps.append((operation, tuple(operands)))
+            if len(self.steps) == 6:
+                break
+
+    def __call__(self) -> None:
+        def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            values = [*values]
+            for operation, operands in self.steps:
+                values.append(operation(*(values[i] for i in operands)))
+            return tuple(values[-self.outputs :])
+
+        inputs = [dynamic(*shape, dims=[d for d, n in enumerate(shape) if n in (37, 41)]) for shape in self.shapes]
+        with torch.no_grad():
+            torch.compile(function)(*inputs)
+
+
+@unittest.skipIf(cu is None, "requires cuda-bindings")
+class ManySizesTestCase(TestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        trees.reset_cudagraph_trees()
+        reset_report()
+        counters.clear()
+        self.addCleanup(trees.reset_cudagraph_trees)
+        self.stack = contextlib.ExitStack()
+        self.addCleanup(self.stack.close)
+        options = {"pygraph": True, "pygraph_sizes": True, "triton.cudagraph_dynamic_shape_warn_limit": None}
+        self.stack.enter_context(config.patch(options))
+        self.refused: list[Reason] = []
+        note = lambda _, reason: self.refused.append(reason)  # noqa: E731
+        self.stack.enter_context(mock.patch.object(deploy.Deployment, "log_sizes", note))
+
+    def device(self) -> SizedDevice:
+        return self.stack.enter_context(modelled_device(SizedDriver, SizedDevice))
+
+    def check(self, program: SizedProgram, sizes: Sequence[int]) -> int:
+        """Compare each call with the uncaptured function. Return in how many it can run."""
+        names = symbols(program.inputs)
+        ran = 0
+        for k, n in enumerate(sizes):
+            at = {name: sizes[(k + 7 * i) % len(sizes)] if k else n for i, name in enumerate(names)}
+            try:
+                given = program.make_inputs(at)
+                expected = program.call(given, captured=False)
+            except (RuntimeError, ZeroDivisionError, ValueError):
+                # Generated code is for other sizes.
+                continue
+            self.assertEqual(program.call(given, captured=True), expected, f"{at}", atol=0, rtol=0)
+            ran += 1
+        return ran
+
+
+class RandomProgramsTest(ManySizesTestCase):
+    def run_program(self, seed: int, totals: collections.Counter[str]) -> None:
+        torch.manual_seed(seed)
+        trees.reset_cudagraph_trees()
+        reset_report()
+        torch._dynamo.reset()
+        self.refused.clear()
+        try:
+            (program,) = compiled(RandomProgram(seed))
+        except (BackendCompilerFailed, InductorError, ValueError):
+            # Upstream does not compile all programs.
+            totals["not compiled"] += 1
+            return
+        with modelled_device(SizedDriver, SizedDevice) as device:
+            device.undefined = seed % 2 == 1
+            try:
+                sized = SizedProgram(device, program, "node_update")
+                totals["calls"] += self.check(sized, SIZES)
+            except NotModelled:
+                totals["not modelled"] += 1
+                return
+            totals.update(r.code.name for r in self.refused)
+            totals["refused"] += bool(self.refused)
+            totals["captured calls"] += sum(r.captured_calls for r in report())
+            totals["programs"] += 1
+
+    def test_random_programs(self) -> None:
+        """Each call of a program equals the uncaptured function, bit for bit."""
+        totals: collections.Counter[str] = collections.Counter()
+        for seed in range(PROGRAMS):
+            with self.subTest(seed=seed):
+                self.run_program(seed, totals)
+        print(totals)
+
+
+class ManySizesTest(ManySizesTestCase):
+    def program(self, fn: Callable[..., Any], *shapes: tuple[int, ...], force: str | None = "node_update") -> SizedProgram:
+        return SizedProgram(self.device(), compiled_of(fn, *(shapes or MLP_SHAPES)), force)
+
+    def check_captured(self, program: SizedProgram, sizes: Sequence[int]) -> None:
+        """All calls from the second on are replays of recordings for many sizes."""
+        self.check(program, sizes)
+        self.assertEqual([str(r) for r in self.refused], [])
+        for entry in report():
+            self.assertEqual((entry.calls, entry.captured_calls), (len(sizes) - 2, len(sizes) - 2))
+
+    def test_sizes_of_a_bucket(self) -> None:
+        """One recording serves all sizes up to the next power of two."""
+        program = self.program(mlp)
+        self.check_captured(program, (37, 37, 2, 40, 64, 63, 3, 33))
+        (entry,) = report()
+        self.assertEqual((entry.buckets, entry.num_sizes), ([[64]], 7))
+        self.assertEqual(counters["pygraph"]["proven_sizes"], 4)
+
+    def test_larger_bucket(self) -> None:
+        """A recording for larger sizes takes the place of the others."""
+        program = self.program(mlp)
+        self.check_captured(program, (5, 5, 7, 9, 16, 8, 17, 32, 31, 5))
+        (entry,) = report()
+        self.assertEqual(entry.buckets, [[32]])
+
+    def test_bucket_ends_at_the_guards(self) -> None:
+        model = mock.Mock()
+        model.function.size_map.sizes = [mock.Mock(upper=50), mock.Mock(upper=None)]
+        for sizes, top in (((37, 37), (50, 64)), ((50, 64), (50, 64)), ((0, 1), (1, 1)), ((2, 65), (2, 128))):
+            self.assertEqual(SizedModel.top(model, sizes), top)
+
+    def test_topologies(self) -> None:
+        """A library launches more kernels for large products: these have a recording of their own."""
+        program = self.program(mlp)
+        self.check_captured(program, (127, 127, 128, 120, 8, 9, 7, 128, 9, 126))
+        (entry,) = report()
+        self.assertGreater(len(entry.buckets), 1)
+
+    def test_clusters(self) -> None:
+        """A kernel that needs other clusters is set by an update of the whole graph, and only then."""
+        program = self.program(lambda x, w: x @ w, (37, 4), (4, 4))
+        driver = program.device.driver
+        kinds = []
+        for n in (37, 37, 38, 39, 40, 40, 41, 42, 43):
+            before, sets = driver.updates, len(driver.sets)
+            self.check(program, (n,))
+            kinds.append((driver.updates - before, len(driver.sets) > sets))
+        self.assertEqual([str(r) for r in self.refused], [])
+        self.assertTrue({*kinds} >= {(1, False), (0, True)}, kinds)
+        self.assertNotIn((1, True), kinds)
+
+    def test_nothing_to_do(self) -> None:
+        """A node whose grid is empty is switched off, and on again."""
+        program = self.program(lambda x: (x[: x.shape[0] // 16].sin(), x.cos()), (37, 8))
+        driver = program.device.driver
+        self.check_captured(program, (37, 37, 3))
+        self.assertEqual(len(driver.disabled), 1)
+        self.check(program, (33, 40, 15, 16, 5, 64))
+        self.assertEqual(len(driver.disabled), 0)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_switched_off_across_an_update(self) -> None:
+        """cuGraphExecUpdate may switch nodes on."""
+        program = self.program(lambda x, w: (x[: x.shape[0] // 32].sin(), x @ w), (40, 4), (4, 4))
+        self.check(program, (40, 40, 5, 6, 7, 8, 9, 33, 10, 11, 12))
+        self.assertGreater(program.device.driver.updates, 0)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_no_mask(self) -> None:
+        """A kernel without a mask writes as far as its grid goes, into the next tensor."""
+        program = self.program(lambda x: x.sin(), (37, 1024))
+        memory = program.device.tensor(torch.zeros(64 * 1024))
+        self.check(program, (37, 37))
+        (name,) = symbols(program.inputs)
+        allocate = lambda *args: lambda: memory[: 3 * 1024].view(3, 1024)  # noqa: E731
+        with mock.patch.object(Allocation, "allocator", allocate):
+            program.call(program.make_inputs({name: 3}), captured=True)
+        self.assertTrue(on_host(memory[: 3 * 1024]).any())
+        self.assertFalse(on_host(memory[3 * 1024 :]).any())
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_outputs(self) -> None:
+        """Outputs are those of the call: of exact size and strides, and no other call writes them."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[Any, ...]:
+            h = x @ w
+            return h[1:], h.t(), x, x[2:], x.shape[0] * 2, h.sin(), torch.cat((x, x.cos()))
+
+        program = self.program(fn, (37, 8), (8, 8))
+        (name,) = symbols(program.inputs)
+        kept = []
+        for n in (37, 37, 5, 64, 33, 6, 37):
+            given = program.make_inputs({name: n})
+            expected = program.run(given, captured=False)
+            actual = program.run(given, captured=True)
+            kept.append((actual, [on_host(t).clone() if isinstance(t, torch.Tensor) else t for t in expected]))
+            for a, e in zip(actual, expected):
+                if isinstance(a, torch.Tensor):
+                    self.assertEqual((a.shape, a.stride(), a.dtype), (e.shape, e.stride(), e.dtype))
+            for a, e in kept:
+                self.assertEqual([on_host(t) if isinstance(t, torch.Tensor) else t for t in a], e, atol=0, rtol=0)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_mutated_input(self) -> None:
+        """A proof leaves an input as one call does."""
+        program = self.program(lambda x: x.add_(1).sin() @ x.t(), (37, 8))
+        (names,) = (f.sizes.inputs for f in program.info.functions)
+        program.mutated = tuple(i for i, name in enumerate(names) if name.startswith("arg"))
+        (name,) = symbols(program.inputs)
+        for n in (37, 37, 5, 64, 33, 6, 37):
+            given, copies = program.make_inputs({name: n}), []
+            for t in given:
+                copies.append(program.device.clone(t) if isinstance(t, torch.Tensor) else t)
+            expected = program.call(copies, captured=False)
+            self.assertEqual(program.call(given, captured=True), expected, atol=0, rtol=0)
+            for a, e in zip(given, copies):
+                self.assertEqual(on_host(a) if isinstance(a, torch.Tensor) else a, on_host(e) if isinstance(e, torch.Tensor) else e)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_less_aligned_input(self) -> None:
+        """A kernel was chosen for the alignment that it saw: another recording is made for less of it."""
+        program = self.program(mlp)
+        (name,) = symbols(program.inputs)
+        for offset in (0, 0, 0, 4, 0, 4, 8):
+            given = program.make_inputs({name: 37})
+            at = next(i for i, t in enumerate(given) if isinstance(t, torch.Tensor) and t.shape == (37, 16))
+            flat = program.device.tensor(torch.randn(37 * 16 + offset))
+            given[at] = flat.as_strided((37, 16), (16, 1), offset)
+            expected = program.call(given, captured=False)
+            self.assertEqual(program.call(given, captured=True), expected, atol=0, rtol=0)
+        self.assertEqual([str(r) for r in self.refused], [])
+        (entry,) = report()
+        self.assertEqual((entry.buckets, entry.captured_calls), ([[64], [64]], 5))
+
+    def test_layers_share_library_calls(self) -> None:
+        """A call of a signature is captured once for each size."""
+
+        def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            for _ in range(4):
+                x = torch.relu(x @ w)
+            return x
+
+        program = self.program(layers, (37, 8), (8, 8))
+        self.check(program, (37, 37, 5, 6, 7))
+        before = program.device.calls
+        self.check(program, (9, 10, 9, 10))
+        self.assertEqual(program.device.calls - before, 2)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_memo_is_bounded(self) -> None:
+        """Entries that were dropped are captured again, and what a graph holds stays."""
+        with mock.patch.object(library, "MAX_MEMO_BYTES", 1), mock.patch.object(sized, "MAX_KEPT_SIZES", 2):
+            self.check_captured(self.program(mlp), (37, 37, 5, 6, 7, 9, 10, 11, 9, 5, 37))
+
+    def test_undefined_parameters(self) -> None:
+        """What a library leaves undefined differs between two captures of one call."""
+        program = self.program(mlp)
+        program.device.undefined = True
+        self.check_captured(program, (37, 37, 5, 6, 7, 9))
+
+    def test_programmatic_launch(self) -> None:
+        """A kernel that begins while the one before runs is not recorded for many sizes."""
+        program = self.program(mlp)
+        program.device.driver.programmatic = {*range(1, 1000)}
+        self.check(program, (37, 37, 5, 6))
+        self.assertEqual([r.code for r in self.refused], [Code.NODES_NOT_IN_ROW])
+
+    def test_node_that_refuses(self) -> None:
+        """Nothing was launched: the call runs uncaptured, and each size has a recording from then on."""
+        program = self.program(mlp)
+        self.check(program, (37, 37, 5, 6, 7, 9))
+        driver = program.device.driver
+        with mock.patch.object(driver, "refuses", lambda node: True):
+            self.check(program, (10,))
+        self.assertEqual([r.code for r in self.refused], [Code.DRIVER])
+        self.check(program, (10, 10, 10, 5, 5))
+        self.assertEqual([r.sizes for r in report()], [[10], [5]])
+
+    def test_incomplete_map(self) -> None:
+        """Where the map lacks something the proof finds it, and results are right."""
+        compiled = compiled_of(mlp, *MLP_SHAPES)
+        (info,) = compiled.graph.info.functions
+        for what, size_map in incomplete(info.sizes):
+            with self.subTest(what):
+                trees.reset_cudagraph_trees()
+                self.refused.clear()
+                wrong = dataclasses.replace(compiled.graph.info, functions=(dataclasses.replace(info, sizes=size_map),))
+                graph = dataclasses.replace(compiled.graph, info=wrong)
+                with modelled_device(SizedDriver, SizedDevice) as device:
+                    program = SizedProgram(device, dataclasses.replace(compiled, graph=graph), "node_update")
+                    self.check(program, (37, 37, 5, 6, 7, 9, 64, 65))
+                self.assertTrue(self.refused)
+
+    def test_new_size_after_the_decision(self) -> None:
+        """Selection takes the calls of all sizes as one function's, and what it decided holds for new sizes."""
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 10)])
+        program = self.program(mlp, force=None)
+        with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", lambda _: next(costs)):
+            self.check(program, range(30, 50))
+        (entry,) = report()
+        self.assertEqual((entry.choice, entry.sizes), ("node_update", []))
+        captured = entry.captured_calls
+        self.check(program, (51, 52, 53))
+        self.assertEqual(entry.captured_calls - captured, 3)
+        self.assertIn("captured", text.facts(entry))
+
+    def test_other_programs(self) -> None:
+        """What is no operator of a known library has a recording for each size, and the log says why."""
+        program = self.program(lambda x: x.sort(0).values, (37, 8))
+        self.check(program, (37, 37, 5))
+        self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
+
+    def test_off(self) -> None:
+        with config.patch(pygraph_sizes=False), mock.patch.object(deploy, "ManySizes") as many:
+            self.check(self.program(mlp), (37, 37, 5, 6))
+        many.assert_not_called()
+        self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])
+
+
+def incomplete(size_map: SizeMap) -> Iterator[tuple[str, SizeMap]]:
+    """Yield maps in which a number is another one at most sizes."""
+    steps = Steps(len(size_map.sizes), size_map.steps)
+    # Right at the first size, and at no other.
+    wrong = steps.add("minimum", 0, steps.constant(37))
+    wrong = steps.add("maximum", wrong, steps.constant(37))
+    size_map = dataclasses.replace(size_map, steps=tuple(steps.steps))
+
+    def replace(i: int, call: Any) -> SizeMap:
+        return dataclasses.replace(size_map, calls=(*size_map.calls[:i], call, *size_map.calls[i + 1 :]))
+
+    for i, call in enumerate(size_map.calls):
+        if isinstance(call, KernelAt):
+            for k, word in enumerate(call.words):
+                if word.value == 0:
+                    words = (*call.words[:k], dataclasses.replace(word, value=wrong), *call.words[k + 1 :])
+                    yield f"word {k} of {call.kernel}", replace(i, dataclasses.replace(call, words=words))
+            for k, (name, value) in enumerate(call.arguments):
+                if value == 0 and name == "xnumel":
+                    arguments = (*call.arguments[:k], (name, wrong), *call.arguments[k + 1 :])
+                    yield f"grid of {call.kernel}", replace(i, dataclasses.replace(call, arguments=arguments))
+        else:
+            operand = call.operands[0]
+            lacking = dataclasses.replace(operand, size=(wrong, *operand.size[1:]))
+            yield f"operand of {call.name}", replace(i, dataclasses.replace(call, operands=(lacking, *call.operands[1:])))
+
+
+if __name__ == "__main__":
+    run_tests()

@@ -1,0 +1,242 @@
+"""
+A function that may be recorded for many sizes, and its captures at the sizes of calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor import cudagraph_trees
+from torch._inductor.pygraph.capture import allocation
+from torch._inductor.pygraph.capture.allocation import Allocation, place, poison_of, with_allocator
+from torch._inductor.pygraph.capture.library import CallTrace, cublas_workspaces, NAMES, operator_name
+from torch._inductor.pygraph.graph.captured import read_graph
+from torch._inductor.pygraph.graph.driver import bindings
+from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.placeholder import (
+    MAX_ALIGNMENT,
+    PlaceholderMap,
+    storage_extent,
+    tensor_at,
+    UNWRITTEN,
+)
+from torch._inductor.pygraph.trees.cached import is_lazy
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.types.sizes import OperatorAt, SizeMap
+from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch._inductor.cudagraph_utils import ModelType
+    from torch._inductor.pygraph.capture.library import Operand, Scratch, TracedCall
+    from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.types.function import FunctionSpec
+    from torch._inductor.pygraph.values.sizes import AtSizes
+    from torch._inductor.utils import InputType
+    from torch.cuda import _POOL_HANDLE
+
+
+def unknown(call: str) -> RefusedError:
+    return RefusedError(Reason.of(Code.CALL_AT_OTHER_SIZES, call=call))
+
+
+def differs(at: AtSizes, what: str) -> RefusedError:
+    return RefusedError(Reason.of(Code.DIFFERS_AT_SIZES, sizes=", ".join(map(str, at.sizes)), what=what))
+
+
+def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reason | None:
+    """Return why a function is not recorded for many sizes; None if it may be."""
+    info, size_map = spec.info, spec.info.sizes
+    if not isinstance(size_map, SizeMap):
+        return size_map
+    if any(not (isinstance(v, int) or (isinstance(v, torch.Tensor) and v.is_cuda)) for v in inputs):
+        return Reason.of(Code.CPU_INPUT)
+    steps = Steps(len(size_map.sizes), size_map.steps)
+    calls = [call for call in size_map.calls if isinstance(call, OperatorAt)]
+    unknown = [
+        *(call.name for call in calls if operator_name(call.name) not in NAMES),
+        *(call.name for call in calls if any(steps.known(number) is None for number in call.numbers)),
+        *(["a collective"] if info.has_collectives else []),
+    ]
+    return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
+
+
+class SizedModel:
+    """
+    A function that may be recorded for many sizes.
+
+    Attributes:
+        inputs: names of the inputs that are tensors, by input
+        memory: what the function allocates, and what its operators return
+        returned: those of ``memory`` that outputs lie in
+
+    Raises:
+        RefusedError: it may not be.
+    """
+
+    def __init__(self, model: ModelType, spec: FunctionSpec, inputs: Sequence[InputType]) -> None:
+        size_map = spec.info.sizes
+        self.model = model
+        self.spec = spec
+        try:
+            self.function = SizedFunction(size_map, spec.objects)
+        except (TypeError, ValueError) as e:
+            raise RefusedError(Reason.of(Code.SIZES_NOT_DESCRIBED, error=str(e))) from e
+        self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
+        self.memory = dict(self.function.allocations)
+        for event in self.function.events:
+            if isinstance(event, OperatorOf):
+                self.memory.update((t.owner, t) for t in event.results if t.owner not in self.memory)
+        names = OrderedSet(self.inputs.values())
+        outputs = [o for o in self.function.outputs if isinstance(o, TensorOf) and o.owner not in names]
+        self.returned = [*OrderedSet(o.owner for o in outputs)]
+        if any(o.owner not in self.memory or o.dtype != self.memory[o.owner].dtype for o in outputs):
+            raise unknown("an output")
+
+    def launches_all(self, sizes: tuple[int, ...]) -> bool:
+        """Return whether each launch and operator has something to do."""
+        try:
+            at = self.function.at(sizes)
+        except ZeroDivisionError:
+            return False
+        launches = (e for e in self.function.events if isinstance(e, LaunchOf))
+        return all(at.numbers[e.is_launched] for e in launches) and all(map(at.extent, self.memory.values()))
+
+    def top(self, at: Sequence[int]) -> tuple[int, ...]:
+        """Return the largest sizes of the bucket: the next powers of two, if the guards admit them."""
+        tops = [1 << max(n - 1, 0).bit_length() for n in at]
+        uppers = [size.upper for size in self.function.size_map.sizes]
+        return tuple(n if upper is None else min(n, upper) for n, upper in zip(tops, uppers))
+
+
+class FunctionCapture:
+    """
+    A function, captured at placeholders with the inputs of a call.
+
+    Args:
+        alignments: of the tensor inputs, by name
+        reserve: sizes that its memory has to be large enough for
+
+    Attributes:
+        addresses: of inputs and memory, by name
+        returned: for each output the input that it is, or None
+        nodes: of the graph
+        results: for each call what its results are
+    """
+
+    def __init__(
+        self,
+        model: SizedModel,
+        inputs: Sequence[InputType],
+        at: AtSizes,
+        alignments: dict[str, int],
+        reserve: AtSizes,
+        scratch: Scratch,
+        pool: _POOL_HANDLE,
+    ) -> None:
+        self.model = model
+        self.at = at
+        self.reserve = reserve
+        self.device = scratch.device
+        self.results: list[list[TensorOf | None]] = []
+        self.events = [e for e in model.function.events if isinstance(e, OperatorOf)]
+        self.allocations = iter(model.function.allocations)
+        tensors = {name: inputs[i] for i, name in model.inputs.items()}
+        wanted = [(poison_of(t), storage_extent(t), alignments[name]) for name, t in tensors.items()]
+        wanted += [(UNWRITTEN, at.extent(model.memory[owner]), MAX_ALIGNMENT) for owner in model.returned]
+        placeholders = place(wanted, self.device)
+        self.placeholders = PlaceholderMap(placeholders)
+        self.addresses = {name: p.address for name, p in zip([*tensors, *model.returned], placeholders)}
+        given = [
+            tensor_at(self.addresses[model.inputs[i]], t, self.device) if isinstance(t, torch.Tensor) else t
+            for i, t in enumerate(inputs)
+        ]
+        run = with_allocator(model.model, model.spec.info, self._allocate)
+        self.trace = CallTrace(self._place_results)
+
+        def traced() -> list[int | None]:
+            with self.trace:
+                outputs = run([*given])
+            if any(isinstance(t, torch.Tensor) and is_lazy(t) for t in outputs):
+                raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
+            return [next((i for i, t in enumerate(given) if t is o), None) for o in outputs]
+
+        with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
+            self.graph, self.returned = scratch.capture(traced, pool)
+        self.pool = PoolRanges(pool)
+        self.nodes = read_graph(bindings().CUgraph(self.graph.raw_cuda_graph()))
+        if self.trace.unknown is not None:
+            raise unknown(self.trace.unknown)
+
+    def _memory(self, owner: str, like: torch.Tensor) -> torch.Tensor:
+        """Return memory for ``owner``: at its placeholder, or so much as the reserved sizes take."""
+        if owner in self.model.returned:
+            return tensor_at(self.addresses[owner], like, self.device)
+        nbytes = max(storage_extent(like), self.reserve.extent(self.model.memory[owner]))
+        flat = allocation.empty_strided_cuda((-(-nbytes // like.element_size()),), (1,), like.dtype)
+        t = flat.as_strided(like.shape, like.stride())
+        self.addresses[owner] = flat.data_ptr()
+        return t
+
+    def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        return self._memory(next(self.allocations), Allocation(tuple(size), tuple(stride), dtype).like())
+
+    def _place_results(self, call: int, made: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return memory of the recording for the results of an operator that the function uses."""
+        expected = [] if call >= len(self.events) else [*self.events[call].results]
+        results: list[TensorOf | None] = []
+        placed = []
+        for t in made:
+            layout = tuple(t.shape), tuple(t.stride()), t.dtype
+            if (found := next((e for e in expected if self.at.layout(e) == layout), None)) is not None:
+                expected.remove(found)
+            results.append(found)
+            placed.append(t if found is None else self._memory(found.owner, t))
+        self.results.append(results)
+        return placed
+
+    def pairs(self) -> Iterator[tuple[LaunchOf | OperatorOf, TracedCall | None, list[CapturedNode]]]:
+        """
+        Yield for each event of the function its call and its nodes.
+
+        Raises:
+            RefusedError: there are other nodes or calls.
+        """
+        calls, position = iter(self.trace.calls), 0
+        for event in self.model.function.events:
+            if isinstance(event, LaunchOf):
+                end = position + (self.at.numbers[event.is_launched] != 0)
+                call, name = None, event.kernel
+            else:
+                call, name = next(calls, None), event.name
+                if call is None or call.first != position or call.op.overloadpacket.__name__ != operator_name(name):
+                    raise differs(self.at, f"{name} is another call")
+                end = call.last
+            if len(self.nodes) < end:
+                raise differs(self.at, f"{name} has no node")
+            yield event, call, self.nodes[position:end]
+            position = end
+        if position != len(self.nodes) or next(calls, None) is not None:
+            raise differs(self.at, "there are further nodes")
+
+    def operand(self, event: OperatorOf, operand: Operand) -> TensorOf:
+        """Return which tensor of the function an operand is. Addresses of constants are noted."""
+        found = OrderedSet[TensorOf]()
+        for t in (*event.operands, *event.results):
+            size, stride, dtype = self.at.layout(t)
+            # A bias that is expanded is given as its first row.
+            row = dataclasses.replace(t, size=t.size[1:], stride=t.stride[1:])
+            for candidate in (t, row) if size else (t,):
+                start = self.addresses.get(t.owner, operand.address - self.at.offset(t))
+                if self.at.layout(candidate) == operand.layout and start + self.at.offset(t) == operand.address:
+                    found.add(candidate)
+        if len(found) != 1:
+            raise differs(self.at, f"an operand of {event.name} is one of {len(found)} tensors")
+        (t,) = found
+        self.addresses.setdefault(t.owner, operand.address - self.at.offset(t))
+        return t

@@ -1,0 +1,344 @@
+"""
+What operators launch: the kernels that a library chooses for the sizes of a call.
+
+Nothing describes these kernels for other sizes. So a call is captured alone, at placeholders, the
+first time that its signature comes, and its nodes are kept. Layers and functions share them. What
+is captured here never runs. Its temporary memory does: it lies in a pool of its own, which all
+calls of the device share, because the calls of one manager follow one another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+import torch
+from torch._inductor import cudagraph_trees
+from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
+from torch._inductor.pygraph.graph.captured import CapturedNode, read_graph
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.placeholder import (
+    arena,
+    MAX_ALIGNMENT,
+    PlaceholderMap,
+    storage_extent,
+    tensor_at,
+    ZERO,
+)
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch.utils import _pytree as pytree
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch.cuda import _POOL_HANDLE
+    from torch.utils._pytree import TreeSpec
+
+
+aten = torch.ops.aten
+
+# Operators that depend on the metadata of their operands, and on nothing else.
+OPERATORS = OrderedSet(
+    [
+        aten.mm,
+        aten.addmm,
+        aten.bmm,
+        aten.baddbmm,
+        aten.zero_,
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_efficient_attention,
+    ]
+)
+NAMES = OrderedSet(packet.__name__ for packet in OPERATORS)
+
+
+def operator_name(call: str) -> str:
+    """Return the name of the operator that generated code calls, of a name as OperatorAt has it."""
+    return [*call.split("."), call][1].removeprefix("bias_")
+
+
+# Of all entries of a memo.
+MAX_MEMO_BYTES = 64 << 20
+# Of an entry, beside its parameters.
+ENTRY_BYTES = 2048
+
+
+class Signature(NamedTuple):
+    """
+    What an operator's launches depend on.
+
+    Args:
+        operands: metadata and alignment in bytes of each tensor
+        arguments: all others, by their place
+        structure: of the arguments
+        settings: of the process
+    """
+
+    op: Any
+    operands: tuple[tuple[Allocation, int], ...]
+    arguments: tuple[tuple[int, Any], ...]
+    structure: str
+    settings: tuple[Any, ...]
+
+
+def settings() -> tuple[Any, ...]:
+    """Return what a library chooses by, beside the operands."""
+    matmul = torch.backends.cuda.matmul
+    return (
+        torch.get_float32_matmul_precision(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        matmul.allow_fp16_accumulation,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.cuda.preferred_blas_library(),
+    )
+
+
+class Slot(NamedTuple):
+    """The first bytes of an operand, or of a result, for the place of a word."""
+
+    buffer: int
+    offset: int
+    tensor: int
+    delta: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Entry:
+    """
+    What a call launches.
+
+    Args:
+        slots: of each node the words that are the address of an operand, or, behind the operands,
+            of a result
+        temporaries: of each node (buffer, offset) of the words that lie in temporary memory
+        graph: keeps the nodes
+    """
+
+    nodes: tuple[CapturedNode, ...]
+    slots: tuple[tuple[Slot, ...], ...]
+    temporaries: tuple[frozenset[tuple[int, int]], ...]
+    graph: torch.cuda.CUDAGraph
+
+    @property
+    def kinds(self) -> list[bool]:
+        return [node.is_kernel for node in self.nodes]
+
+    @property
+    def nbytes(self) -> int:
+        return ENTRY_BYTES + sum(len(content) for node in self.nodes for content in node.captured)
+
+
+class Scratch:
+    """Captures what never runs, or what a SizedRecording runs, on the stream of a manager's graphs."""
+
+    def __init__(self, manager: CUDAGraphTreeManager) -> None:
+        self.device = manager.device_index
+        self.stream = manager.stream
+        # As nodes of trees name it, for clean_up_failed_capture.
+        self.cuda_graphs_pool = torch.cuda.graph_pool_handle()
+
+    def capture(self, run: Callable[[], Any], pool: _POOL_HANDLE) -> tuple[torch.cuda.CUDAGraph, Any]:
+        """
+        Return the graph, which is not instantiated, and what ``run`` returned.
+
+        Raises:
+            RefusedError: what was captured cannot be.
+        """
+        stream = torch.cuda.current_stream(self.device)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    return graph, run()
+                finally:
+                    graph.capture_end()
+        except Exception as e:
+            failure = e
+        self.cuda_graphs_pool = pool
+        clean_up_failed_capture(self, stream)
+        if isinstance(failure, RefusedError):
+            raise failure
+        raise RefusedError(Reason.of(Code.CAPTURE_FAILED, error=str(failure).partition("\n")[0]))
+
+
+class Memo(Scratch):
+    """The entries of one manager: the least recently used ones are dropped."""
+
+    def __init__(self, manager: CUDAGraphTreeManager) -> None:
+        super().__init__(manager)
+        self.pool = torch.cuda.graph_pool_handle()
+        self.entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self.nbytes = 0
+
+    def entry(self, signature: Signature, spec: TreeSpec) -> Entry:
+        """
+        Args:
+            spec: the structure of the call's arguments
+
+        Raises:
+            RefusedError: the call cannot be captured.
+        """
+        entry = self.entries.get(signature)
+        if entry is None:
+            entry = self.entries[signature] = self.captured(signature, spec)
+            self.nbytes += entry.nbytes
+            while self.nbytes > MAX_MEMO_BYTES and len(self.entries) > 1:
+                _, dropped = self.entries.popitem(last=False)
+                self.nbytes -= dropped.nbytes
+        self.entries.move_to_end(signature)
+        return entry
+
+    def captured(self, signature: Signature, spec: TreeSpec) -> Entry:
+        sizes = [(storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
+        places = arena(self.device, ZERO).place(sizes)
+        operands = [
+            tensor_at(place.address, operand.like(), self.device)
+            for place, (operand, _) in zip(places, signature.operands)
+        ]
+        others, rest = dict(signature.arguments), iter(operands)
+        leaves = [others[i] if i in others else next(rest) for i in range(spec.num_leaves)]
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+
+        def run() -> list[tuple[int, int]]:
+            results = new_tensors(signature.op(*args, **kwargs), leaves)
+            return [(t.data_ptr(), storage_extent(t)) for t in results]
+
+        graph, results = self.capture(run, self.pool)
+        nodes = tuple(read_graph(bindings().CUgraph(graph.raw_cuda_graph())))
+        placeholders, pool = PlaceholderMap(places), PoolRanges(self.pool)
+        slots: list[tuple[Slot, ...]] = []
+        temporaries: list[frozenset[tuple[int, int]]] = []
+        for node in nodes:
+            of_node, of_pool = [], []
+            for buffer, offset, value in node.words():
+                hit = placeholders.find(value)
+                if hit is not None and placeholders.is_better_aligned(*hit):
+                    raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
+                if (hit := hit or _find(results, len(places), value)) is not None:
+                    of_node.append(Slot(buffer, offset, *hit))
+                elif value in pool:
+                    of_pool.append((buffer, offset))
+            slots.append(tuple(of_node))
+            temporaries.append(frozenset(of_pool))
+        return Entry(nodes, tuple(slots), tuple(temporaries), graph)
+
+
+def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:
+    for i, (start, nbytes) in enumerate(results):
+        if start <= address < start + max(nbytes, 1):
+            return first + i, address - start
+    return None
+
+
+def new_tensors(results: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
+    """Return the tensors among the results of an operator that are none of its arguments."""
+    found = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor) and t.is_cuda]
+    return [t for t in found if not any(t is leaf for leaf in leaves)]
+
+
+class Operand(NamedTuple):
+    """A tensor of a call as it was captured."""
+
+    address: int
+    layout: Allocation
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Operand:
+        return cls(t.data_ptr(), Allocation.of(t))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class TracedCall:
+    """
+    A call that was captured.
+
+    Args:
+        first, last: its nodes are those from the first to before the last
+        arguments: those that are no tensors, by their place
+    """
+
+    op: Any
+    operands: list[Operand]
+    results: list[Operand]
+    arguments: tuple[tuple[int, Any], ...]
+    spec: TreeSpec
+    first: int
+    last: int
+
+
+class CallTrace(TorchDispatchMode):
+    """
+    Notes the calls of OPERATORS during a capture.
+
+    Args:
+        place: called with the number of a call and its new results; returns the tensors that the
+            function gets in their place
+
+    Attributes:
+        unknown: another operator that adds nodes to the graph
+    """
+
+    def __init__(self, place: Callable[[int, list[torch.Tensor]], list[torch.Tensor]]) -> None:
+        super().__init__()
+        self.place = place
+        self.calls: list[TracedCall] = []
+        self.unknown: str | None = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = num_captured()
+        results = func(*args, **kwargs)
+        last = num_captured()
+        if func.overloadpacket not in OPERATORS or _draws(func, args, kwargs):
+            if first != last:
+                self.unknown = self.unknown or str(func)
+            return results
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        made = new_tensors(results, leaves)
+        self.calls.append(
+            TracedCall(
+                func,
+                [Operand.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
+                [Operand.of(t) for t in made],
+                tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)),
+                spec,
+                first,
+                last,
+            )
+        )
+        placed = dict(zip(map(id, made), self.place(len(self.calls) - 1, made)))
+        return pytree.tree_map(lambda leaf: placed.get(id(leaf), leaf), results)
+
+
+def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return whether an attention drops out, by numbers that a graph would draw anew."""
+    names = [argument.name for argument in func._schema.arguments]
+    return bool({**dict(zip(names, args)), **kwargs}.get("dropout_p"))
+
+
+def num_captured() -> int:
+    """Return how many nodes the graph has that is being captured."""
+    cu = bindings()
+    stream = torch.cuda.current_stream().cuda_stream
+    _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
+    *_, count = check(cu.cuGraphGetNodes(graph))
+    return count
+
+
+def alignment_of(address: int) -> int:
+    """Return by how many bytes an address is aligned, as far as libraries look."""
+    return min(address & -address, MAX_ALIGNMENT) or MAX_ALIGNMENT
+
+
+def cublas_workspaces() -> Any:
+    """A context in which cuBLAS takes its workspaces from the memory of captures."""
+    return cudagraph_trees.clear_cublas_manager()

@@ -1,0 +1,160 @@
+"""
+What the nodes of a captured graph launch. A node of another graph can be set to launch the same.
+
+cuGraphExecKernelNodeSetParams changes a node's function, grid and parameters. It leaves the
+attributes as they are, of which a kernel may need others, such as the clusters of its thread
+blocks: its launch would end the context.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor.pygraph.graph.binding import (
+    graph_nodes,
+    kernel_function,
+    kernel_parameters,
+    MEMSET_BYTES,
+    NodeUpdate,
+    set_kernel_parameters,
+    struct_buffer,
+    WORD_BYTES,
+)
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch._inductor.pygraph.graph.binding import Word
+
+
+# CU_LAUNCH_ATTRIBUTE_* of a kernel node, and CU_FUNC_ATTRIBUTE_* of its function.
+NODE_ATTRIBUTES = (
+    "CLUSTER_DIMENSION",
+    "CLUSTER_SCHEDULING_POLICY_PREFERENCE",
+    "COOPERATIVE",
+    "PREFERRED_CLUSTER_DIMENSION",
+    "PREFERRED_SHARED_MEMORY_CARVEOUT",
+    "PRIORITY",
+)
+FUNCTION_ATTRIBUTES = ("REQUIRED_CLUSTER_WIDTH", "REQUIRED_CLUSTER_HEIGHT", "REQUIRED_CLUSTER_DEPTH")
+
+# sizeof(CUlaunchAttributeValue)
+ATTRIBUTE_BYTES = 64
+
+# Where CUDA_KERNEL_NODE_PARAMS has gridDimX, gridDimY and gridDimZ.
+GRID_OFFSETS = (8, 12, 16)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CapturedNode:
+    """
+    Attributes:
+        params: the driver's struct. A kernel's points to ``buffers``
+        buffers: of a kernel each parameter, of a memset the struct
+        grid: of a kernel
+        launch: the type, and of a kernel its function, block and shared memory
+        attributes: of a kernel, and of its function
+        captured: the content of the buffers at capture
+    """
+
+    node: Any
+    params: Any
+    buffers: tuple[ctypes.Array[Any], ...]
+    grid: tuple[int, int, int]
+    launch: tuple[Any, ...]
+    attributes: tuple[Any, ...]
+    captured: tuple[bytes, ...]
+    keep: object
+
+    @property
+    def is_kernel(self) -> bool:
+        return self.launch[0] == bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+
+    @property
+    def function(self) -> int:
+        return self.launch[1]
+
+    def words(self) -> Iterator[tuple[int, int, int]]:
+        """Yield (buffer, offset, value) of each aligned word at capture."""
+        for i, content in enumerate(self.captured):
+            whole = len(content) // WORD_BYTES * WORD_BYTES
+            for k, value in enumerate(memoryview(content)[:whole].cast("Q")):
+                yield i, WORD_BYTES * k, value
+
+    def grid_places(self) -> list[ctypes.c_uint32]:
+        address = int(self.params.getPtr())
+        return [ctypes.c_uint32.from_address(address + offset) for offset in GRID_OFFSETS]
+
+    def update(self, executable: Any, node: Any, words: list[Word]) -> NodeUpdate:
+        """Return the update that lets ``node`` of an executable graph launch the same."""
+        cu = bindings()
+        if self.is_kernel:
+            return NodeUpdate(words, cu.cuGraphExecKernelNodeSetParams, (executable, node, self.params), self)
+        context = check(cu.cuCtxGetCurrent())
+        return NodeUpdate(words, cu.cuGraphExecMemsetNodeSetParams, (executable, node, self.params, context), self)
+
+
+def read_node(node: Any, kind: Any) -> CapturedNode:
+    """
+    Raises:
+        RefusedError: it is neither a kernel nor a memset.
+    """
+    cu = bindings()
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
+        params = check(cu.cuGraphKernelNodeGetParams(node))
+        function = kernel_function(params)
+        buffers = tuple(buffer for _, buffer in kernel_parameters(params))
+        keep = set_kernel_parameters(params, buffers)
+        grid = params.gridDimX, params.gridDimY, params.gridDimZ
+        block = params.blockDimX, params.blockDimY, params.blockDimZ
+        launch = kind, int(function), block, params.sharedMemBytes
+        attributes = _attributes(node, function)
+    elif kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+        params = keep = check(cu.cuGraphMemsetNodeGetParams(node))
+        buffers = (struct_buffer(params, MEMSET_BYTES),)
+        grid, launch, attributes = (1, 1, 1), (kind,), ()
+    else:
+        raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
+    captured = tuple(bytes(buffer) for buffer in buffers)
+    return CapturedNode(node, params, buffers, grid, launch, attributes, captured, keep)
+
+
+def _attributes(node: Any, function: Any) -> tuple[Any, ...]:
+    cu = bindings()
+    found: list[Any] = []
+    for name in NODE_ATTRIBUTES:
+        # Older drivers and bindings lack some.
+        if (which := getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}", None)) is not None:
+            status, value = cu.cuGraphKernelNodeGetAttribute(node, which)
+            found.append(None if int(status) else bytes(struct_buffer(value, ATTRIBUTE_BYTES)))
+    for name in FUNCTION_ATTRIBUTES:
+        which = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
+        status, value = cu.cuFuncGetAttribute(which, function)
+        found.append(None if int(status) else value)
+    return tuple(found)
+
+
+def read_graph(graph: Any) -> list[CapturedNode]:
+    """
+    Return the nodes of a graph in the order of their creation.
+
+    Raises:
+        RefusedError: a node is neither a kernel nor a memset, or does not wait for the end of the
+            one before.
+    """
+    nodes = [*graph_nodes(graph)]
+    order = {int(node): i for i, (node, _) in enumerate(nodes)}
+    cu = bindings()
+    *_, count = check(cu.cuGraphGetEdges(graph))
+    froms, tos, *data_and_count = check(cu.cuGraphGetEdges(graph, count))
+    edges = [(order[int(a)], order[int(b)]) for a, b in zip(froms, tos)]
+    # A programmatic edge lets a kernel begin while the one before runs.
+    is_plain = len(data_and_count) < 2 or not any(int(edge.type) for edge in data_and_count[0] or ())
+    if not is_plain or sorted(edges) != [(i, i + 1) for i in range(len(nodes) - 1)]:
+        raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
+    return [read_node(node, kind) for node, kind in nodes]

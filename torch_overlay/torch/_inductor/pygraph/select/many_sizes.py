@@ -1,0 +1,310 @@
+"""
+A function that is recorded for many sizes together: its calls of all sizes are one function for
+selection. Where the function cannot be recorded so, each set of sizes is a function of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import weakref
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.cudagraph_trees import thread_containers
+from torch._inductor.pygraph.capture.allocation import AllocationTrace, with_allocator
+from torch._inductor.pygraph.capture.at_sizes import SizedModel
+from torch._inductor.pygraph.capture.library import Memo
+from torch._inductor.pygraph.capture.sized import SizedRecording
+from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.graph.placeholder import take_damage
+from torch._inductor.pygraph.trees.manager import manager_of, state_of
+from torch._inductor.pygraph.types.function import RecordingFacts
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
+from torch._inductor.pygraph.verify.diagnose import verify
+from torch._inductor.pygraph.verify.proof import mark_unwritten
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.pygraph.capture.sized import KeptSizes
+    from torch._inductor.pygraph.types.report import FunctionReport
+    from torch._inductor.utils import InputType
+    from torch.cuda import _POOL_HANDLE
+
+
+# At so many sizes beside the first one a graph is compared with what was expected, and its results
+# with those of the function. After that sizes are trusted.
+PROVEN_SIZES = 3
+
+# Of one function: one for each bucket and topology. The least recently used one is dropped.
+MAX_RECORDINGS = 8
+# How many are made at most.
+MAX_CAPTURES = 32
+
+
+class SizedMemory:
+    """What the recordings of a manager share: the memo, and the memory of what they compute."""
+
+    def __init__(self, manager: CUDAGraphTreeManager) -> None:
+        self.memo = Memo(manager)
+        self.recordings: weakref.WeakSet[SizedRecording] = weakref.WeakSet()
+        self._pool = torch.cuda.graph_pool_handle()
+
+    @property
+    def pool(self) -> _POOL_HANDLE:
+        if not self.recordings:
+            # What earlier ones took can be freed.
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+_memories: weakref.WeakKeyDictionary[CUDAGraphTreeManager, SizedMemory] = weakref.WeakKeyDictionary()
+
+
+def memory_of(manager: CUDAGraphTreeManager) -> SizedMemory:
+    """Return what recordings of a manager share. Called with the manager's lock held."""
+    memory = _memories.get(manager)
+    if memory is None:
+        memory = _memories[manager] = SizedMemory(manager)
+    return memory
+
+
+@dataclasses.dataclass(eq=False)
+class ManySizes:
+    """
+    Records a function for many sizes, and replays it. It takes the place of a Deployment's own recorder.
+
+    Args:
+        deployment: the Deployment of the function
+        give_up: called with the reason if the function cannot be recorded so
+    """
+
+    deployment: Any
+    give_up: Callable[[Reason], None]
+
+    def __post_init__(self) -> None:
+        self.spec, self.model = self.deployment.spec, self.deployment.model
+        self.manager = manager_of(self.spec.device_index)
+        self.state = state_of(self.manager)
+        self.sized: SizedModel | None = None
+        # The most recently used one last.
+        self.recordings: list[SizedRecording] = []
+        self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
+        self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
+        # In this call.
+        self.may_have_run = False
+
+    @property
+    def report(self) -> FunctionReport:
+        return self.deployment.controller.report
+
+    # What selection calls
+
+    def record(self, inputs: list[InputType]) -> tuple[ModelType | None, OutputType]:
+        """Record the function in a call. Return what replays it, or None if it cannot be, and the outputs."""
+        if not self.state.acquire():
+            return None, self.deployment.uncaptured(inputs)
+        try:
+            self.state.follow()
+            outputs = self._record(inputs)
+        finally:
+            self.state.release()
+        if outputs is None:
+            return None, self.deployment.uncaptured(inputs)
+        return (self.deployment.realigned(self.replay) if self.recordings else None), outputs
+
+    def forget(self, function_id: FunctionID | None) -> bool:
+        self.recordings.clear()
+        return True
+
+    def around(self, function_id: FunctionID | None) -> OrderedSet[Any]:
+        """No recording shares its memory with neighbours on a path."""
+        return OrderedSet()
+
+    # Calls
+
+    def replay(self, inputs: list[InputType]) -> OutputType:
+        report, uncaptured = self.report, self.deployment.uncaptured
+        report.calls += 1
+        if (
+            thread_containers() is not self.deployment.owner
+            or self.manager.roots is None
+            or torch.cuda.is_current_stream_capturing()
+            or not self.state.acquire()
+        ):
+            return uncaptured(inputs)
+        outputs: OutputType | None = None
+        self.may_have_run = False
+        try:
+            self.state.follow()
+            outputs = self._replay(inputs)
+        except Exception as e:
+            if self.may_have_run:
+                raise
+            self._give_up(_reason(e))
+        finally:
+            self.state.release()
+        return uncaptured(inputs) if outputs is None else outputs
+
+    def _sizes(self, inputs: Sequence[InputType]) -> tuple[int, ...]:
+        sizes = tuple(inputs[size.input] for size in self.spec.info.sizes.sizes)  # type: ignore[union-attr]
+        if len(self.sizes_seen) < 1 << 16:
+            self.sizes_seen.add(sizes)  # type: ignore[arg-type]
+            self.report.num_sizes = len(self.sizes_seen)
+        return sizes  # type: ignore[return-value]
+
+    def _replay(self, inputs: list[InputType]) -> OutputType | None:
+        """Return None if the call has to run uncaptured."""
+        sizes = self._sizes(inputs)
+        for recording in reversed(self.recordings):
+            if (kept := recording.at_sizes(sizes)) is None:
+                continue
+            if sizes not in self.proven and len(self.proven) <= PROVEN_SIZES:
+                outputs = self._proven(recording, kept, inputs, self._rehearse(inputs), is_new=False)
+            elif (memory := recording.bind(inputs, kept)) is None:
+                outputs = None
+            else:
+                self.may_have_run = True
+                outputs = recording.launch(inputs, kept, memory)
+            if outputs is not None:
+                if recording is not self.recordings[-1]:
+                    self.recordings.remove(recording)
+                    self.recordings.append(recording)
+                self.report.captured_calls += 1
+                inputs.clear()
+                return outputs
+        return self._record(inputs)
+
+    # Recording
+
+    def _record(self, inputs: list[InputType]) -> OutputType | None:
+        """
+        Add a recording for the sizes of a call. Return its outputs, or those of the uncaptured function
+        if it cannot be recorded for many sizes; None if it is not to be recorded at these.
+        """
+        sizes, controller = self._sizes(inputs), self.deployment.controller
+        memory = memory_of(self.manager)
+        if controller.state.recordings >= MAX_CAPTURES:
+            return None
+        rehearsal: Rehearsal | None = None
+        try:
+            self.sized = self.sized or SizedModel(self.model, self.spec, inputs)
+            if not self.sized.launches_all(sizes):
+                return None
+            rehearsal = self._rehearse(inputs)
+            self._check_memory(rehearsal, sizes, memory)
+            self._retire(sizes)
+            recording = SizedRecording(self.sized, inputs, sizes, memory.memo, memory.pool)
+            memory.recordings.add(recording)
+            kept = recording.at_sizes(sizes)
+            outputs = self._proven(recording, kept, inputs, rehearsal, is_new=True)
+            if outputs is None:
+                raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
+        except Exception as e:
+            # If the error is the program's own, the uncaptured run raises it again.
+            self._give_up(_reason(e))
+            return self.model(inputs) if rehearsal is None else rehearsal.rerun()
+        self.recordings.append(recording)
+        self.report.captured_calls += self.report.calls > 0
+        self.report.buckets = [[*r.top] for r in self.recordings]
+        controller.recorded(
+            RecordingFacts(
+                has_captured=True,
+                needed_bytes=rehearsal.needed_bytes,
+                external_inputs=len(self.sized.inputs),
+                num_nodes=recording.num_nodes,
+                updated_nodes=recording.num_nodes,
+            )
+        )
+        inputs.clear()
+        return outputs
+
+    def _retire(self, sizes: tuple[int, ...]) -> None:
+        """Drop recordings of smaller buckets, or the least recently used one if there are too many."""
+        top = self.sized.top(sizes)
+        smaller = [r for r in self.recordings if r.top != top and all(a <= b for a, b in zip(r.top, top))]
+        for recording in smaller or self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)]:
+            self.recordings.remove(recording)
+
+    def _check_memory(self, rehearsal: Rehearsal, sizes: tuple[int, ...], memory: SizedMemory) -> None:
+        factor = functools.reduce(lambda f, pair: f * pair[0] / max(pair[1], 1), zip(self.sized.top(sizes), sizes), 1.0)
+        needed = int(rehearsal.needed_bytes * factor)
+        free = room(self.spec.device_index, memory.pool)
+        if free < needed:
+            raise RefusedError(Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20))
+
+    def _rehearse(self, inputs: list[InputType]) -> Rehearsal:
+        trace = AllocationTrace()
+        traced = with_allocator(self.model, self.spec.info, trace)
+
+        def run(inputs: list[InputType]) -> OutputType:
+            trace.begin()
+            return traced(inputs)
+
+        def inspect(outputs: OutputType) -> list[int]:
+            tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
+            return [i for i, t in tensors if t.numel() > 0 and not trace.holds(t)]
+
+        return Rehearsal(
+            self.model,
+            run,
+            inspect,
+            inputs,
+            device_index=self.spec.device_index,
+            managed=OrderedSet(),
+            mutated=list(self.spec.mutated_input_idxs),
+            reused=self.spec.reused_input_idxs,
+        )
+
+    def _proven(
+        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal, *, is_new: bool
+    ) -> OutputType | None:
+        """
+        Replay a recording and compare it with an uncaptured run, and its nodes with a capture. Return
+        None if the inputs cannot be bound.
+
+        Raises:
+            RefusedError: they differ. The inputs are as they were.
+        """
+        if not is_new:
+            recording.compare(recording.scratch(inputs, kept.at), kept.at)
+        # Forget the damage of others.
+        take_damage(self.spec.device_index)
+        if (memory := recording.bind(inputs, kept)) is None:
+            return None
+        for t in memory:
+            # So that it shows what the graph does not write.
+            mark_unwritten(t)
+        try:
+            outputs = recording.launch(inputs, kept, memory)
+            failure = verify(rehearsal, recording.graph.replay, outputs, recording.pool).reason
+        except RuntimeError as e:
+            failure = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
+        if failure is not None:
+            rehearsal.restore()
+            raise RefusedError(failure)
+        self.proven.add(kept.at.sizes)
+        counters["pygraph"]["proven_sizes"] += 1
+        return outputs
+
+    def _give_up(self, reason: Reason) -> None:
+        self.recordings.clear()
+        self.give_up(reason)
+
+
+def _reason(error: Exception) -> Reason:
+    if isinstance(error, RefusedError):
+        return error.reason
+    if isinstance(error, torch.OutOfMemoryError):
+        return Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE)
+    if isinstance(error, DriverError):
+        return Reason.of(Code.DRIVER, error=str(error))
+    return Reason.of(Code.ERROR, error=f"{type(error).__name__}: {first_line(error)}")

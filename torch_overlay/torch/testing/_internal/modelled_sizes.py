@@ -1,0 +1,637 @@
+"""
+Generated code on the modelled device of modelled_cuda.py, for tests of recordings for many sizes.
+
+:class:`SizedDriver` has nodes whose function, grid and attributes can be set, as cuda.bindings.driver has. A function
+that needs other clusters than its node has is refused, and does not run.
+
+:class:`SizedDevice` runs operators as a library does: it chooses a kernel for the sizes, passes addresses in a struct
+with sizes that nobody can read, splits large products in two kernels, and takes temporary memory.
+
+:class:`ModelledTriton` runs a Triton kernel of generated code with numpy, on any grid and any parameters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import math
+import struct
+import types
+import warnings
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import numpy as np
+
+import torch
+import torch._inductor.compile_fx as compile_fx
+from torch._inductor import async_compile, config, cudagraph_trees
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.cudagraph_utils import PyGraphOptions
+from torch._inductor.pygraph.graph.placeholder import tensor_at
+from torch._inductor.runtime.triton_heuristics import get_constexprs, GridExpr
+from torch.testing._internal.fake_cuda import CompiledGraph, fake_cuda
+from torch.testing._internal.modelled_cuda import (
+    cu,
+    KernelNode,
+    ModelledDevice,
+    ModelledDriver,
+    ModelledKernel,
+    ModelledStream,
+    Node,
+    on_host,
+    u64,
+)
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+
+@dataclasses.dataclass(eq=False)
+class SizedKernel(ModelledKernel):
+    """
+    Attributes:
+        execute: takes the grid and the bytes of each parameter
+        cluster: that its node has to have
+    """
+
+    execute: Callable[[tuple[int, ...], list[bytes]], None] | None = None
+    cluster: int = 1
+
+
+class SizedNode(KernelNode):
+    """A node that launches a SizedKernel."""
+
+    def __init__(self, kernel: SizedKernel, grid: tuple[int, ...], parameters: Sequence[bytes]) -> None:
+        super().__init__(*parameters)
+        self.kernel = kernel
+        self.layout = kernel.layout
+        self.grid = grid
+        self.cluster = kernel.cluster
+
+    @property
+    def function(self) -> int:
+        return self.kernel.function
+
+    def params(self, handle: int) -> Any:
+        params = super().params(handle)
+        params.gridDimX, params.gridDimY, params.gridDimZ = self.grid
+        return params
+
+
+class FillNode(Node):
+    """Fills bytes with zeros."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        super().__init__("MEMSET")
+        self.address, self.nbytes = address, nbytes
+
+    def params(self, handle: int) -> Any:
+        params = cu.CUDA_MEMSET_NODE_PARAMS()
+        params.dst = cu.CUdeviceptr(self.address)
+        params.value, params.elementSize, params.width, params.height = 0, 1, self.nbytes, 1
+        return params
+
+
+# What a node of an executable graph launches: kernel, grid, parameters, clusters; or address and bytes.
+Held = tuple[Any, ...]
+
+
+class SizedDriver(ModelledDriver):
+    """
+    Attributes:
+        holds: of each node of an executable graph what it launches
+        updates: how often cuGraphExecUpdate ran
+        programmatic: nodes whose kernel may begin while the one before runs
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds: dict[int, Held] = {}
+        self.updates = 0
+        self.programmatic: set[int] = set()
+
+    def add_sized_kernel(
+        self, name: str, layout: list[tuple[int, int]], execute: Callable[..., None], cluster: int = 1
+    ) -> SizedKernel:
+        known = self.add_kernel(name, layout)
+        if not isinstance(known, SizedKernel):
+            known = SizedKernel(name, known.function, layout, (), execute, cluster)
+            self.kernels[known.function] = known
+        return known
+
+    @staticmethod
+    def _captured_by(node: Node) -> Held | None:
+        if isinstance(node, SizedNode):
+            return node.kernel, node.grid, [*node.parameters], node.cluster
+        return (node.address, node.nbytes) if isinstance(node, FillNode) else None
+
+    def instantiate(self, graph: int) -> int:
+        executable = super().instantiate(graph)
+        self._take_over(graph)
+        return executable
+
+    def _take_over(self, graph: int) -> None:
+        for i in self.graphs[graph]:
+            if (held := self._captured_by(self.nodes[i])) is not None:
+                self.holds[i] = held
+
+    def launch(self, executable: int, order: Any = None) -> None:
+        graph = self.graphs[self.executables[executable]]
+        if not any(i in self.holds for i in graph):
+            super().launch(executable, order)
+            return
+        for i in graph:
+            if i in self.disabled:
+                continue
+            if self.held[i] is None and isinstance(self.nodes[i], SizedNode):
+                raise AssertionError("launched with a node that refused")
+            match self.holds[i]:
+                case kernel, grid, parameters, cluster:
+                    if kernel.cluster != cluster:
+                        raise AssertionError("the context ends")
+                    kernel.execute(grid, parameters)
+                case address, nbytes:
+                    ctypes.memset(address, 0, nbytes)
+
+    def _read_kernel(self, i: int, params: Any) -> Held:
+        function = int(params.func)
+        kernel = self.kernels[function]
+        if not params.kernelParams or params.extra:
+            raise AssertionError("either kernelParams or extra")
+        pointers = (ctypes.c_void_p * len(kernel.layout)).from_address(params.kernelParams)
+        values = [ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, kernel.layout)]
+        grid = params.gridDimX, params.gridDimY, params.gridDimZ
+        if 0 in grid:
+            raise AssertionError("an empty grid")
+        return kernel, grid, values
+
+    def cuGraphExecKernelNodeSetParams(self, executable: Any, node: Any, params: Any) -> Any:
+        i = int(node)
+        if i not in self.holds:
+            return super().cuGraphExecKernelNodeSetParams(executable, node, params)
+        (status,) = self._set(executable, node, lambda _: [])
+        if int(status):
+            return (status,)
+        kernel, grid, values = self._read_kernel(i, params)
+        cluster = self.holds[i][3]
+        if kernel.cluster != cluster:
+            return (cu.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE,)
+        self.holds[i] = kernel, grid, values, cluster
+        return (self.success,)
+
+    def cuGraphExecMemsetNodeSetParams(self, executable: Any, node: Any, params: Any, context: Any) -> Any:
+        i = int(node)
+        if i not in self.holds:
+            return super().cuGraphExecMemsetNodeSetParams(executable, node, params, context)
+        (status,) = self._set(executable, node, lambda _: ())
+        if not int(status):
+            self.holds[i] = int(params.dst), params.width * params.elementSize
+        return (status,)
+
+    def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
+        if not isinstance(known := self.nodes[int(node)], SizedNode):
+            return super().cuGraphKernelNodeSetParams(node, params)
+        if int(node) in self.refused or self.refuses(int(node)):
+            return (self.invalid,)
+        kernel, grid, values = self._read_kernel(int(node), params)
+        cluster = known.cluster
+        self.nodes[int(node)] = new = SizedNode(kernel, grid, values)
+        new.cluster = cluster
+        return (self.success,)
+
+    def cuGraphMemsetNodeSetParams(self, node: Any, params: Any) -> Any:
+        self.nodes[int(node)] = FillNode(int(params.dst), params.width * params.elementSize)
+        return (self.success,)
+
+    def cuGraphKernelNodeCopyAttributes(self, to: Any, source: Any) -> Any:
+        self.nodes[int(to)].cluster = self.nodes[int(source)].cluster
+        return (self.success,)
+
+    def cuGraphExecUpdate(self, executable: Any, graph: Any) -> Any:
+        self.updates += 1
+        # Nodes that are off stay off, or not: nothing says so.
+        self.disabled -= {*self.graphs[int(graph)]}
+        self._take_over(int(graph))
+        for i in self.graphs[int(graph)]:
+            self.held[i] = self._captured(i)
+            if isinstance(node := self.nodes[i], SizedNode) and node.cluster != node.kernel.cluster:
+                return cu.CUresult.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, None
+        return self.success, None
+
+    def _captured(self, i: int) -> Any:
+        return () if isinstance(self.nodes[i], FillNode) else super()._captured(i)
+
+    def cuGraphKernelNodeGetAttribute(self, node: Any, which: Any) -> Any:
+        value = cu.CUkernelNodeAttrValue()
+        if which == cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION:
+            value.clusterDim.x = getattr(self.nodes[int(node)], "cluster", 1)
+        return self.success, value
+
+    def cuFuncGetAttribute(self, which: Any, function: Any) -> Any:
+        return self.success, 0
+
+    def cuGraphGetEdges(self, graph: Any, count: int = 0) -> Any:
+        nodes = {*self.graphs[int(graph)]}
+        edges = [(a, b) for a, b in self.edges if a in nodes]
+        data = [types.SimpleNamespace(type=int(b in self.programmatic)) for _, b in edges]
+        froms, tos = ([cu.CUgraphNode(edge[k]) for edge in edges] for k in range(2))
+        return self.success, froms, tos, data, len(edges)
+
+
+def memory(address: int, nbytes: int) -> ctypes.Array[Any]:
+    return (ctypes.c_char * nbytes).from_address(address)
+
+
+class SizedDevice(ModelledDevice):
+    """
+    Attributes:
+        calls: of operators that were captured
+        undefined: whether a library leaves some bytes of its parameters undefined
+    """
+
+    driver: SizedDriver
+
+    def __init__(self, driver: SizedDriver) -> None:
+        super().__init__(driver)
+        self.new_stream = lambda *args, **kwargs: ModelledStream(self, next(self.numbers))
+        self.calls = 0
+        self.undefined = False
+        self._tokens: list[tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = []
+
+    def add_node(self, node: Node) -> None:
+        graph = self.captured.handle
+        self.driver.add_node(graph, node, self.driver.graphs[graph][-1:])
+
+    def launch_kernel(self, kernel: SizedKernel, grid: tuple[int, ...], parameters: list[bytes]) -> None:
+        if self.captured is None:
+            kernel.execute(grid, parameters)
+        else:
+            self.add_node(SizedNode(kernel, grid, parameters))
+
+    def capture_operator(self, name: str, compute: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
+        """Add the nodes of an operator: of one that fills with zeros a memset, else kernels of a library."""
+        self.calls += 1
+        if name in ("zero_", "fill_"):
+            self.add_node(FillNode(tensors[0].data_ptr(), tensors[0].nbytes))
+            return
+        total = sum(t.numel() for t in tensors)
+        if 0 in (t.numel() for t in tensors):
+            return
+        variant = total % 3
+        grid = (1 + total % 5, 1 + total % 2, 1)
+        likes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
+        self._tokens.append((compute, likes, (variant, grid)))
+        undefined = self.calls if self.undefined else 0
+        content = u64(len(self._tokens) - 1, undefined, *(t.data_ptr() for t in tensors))
+        if total > 6000:
+            # A part of the product goes by way of temporary memory.
+            temporary = self.empty_strided((64,), (1,), torch.uint8)
+            self._add_library_kernel("split", u64(temporary.data_ptr()), self._split, 0, (3, 1, 1))
+            content += u64(temporary.data_ptr())
+        self._add_library_kernel(f"product_{variant}", content, self._product, variant, grid)
+
+    def _add_library_kernel(self, name: str, content: bytes, execute: Any, variant: int, grid: tuple[int, ...]) -> None:
+        cluster = 2 if variant == 2 else 1
+        kernel = self.driver.add_sized_kernel(f"{name}_{len(content)}", [(0, len(content))], execute, cluster)
+        self.add_node(SizedNode(kernel, grid, [content]))
+
+    def _split(self, grid: tuple[int, ...], parameters: list[bytes]) -> None:
+        (temporary,) = struct.unpack("<Q", parameters[0])
+        memory(temporary, 64)[:] = b"\x5a" * 64
+
+    def _product(self, grid: tuple[int, ...], parameters: list[bytes]) -> None:
+        token, _, *addresses = struct.unpack(f"<{len(parameters[0]) // 8}Q", parameters[0])
+        compute, likes, (variant, expected) = self._tokens[token]
+        if grid != expected:
+            raise AssertionError("a grid of other sizes")
+        if len(addresses) > len(likes) and bytes(memory(addresses[-1], 64)) != b"\x5a" * 64:
+            raise AssertionError("temporary memory was overwritten")
+        compute(*(on_host(tensor_at(address, like, 0)) for address, like in zip(addresses, likes)))
+
+
+# Triton with numpy
+
+
+class Block(np.ndarray):
+    def to(self, dtype: Any, **kwargs: Any) -> Any:
+        return self.astype(dtype)
+
+
+def block(values: Any) -> Block:
+    return np.asarray(values).view(Block)
+
+
+class Pointer:
+    """Addresses of elements."""
+
+    def __init__(self, addresses: Any, dtype: np.dtype) -> None:
+        self.addresses, self.dtype = addresses, dtype
+
+    def __add__(self, elements: Any) -> Pointer:
+        return Pointer(self.addresses + np.asarray(elements, dtype=np.int64) * self.dtype.itemsize, self.dtype)
+
+    def elements(self, mask: Any, shape: Any) -> tuple[Any, Any, Any]:
+        """Return the memory that is pointed to, and places in it where ``mask`` is true."""
+        addresses = np.broadcast_to(self.addresses, shape)
+        mask = np.broadcast_to(True if mask is None else mask, shape)
+        chosen = addresses[mask]
+        if chosen.size == 0:
+            return np.empty(0, self.dtype), chosen, mask
+        low, high = int(chosen.min()), int(chosen.max())
+        content = np.frombuffer(memory(low, high - low + self.dtype.itemsize), self.dtype)
+        return content, (chosen - low) // self.dtype.itemsize, mask
+
+
+class Triton:
+    """The module triton.language, as far as generated code uses it. Another name raises AttributeError."""
+
+    int1, int8, int32, int64, uint32 = np.bool_, np.int8, np.int32, np.int64, np.uint32
+    float32, float64 = np.float32, np.float64
+    range = static_range = staticmethod(range)
+    constexpr = int
+    full = staticmethod(lambda shape, value, dtype: block(np.full(shape, value, dtype)))
+    zeros = staticmethod(lambda shape, dtype: block(np.zeros(shape, dtype)))
+    where = staticmethod(lambda *args: block(np.where(*args)))
+    broadcast_to = staticmethod(lambda x, *shape: block(np.broadcast_to(x, shape[0] if len(shape) == 1 else shape)))
+    sum = staticmethod(lambda x, axis: block(np.sum(x, axis, dtype=x.dtype)))
+    arange = staticmethod(lambda start, end: block(np.arange(start, end, dtype=np.int32)))
+    device_assert = debug_barrier = staticmethod(lambda *args: None)
+
+    def __init__(self, program: tuple[int, ...]) -> None:
+        self.program = program
+
+    def program_id(self, axis: int) -> int:
+        return self.program[axis]
+
+    def load(self, pointer: Pointer, mask: Any = None, other: Any = 0, **kwargs: Any) -> Block:
+        shape = np.broadcast_shapes(np.shape(pointer.addresses), np.shape(mask) if mask is not None else ())
+        content, places, mask = pointer.elements(mask, shape)
+        result = np.full(shape, other, pointer.dtype)
+        result[mask] = content[places]
+        return block(result)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = None, **kwargs: Any) -> None:
+        shape = np.broadcast_shapes(
+            np.shape(pointer.addresses), np.shape(value), np.shape(mask) if mask is not None else ()
+        )
+        content, places, mask = pointer.elements(mask, shape)
+        content[places] = np.broadcast_to(value, shape)[mask]
+
+
+def _floats(function: Callable[..., Any]) -> Callable[..., Block]:
+    return lambda *args: block(function(*args))
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float32])
+MATH = types.SimpleNamespace(
+    **{n: _floats(getattr(np, n)) for n in ("sin", "cos", "exp", "log", "sqrt", "tanh", "floor", "log1p", "exp2")},
+    abs=_floats(np.abs),
+    rsqrt=_floats(lambda x: (1 / np.sqrt(x)).astype(x.dtype)),
+    erf=_floats(_erf),
+)
+HELPERS = types.SimpleNamespace(
+    maximum=_floats(np.maximum),
+    minimum=_floats(np.minimum),
+    max2=lambda x, axis: block(np.max(x, axis)),
+    min2=lambda x, axis: block(np.min(x, axis)),
+    promote_to_tensor=block,
+)
+DTYPES = {
+    "fp32": np.float32,
+    "fp64": np.float64,
+    "i1": np.bool_,
+    "i8": np.int8,
+    "u8": np.uint8,
+    "i32": np.int32,
+    "i64": np.int64,
+    "u32": np.uint32,
+    "u64": np.uint64,
+}
+
+
+class NotModelled(Exception):
+    """Generated code does what there is no model of."""
+
+
+class ModelledTriton:
+    """A Triton kernel of generated code, in the place of its CachingAutotuner."""
+
+    def __init__(self, device: SizedDevice, name: str, autotuner: Any) -> None:
+        self.device = device
+        self.fn = types.SimpleNamespace(__name__=name)
+        self.inductor_meta = autotuner.inductor_meta
+        self.config = autotuner.configs[0]
+        self.names = [n for i, n in enumerate(autotuner.fn.arg_names) if i not in get_constexprs(autotuner.fn)]
+        signature = autotuner.triton_meta["signature"]
+        self.given = {n: signature[n] for n in self.names}
+        self.constants = {
+            **{n: v for (n, *_), v in _constants(autotuner.triton_meta["constants"])},
+            **{n: v for n, v in self.config.kwargs.items() if n in autotuner.fn.arg_names},
+        }
+        self.parameters = [(n, t) for n, t in self.given.items() if t != "constexpr"]
+        if any(t.removeprefix("*") not in DTYPES for _, t in self.parameters):
+            raise NotModelled(f"parameters of {name}: {signature}")
+        self.code = autotuner.fn.fn.__code__
+        layout, end = [], 0
+        for _, type_ in self.parameters:
+            nbytes = 8 if type_[0] == "*" else np.dtype(DTYPES[type_]).itemsize
+            start = -(-end // nbytes) * nbytes
+            layout.append((start, nbytes))
+            end = start + nbytes
+        kernel = device.driver.add_sized_kernel(f"{name}_{id(self)}", layout, self.execute)
+        self.kernel = kernel
+        self.launchers = [types.SimpleNamespace(config=self.config, kernel=types.SimpleNamespace(function=kernel.function))]
+
+    def execute(self, grid: tuple[int, ...], parameters: list[bytes]) -> None:
+        arguments: dict[str, Any] = {**self.constants}
+        for (name, type_), content in zip(self.parameters, parameters):
+            if type_[0] == "*":
+                arguments[name] = Pointer(int.from_bytes(content, "little"), np.dtype(DTYPES[type_[1:]]))
+            else:
+                arguments[name] = np.frombuffer(content, DTYPES[type_])[0].item()
+        scope = {"libdevice": MATH, "tl_math": MATH, "triton_helpers": HELPERS}
+        with np.errstate(all="ignore"):
+            for program in np.ndindex(*grid):
+                function = types.FunctionType(self.code, {**scope, "tl": Triton(program)})
+                try:
+                    function(**arguments)
+                except (AttributeError, NameError, TypeError) as e:
+                    raise NotModelled(f"{self.fn.__name__}: {e}") from e
+
+    def run(self, *arguments: Any, stream: int) -> None:
+        extra = self.inductor_meta.get("extra_launcher_args", ())
+        named = dict(zip([*self.names, *extra], arguments, strict=True))
+        numbers = {n: a for n, a in named.items() if not isinstance(a, torch.Tensor)}
+        grid = GridExpr.from_meta(self.inductor_meta, self.config).eval_slow(numbers)
+        if 0 in grid:
+            return
+        parameters = []
+        for name, type_ in self.parameters:
+            value = named[name]
+            parameters.append(u64(value.data_ptr()) if type_[0] == "*" else np.array(value, DTYPES[type_]).tobytes())
+        self.device.launch_kernel(self.kernel, tuple(grid), parameters)
+
+
+def _constants(constants: dict[Any, Any]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, value in constants.items():
+        yield ((name,) if isinstance(name, str) else name), value
+
+
+# Programs
+
+
+@contextlib.contextmanager
+def symbolic_graphs(
+    program: Callable[[], None], **options: Any
+) -> Iterator[list[tuple[CompiledGraph, Sequence[Any]]]]:
+    """Compile a program. Yield its graphs, and for each its inputs, whose sizes are symbolic."""
+    seen: list[list[Any]] = []
+    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch(pygraph=True, pygraph_sizes=True, **options):
+        warnings.simplefilter("ignore")
+        compile_inner = compile_fx._compile_fx_inner
+
+        def note_inputs(gm: torch.fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+            seen.append([*inputs])
+            return compile_inner(gm, inputs, **kwargs)
+
+        with mock.patch.object(compile_fx, "_compile_fx_inner", note_inputs):
+            program()
+        yield [*zip(graphs, seen, strict=True)]
+
+
+def expressions(i: Any) -> Iterator[Any]:
+    """Yield the sizes and strides of a symbolic input, or the number that it is."""
+    for value in (*i.shape, *i.stride()) if isinstance(i, torch.Tensor) else (i,):
+        if isinstance(value, torch.SymInt):
+            yield value.node.shape_env.replace(value.node.expr)
+        else:
+            yield value
+
+
+def symbols(inputs: Sequence[Any]) -> list[str]:
+    found = (e for i in inputs for e in expressions(i))
+    return sorted({str(s) for e in found for s in getattr(e, "free_symbols", ())})
+
+
+def numbers(i: Any, sizes: dict[str, int]) -> list[int]:
+    """Return the sizes and strides of an input at some sizes, or the number that it is."""
+    return [
+        int(e.subs({s: sizes[str(s)] for s in e.free_symbols})) if hasattr(e, "free_symbols") else e
+        for e in expressions(i)
+    ]
+
+
+@dataclasses.dataclass
+class CompiledProgram:
+    """
+    A graph of a compiled program.
+
+    Attributes:
+        inputs: symbolic
+        autotuners: of its Triton kernels, by name
+    """
+
+    graph: CompiledGraph
+    inputs: Sequence[Any]
+    autotuners: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def execute(self, make: Callable[[str, str], Any]) -> dict[str, Any]:
+        """Return the names of its code, where ``make`` makes a kernel of a name and a source."""
+        scope: dict[str, Any] = {"__name__": "sized"}
+        with mock.patch.object(AsyncCompile, "triton", lambda _, name, source, *args, **kwargs: make(name, source)):
+            exec(compile(self.graph.source, "<sized>", "exec"), scope)
+        return scope
+
+
+def compiled(program: Callable[[], None], **options: Any) -> list[CompiledProgram]:
+    with symbolic_graphs(program, **options) as graphs:
+        programs = [CompiledProgram(graph, inputs) for graph, inputs in graphs]
+        for p in programs:
+            load = async_compile._load_triton_kernel_from_source
+            p.execute(lambda name, source, p=p: p.autotuners.setdefault(name, load(name, source)))
+        return programs
+
+
+class _Torch:
+    """The module torch, without a device to choose."""
+
+    cuda = types.SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class SizedProgram:
+    """
+    Generated code of a graph on a device, which is deployed as the code of a compiled function is.
+
+    Attributes:
+        mutated: inputs of the partitions that the program sees written
+    """
+
+    def __init__(self, device: SizedDevice, program: CompiledProgram, force: str | None) -> None:
+        self.device, self.inputs, self.force = device, program.inputs, force
+        self.info = program.graph.info
+        self.mutated: tuple[int, ...] = ()
+        scope = program.execute(lambda name, _: ModelledTriton(device, name, program.autotuners[name]))
+        scope.update(torch=_Torch(), empty_strided_cuda=device.empty_strided, get_raw_stream=lambda device: 0)
+        self.runner = scope["runner"]
+        self.uncaptured = [*self.runner.partitions]
+        for fn in self.uncaptured:
+            if fn.__defaults__:
+                # The first one is the allocator.
+                fn.__defaults__ = (device.empty_strided, *fn.__defaults__[1:])
+        self.deployed = [*map(self._deployed, range(len(self.uncaptured)))]
+
+    def _deployed(self, i: int) -> Callable[..., Any]:
+        """Return the partition as it is deployed, from its first call on."""
+        fn: Callable[..., Any] | None = None
+
+        def call(args: list[Any]) -> Any:
+            nonlocal fn
+            if fn is None:
+                fn = cudagraph_trees.cudagraphify_impl(
+                    self.uncaptured[i],
+                    args,
+                    (),
+                    device_index=0,
+                    is_backward=False,
+                    is_inference=True,
+                    stack_traces=None,
+                    mutated_input_idxs=self.mutated,
+                    pygraph=PyGraphOptions(
+                        info=self.info.functions[i],
+                        objects=self.runner.objects,
+                        force=self.force,
+                        replace=lambda fn: None,
+                    ),
+                )
+            return fn(args)
+
+        return call if i < len(self.info.functions) else self.uncaptured[i]
+
+    def make_inputs(self, sizes: dict[str, int]) -> list[Any]:
+        made = []
+        for i in self.inputs:
+            values = numbers(i, sizes)
+            if not isinstance(i, torch.Tensor):
+                made.append(values[0])
+                continue
+            like = torch.empty_strided(values[: i.dim()], values[i.dim() :], dtype=i.dtype, device="meta")
+            t = self.device.empty_strided(like.shape, like.stride(), i.dtype)
+            if t.numel():
+                on_host(t).copy_(torch.randn(like.shape) if i.is_floating_point() else torch.ones(like.shape))
+            made.append(t)
+        return made
+
+    def run(self, inputs: Sequence[Any], *, captured: bool) -> list[Any]:
+        self.runner.partitions = self.deployed if captured else self.uncaptured
+        return self.runner.call([*inputs])
+
+    def call(self, inputs: Sequence[Any], *, captured: bool) -> list[Any]:
+        """Run the program, and return its results on the host."""
+        outputs = self.run(inputs, captured=captured)
+        return [on_host(t).clone() if isinstance(t, torch.Tensor) else t for t in outputs]
