@@ -452,8 +452,13 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
 
     def test_off(self) -> None:
-        with config.patch(pygraph_sizes=False), mock.patch.object(deploy, "ManySizes") as many:
-            self.check(self.program(mlp), (37, 37, 5, 6))
+        """Without the option nothing is known of the sizes, and nothing is tried."""
+        program = compiled_of(mlp, *MLP_SHAPES)
+        (info,) = program.graph.info.functions
+        off = dataclasses.replace(program.graph.info, functions=(dataclasses.replace(info, sizes=None),))
+        program = dataclasses.replace(program, graph=dataclasses.replace(program.graph, info=off))
+        with mock.patch.object(deploy, "ManySizes") as many:
+            self.check(SizedProgram(self.device(), program, "node_update"), (37, 37, 5, 6))
         many.assert_not_called()
         self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])
 

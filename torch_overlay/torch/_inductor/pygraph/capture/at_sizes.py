@@ -61,7 +61,7 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     unknown = [
         *(call.name for call in calls if operator_name(call.name) not in NAMES),
         *(call.name for call in calls if any(steps.known(number) is None for number in call.numbers)),
-        *(["a collective"] if info.has_collectives else []),
+        *(["a collective"] if info.collectives else []),
     ]
     return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
 

@@ -16,7 +16,6 @@ from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes
@@ -119,9 +118,10 @@ _not_for_many_sizes: weakref.WeakSet[ModelType] = weakref.WeakSet()
 def may_be_for_many_sizes(deployment: Deployment, inputs: Sequence[InputType]) -> bool:
     """Return whether a function may be recorded for many sizes together. If not, log why once."""
     spec, model = deployment.spec, deployment.model
-    if not config.pygraph_sizes or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
+    # Without config.pygraph_sizes nothing is known of the sizes.
+    if spec.info.sizes is None or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
         return False
-    if spec.info.sizes is None or model in _not_for_many_sizes:
+    if model in _not_for_many_sizes:
         return False
     if (reason := not_for_many_sizes(spec, inputs)) is None:
         return True
