@@ -33,8 +33,8 @@ from torch._inductor.pygraph.dynamo.effects import (
     nodes_after,
     Rebuilt,
 )
+from torch._inductor.pygraph.dynamo.operators import draws, indices_of, is_total
 from torch._inductor.pygraph.dynamo.raising import is_number, raising_path
-from torch._inductor.pygraph.dynamo.totals import draws, indices_of, is_total
 from torch._inductor.pygraph.types.reason import Code, Reason
 
 

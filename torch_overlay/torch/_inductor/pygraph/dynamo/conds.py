@@ -23,8 +23,8 @@ from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import make_attr
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, requires_grad, storage
+from torch._inductor.pygraph.dynamo.operators import name_of, writes_statistics
 from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
-from torch._inductor.pygraph.dynamo.totals import name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code
 from torch._ops import HigherOrderOperator
 from torch._prims_common import is_non_overlapping_and_dense_or_false

@@ -36,7 +36,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
-from torch._inductor.pygraph.dynamo.totals import is_total, name_of, writes_statistics
+from torch._inductor.pygraph.dynamo.operators import is_total, name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 

@@ -24,9 +24,16 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
-from torch._inductor.pygraph.dynamo.obstacles import draws
-from torch._inductor.pygraph.dynamo.ranges import is_torch, is_untouched, plain_name
-from torch._inductor.pygraph.dynamo.totals import is_total, name_of
+from torch._inductor.pygraph.dynamo.operators import (
+    draws,
+    is_in_place,
+    is_of_torch,
+    is_pure,
+    is_total,
+    name_of,
+    writes_statistics,
+)
+from torch._inductor.pygraph.dynamo.ranges import is_untouched
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._ordered_set import OrderedSet
 
@@ -58,15 +65,6 @@ IN_GRAPH = "pygraph_draws_in_graph"
 
 DRAWS = frozenset(("rand", "randn", "randint"))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
-CONSTRUCTORS = frozenset(("arange", "full", "ones", "tensor", "zeros"))
-WRITES = ("setitem", "batch_norm", "instance_norm", "iadd", "isub", "imul", "itruediv", "iand", "ior", "ixor")
-PURE = frozenset(
-    """
-    abs add all amax amin and any bool clamp clone cpu detach double eq float floor ge gt invert isfinite
-    isinf isnan le logical_and logical_not logical_or logical_xor long lt max maximum mean min minimum mul ne neg or
-    reshape round sign squeeze sub sum to truediv div unsqueeze view where
-    """.split()
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -266,14 +264,11 @@ def is_known(node: torch.fx.Node) -> bool:
         return is_tensor and not argument.pass_arg_as_tensor and argument.source is not None
     if "generator" in node.kwargs or "out" in node.kwargs:
         return False
-    name = plain_name(node)
-    if node.op == "call_function" and not node.all_input_nodes:
-        return is_torch(node) and name in DRAWS | CONSTRUCTORS
-    return name in PURE and (node.op == "call_method" or is_torch(node))
+    return is_pure(node) or is_draw(node)
 
 
 def is_draw(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and plain_name(node) in DRAWS
+    return node.op == "call_function" and name_of(node) in DRAWS and is_of_torch(node)
 
 
 def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]) -> bool:
@@ -282,7 +277,7 @@ def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]
         # Inductor draws seeds in front of the graph, and no number is that of eager mode.
         return True
     return not any(
-        (draws(node) or plain_name(node) in RECURRENT) and node not in drawn_in_front and not is_on_gpu(node)
+        (draws(node) or name_of(node) in RECURRENT) and node not in drawn_in_front and not is_on_gpu(node)
         for node in graph.nodes
     )
 
@@ -299,9 +294,7 @@ def may_write(node: torch.fx.Node) -> bool:
     values = (n.meta.get("example_value") for n in node.all_input_nodes)
     if not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
         return False
-    name = name_of(node)
-    is_in_place = name in WRITES or (name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_"))
-    return is_in_place or "out" in node.kwargs or not is_total(node) and plain_name(node) not in PURE
+    return is_in_place(node) or writes_statistics(node) or not (is_total(node) or is_known(node))
 
 
 def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:

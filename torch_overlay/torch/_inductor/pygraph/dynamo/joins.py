@@ -21,8 +21,8 @@ from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
+from torch._inductor.pygraph.dynamo.operators import CONSTRUCTORS, is_pure, name_of, plain_name, VIEWS
 from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
-from torch._inductor.pygraph.dynamo.totals import indices, is_of_torch, name_of
 from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
@@ -39,21 +39,6 @@ if TYPE_CHECKING:
 
 # Of both paths, which fuse. Python copies a short rest of a function into its paths.
 MAX_OPERATORS = 16
-
-# Operators of elements, and reductions, which nested conditions are. They raise for no element.
-OPERATORS = frozenset(
-    """
-    abs absolute add all amax amin and any bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp clamp_max clamp_min
-    clone cos cosh detach div double elu eq erf exp exp2 expm1 float floor ge gelu gt half hardtanh int invert isfinite
-    isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not logical_or logical_xor long lt max maximum
-    mean min minimum mish mul nan_to_num ne neg or reciprocal relu relu6 round rsqrt selu sigmoid sign silu sin sinh softplus
-    sqrt square sub sum tan tanh to truediv where xor
-    """.split()
-)
-VIEWS = frozenset(
-    "contiguous expand flatten getattr getitem permute reshape squeeze t transpose unflatten unsqueeze view".split()
-)
-CONSTRUCTORS = frozenset("full full_like ones ones_like tensor zeros zeros_like".split())
 
 # Of these, a gradient of zeros gives zeros. Those in SCALING do if the other operand is a finite number.
 LINEAR = VIEWS | frozenset(
@@ -266,26 +251,17 @@ def is_alike(a: VariableTracker, b: VariableTracker) -> bool:
 def is_selectable(node: torch.fx.Node) -> bool:
     """Return whether a node may run for nothing."""
     example = node.meta.get("example_value")
-    name = name_of(node)
-    stripped = name[2:-2] if name.startswith("__") else name.rstrip("_") if name in ("and_", "or_") else name
-    if (
-        not isinstance(example, torch.Tensor)
-        or stripped not in OPERATORS | VIEWS | CONSTRUCTORS
-        or not (node.op == "call_method" or (node.op == "call_function" and is_of_torch(node.target)))
-        or any(node.kwargs[k] for k in OrderedSet(node.kwargs) - KEYWORDS)
-    ):
-        return False
-    if stripped == "getitem" and any(isinstance(i, torch.fx.Node) for i in indices(node.args[1])):
-        return False
-    if stripped == "getattr" and node.args[1] not in ("mT", "T"):
+    name = plain_name(node)
+    is_plain = is_pure(node) and KEYWORDS.issuperset(k for k, v in node.kwargs.items() if v)
+    if not isinstance(example, torch.Tensor) or not is_plain:
         return False
     if not example.requires_grad:
         return True
-    if stripped in SCALING:
+    if name in SCALING:
         numbers = [a for a in node.args if not isinstance(a, torch.fx.Node)]
-        is_divided = stripped == "mul" or isinstance(node.args[0], torch.fx.Node)
+        is_divided = name == "mul" or isinstance(node.args[0], torch.fx.Node)
         return is_divided and len(numbers) == 1 and all(math.isfinite(n) and n for n in numbers)
-    return stripped in LINEAR
+    return name in LINEAR
 
 
 def count_work(nodes: Iterable[torch.fx.Node]) -> int:

@@ -51,9 +51,9 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import CellVariable, NullVariable
 from torch._dynamo.variables.torch import tracing_state_functions
 from torch._dynamo.variables.user_defined import UserDefinedSetVariable
+from torch._inductor.pygraph.dynamo.operators import draws, is_in_place
 from torch._inductor.pygraph.types.reason import Code, log_line, Reason
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import functional
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -122,19 +122,6 @@ PLAIN_BUILTINS = frozenset(
 # sets the gradient mode. Operators have their effect in every call, too.
 EFFECTS = (operator.setitem, torch._C._set_grad_enabled)
 OPERATORS = (torch._ops.OperatorBase, torch._ops.OpOverloadPacket)
-
-IN_PLACE = frozenset(
-    (operator.iadd, operator.iand, operator.ifloordiv, operator.ilshift, operator.imatmul)
-    + (operator.imod, operator.imul, operator.ior, operator.ipow, operator.irshift)
-    + (operator.isub, operator.itruediv, operator.ixor, operator.setitem)
-)
-
-# Functions that draw by operators of other names.
-DRAWING = frozenset(
-    (functional.gumbel_softmax, torch.pca_lowrank, torch.svd_lowrank)
-    + (functional.fractional_max_pool2d, functional.fractional_max_pool2d_with_indices)
-    + (functional.fractional_max_pool3d, functional.fractional_max_pool3d_with_indices)
-)
 
 # Values that did not exist before the frame and that bytecode rebuilds as they were.
 REBUILT = frozenset(
@@ -341,51 +328,14 @@ def is_setting(node: torch.fx.Node) -> bool:
     )
 
 
-def draws(node: torch.fx.Node) -> bool:
-    """
-    Return whether the node draws random numbers.
-
-    Operators that draw inside of another one, as dropout in torch.lstm, are not seen.
-    """
-    if not node.op.startswith("call_"):
-        return False
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    name = getattr(target, "__name__", str(target))
-    if "dropout" in name:
-        return argument(node, 2, "training", True) is not False
-    if name == "scaled_dot_product_attention":
-        return argument(node, 4, "dropout_p", 0.0) != 0
-    if name == "multi_head_attention_forward":
-        training = argument(node, 13, "training", True)
-        return training is not False and argument(node, 10, "dropout_p", 0.0) != 0
-    operator = getattr(torch.ops.aten, name, None)
-    return target in DRAWING or (
-        name not in ("lstm", "gru", "rnn_relu", "rnn_tanh")
-        and isinstance(operator, torch._ops.OpOverloadPacket)
-        and any(
-            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in operator.overloads()
-        )
-    )
-
-
-def argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
-    """Return the argument at ``place`` or of this name."""
-    given = node.args[place] if len(node.args) > place else default
-    return node.kwargs.get(name, given)
-
-
 def writes_an_input(node: torch.fx.Node) -> bool:
     """
     Return whether the node writes an input in place.
 
     Writes to a view of an input, and those of a foreach operator, are not seen.
     """
-    name = getattr(node.target, "__name__", str(node.target))
     written = node.kwargs.get("out", node.args[0] if node.args else None)
-    is_write = "out" in node.kwargs or (name.endswith("_") and not name.endswith("__")) or node.target in IN_PLACE
-    return is_write and isinstance(written, torch.fx.Node) and written.op == "placeholder"
+    return is_in_place(node) and isinstance(written, torch.fx.Node) and written.op == "placeholder"
 
 
 # Values

@@ -14,7 +14,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx
-from torch._inductor.pygraph.dynamo.totals import name_of
+from torch._inductor.pygraph.dynamo.operators import is_of_torch, name_of, plain_name
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 
@@ -52,7 +52,7 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
     example = node.meta.get("example_value")
     if not isinstance(example, torch.Tensor) or not is_untouched(node, example):
         return None
-    if not (node.op == "call_method" or is_torch(node)) or not example.numel() > 0:
+    if not is_of_torch(node) or not example.numel() > 0:
         return None
     name = plain_name(node)
     if name in MAKERS:
@@ -94,17 +94,6 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
 
 
 # What is known of a node
-
-
-def plain_name(node: torch.fx.Node) -> str:
-    """Return the name of a node's operator. Logical operators have names that keywords need not avoid."""
-    name = name_of(node)
-    return name.strip("_") if name in ("and_", "or_", "__and__", "__or__") else name
-
-
-def is_torch(node: torch.fx.Node) -> bool:
-    module = getattr(node.target, "__module__", None) or ""
-    return node.op == "call_function" and module.partition(".")[0] in ("torch", "_operator", "builtins", "")
 
 
 def is_tensor(arg: object) -> bool:

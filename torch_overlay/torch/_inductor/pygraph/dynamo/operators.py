@@ -1,0 +1,174 @@
+"""What is known of the operators of Dynamo's graph: which raise for no value, which write, and which draw."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch.nn import functional
+
+
+# By name, since functions, methods and operators of Python share them. Shapes and dtypes are checked when they are
+# traced. Of elements, and reductions:
+POINTWISE = frozenset(
+    """
+    abs absolute add all amax amin and any bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp
+    clamp_max clamp_min clone cos cosh detach div double elu eq erf exp exp2 expm1 float floor ge gelu gt half hardtanh
+    int invert isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not logical_or
+    logical_xor long lt max maximum mean min minimum mish mul nan_to_num ne neg or reciprocal relu relu6 round rsqrt
+    selu sigmoid sign silu sin sinh softplus sqrt square sub sum tan tanh to truediv where xor
+    """.split()
+)
+VIEWS = frozenset(
+    """
+    contiguous cpu expand flatten getattr getitem permute reshape squeeze t transpose unflatten unsqueeze view
+    """.split()
+)
+CONSTRUCTORS = frozenset("arange full full_like ones ones_like tensor zeros zeros_like".split())
+OTHERS = frozenset(
+    """
+    acos acosh addcdiv addcmul addmm argmax argmin asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm batch_norm
+    bmm broadcast_to cat celu chunk conj conv1d conv2d conv3d cumsum diff dropout einsum expand_as flip group_norm iadd
+    iand imul instance_norm ior is_all_true isclose isneginf isposinf isub itruediv l1_loss layer_norm linear
+    log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss norm normalize not outer pad pow prelu prod repeat
+    rms_norm roll scaled_dot_product_attention select smooth_l1_loss softmax stack std tile tril triu unbind var
+    view_as
+    """.split()
+)
+TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS
+
+# Functions of Python that write their first operand
+IN_PLACE = frozenset(("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"))
+IN_PLACE |= frozenset(("isub", "itruediv", "ixor", "setitem"))
+
+# Functions that draw by operators of other names.
+DRAWING = frozenset(
+    (functional.gumbel_softmax, torch.pca_lowrank, torch.svd_lowrank)
+    + (functional.fractional_max_pool2d, functional.fractional_max_pool2d_with_indices)
+    + (functional.fractional_max_pool3d, functional.fractional_max_pool3d_with_indices)
+)
+
+# Operators that raise for elements of these operands alone: their place and their name, and those of what they index.
+INDEXING = {
+    "cross_entropy": (1, "target", 0, "input"),
+    "embedding": (0, "input", 1, "weight"),
+    "gather": (2, "index", 0, "input"),
+    "getitem": (1, "", 0, ""),
+    "index_select": (2, "index", 0, "input"),
+    "nll_loss": (1, "target", 0, "input"),
+    "setitem": (1, "", 0, ""),
+    "take_along_dim": (1, "indices", 0, "input"),
+}
+INTEGERS = (torch.int64, torch.int32)
+
+
+def name_of(node: torch.fx.Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+
+
+def plain_name(node: torch.fx.Node) -> str:
+    """Return the name of an operator, whether it is a method, a function or in place."""
+    return name_of(node).strip("_")
+
+
+def is_of_torch(node: torch.fx.Node) -> bool:
+    """Return whether a node is an operator that its name tells."""
+    module = getattr(node.target, "__module__", None) or ""
+    modules = ("torch", "_operator", "builtins", "_VariableFunctions", "")
+    return node.op == "call_method" or (node.op == "call_function" and module.partition(".")[0] in modules)
+
+
+def is_in_place(node: torch.fx.Node) -> bool:
+    """Return whether a node writes its first operand, or the one that it is given as ``out``."""
+    name = name_of(node)
+    ends = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
+    return name in IN_PLACE or ends or "out" in node.kwargs
+
+
+def is_total(node: torch.fx.Node) -> bool:
+    """Return whether a node raises for no value of its tensors."""
+    if node.op in ("placeholder", "get_attr", "output") or node.target is torch._C._set_grad_enabled:
+        return True
+    name = plain_name(node)
+    if name in ("getitem", "setitem") and any(isinstance(i, torch.fx.Node) for i in indices(node.args[1])):
+        # A tensor as an index may be out of bounds.
+        return False
+    return (name in TOTAL or name == "setitem") and is_of_torch(node) and "rounding_mode" not in node.kwargs
+
+
+def is_pure(node: torch.fx.Node) -> bool:
+    """Return whether a node computes a tensor, by elements, as a view or from nothing, and does nothing else."""
+    return (
+        plain_name(node) in POINTWISE | VIEWS | CONSTRUCTORS
+        and is_total(node)
+        and not is_in_place(node)
+        and (plain_name(node) != "getattr" or node.args[1] in ("mT", "T"))
+    )
+
+
+def draws(node: torch.fx.Node) -> bool:
+    """
+    Return whether the node draws random numbers.
+
+    Operators that draw inside of another one, as dropout in torch.lstm, are not seen.
+    """
+    if not node.op.startswith("call_"):
+        return False
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    name = getattr(target, "__name__", str(target))
+    if "dropout" in name:
+        return argument(node, 2, "training", True) is not False
+    if name == "scaled_dot_product_attention":
+        return argument(node, 4, "dropout_p", 0.0) != 0
+    if name == "multi_head_attention_forward":
+        training = argument(node, 13, "training", True)
+        return training is not False and argument(node, 10, "dropout_p", 0.0) != 0
+    operator = getattr(torch.ops.aten, name, None)
+    return target in DRAWING or (
+        name not in ("lstm", "gru", "rnn_relu", "rnn_tanh")
+        and isinstance(operator, torch._ops.OpOverloadPacket)
+        and any(
+            torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in operator.overloads()
+        )
+    )
+
+
+def argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
+    """Return the argument at ``place`` or of this name."""
+    given = node.args[place] if len(node.args) > place else default
+    return node.kwargs.get(name, given)
+
+
+def indices_of(node: torch.fx.Node) -> list[torch.fx.Node] | None:
+    """Return the tensors for whose elements alone an operator may raise, or None. Zeros never make it raise."""
+    if (place := INDEXING.get(name_of(node))) is None or not is_of_torch(node):
+        return None
+
+    def operand(index: int, name: str) -> object:
+        return node.args[index] if len(node.args) > index else node.kwargs.get(name)
+
+    indexed = operand(*place[2:])
+    example = indexed.meta.get("example_value") if isinstance(indexed, torch.fx.Node) else None
+    if not isinstance(example, torch.Tensor) or 0 in example.shape:
+        return None
+    found = [i for i in indices(operand(*place[:2])) if isinstance(i, torch.fx.Node)]
+    return found if all(getattr(i.meta.get("example_value"), "dtype", None) in INTEGERS for i in found) else None
+
+
+def writes_statistics(node: torch.fx.Node) -> bool:
+    """Return whether a norm may write running statistics, of which no version tells."""
+    if name_of(node) not in ("batch_norm", "instance_norm"):
+        return False
+    has_statistics = len(node.args) > 1 and node.args[1] is not None or node.kwargs.get("running_mean") is not None
+    return has_statistics and True in (*node.args, *node.kwargs.values())
+
+
+def indices(index: object) -> list[object]:
+    if isinstance(index, slice):
+        return [index.start, index.stop, index.step]
+    if isinstance(index, (tuple, list)):
+        return [i for part in index for i in indices(part)]
+    return [index]
