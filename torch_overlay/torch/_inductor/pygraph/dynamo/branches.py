@@ -32,11 +32,12 @@ from torch.utils._ordered_set import OrderedSet
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+    from torch._inductor.pygraph.dynamo.breaks import Call
     from torch._inductor.pygraph.dynamo.paths import Fork, Path
 
 
@@ -64,21 +65,15 @@ class Branches(Hosts, Breaks):
         if self.truths and reads_truth(tx, inst):
             restart(self.truths, Code.BOOL_IS_READ, inst.opname)
 
-    def defer(
-        self,
-        tx: InstructionTranslatorBase,
-        fn: VariableTracker,
-        args: Sequence[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker | None:
-        if self.truths and any(isinstance(v, Truth) for v in (*args, *kwargs.values())) and not is_inlined(fn):
+    def bool_of_call(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
+        """Return what bool() of a tensor returns, or None."""
+        fn = call.fn
+        if self.truths and any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
             restart(self.truths, Code.BOOL_IS_READ, "a builtin function")
-        if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(args) == 1 and not kwargs:
-            value = plain_tensor(tx, args[0])
-            truth = None if value is None else self.bool_of(tx, value)
-            if truth is not None:
-                return truth
-        return super().defer(tx, fn, args, kwargs)
+        if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(call.args) == 1 and not call.kwargs:
+            value = plain_tensor(tx, call.args[0])
+            return None if value is None else self.bool_of(tx, value)
+        return None
 
     def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
         value = plain_tensor(tx, tensor)
@@ -93,6 +88,7 @@ class Branches(Hosts, Breaks):
         if is_broken(tx, site):
             return None
         self.truths.add(site)
+        self.repair(tx, Reason.of(Code.BOOL_IN_GRAPH))
         return Truth(truth_of(tx, value))
 
     def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:

@@ -7,6 +7,7 @@ refused is kept with the code of the outermost frame.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,10 @@ from torch._inductor.pygraph.types.report import BreakReport
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
 
 
 log = logging.getLogger(__name__)
@@ -31,10 +34,24 @@ REFUSED = "pygraph_refused_repairs"
 BROKEN = "pygraph_broken"
 
 
+@dataclasses.dataclass
+class Call:
+    """A call that Dynamo is about to trace."""
+
+    fn: VariableTracker
+    args: Sequence[VariableTracker]
+    kwargs: dict[str, VariableTracker]
+
+    @property
+    def values(self) -> list[VariableTracker]:
+        return [*self.args, *self.kwargs.values()]
+
+
 class Breaks:
     """What was repaired in one frame and the calls that it inlines."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.repaired: dict[str, Reason] = {}
 
     def repair(self, tx: InstructionTranslatorBase, reason: Reason) -> None:

@@ -24,6 +24,7 @@ from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.pygraph.dynamo.breaks import Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.items import break_at, Items
@@ -58,12 +59,6 @@ class PyGraphFrame(Items):
 
 
 class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
-    def __init__(self) -> None:
-        PyGraphFrame.__init__(self)
-        Checks.__init__(self)
-        Branches.__init__(self)
-        Copies.__init__(self)
-
     def defer(
         self,
         tx: InstructionTranslatorBase,
@@ -71,11 +66,17 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         args: Sequence[VariableTracker],
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker | None:
-        copied = self.deepcopy(tx, fn, args, kwargs)
-        if copied is None:
-            return super().defer(tx, fn, args, kwargs)
-        self.repair(tx, Reason.of(Code.COPIED_BY_DYNAMO))
-        return copied
+        call = Call(fn, args, kwargs)
+        for trace, code in (
+            (self.copy_object, Code.COPIED_BY_DYNAMO),
+            (self.bool_of_call, Code.BOOL_IN_GRAPH),
+            (self.call_behind, Code.CALL_BEHIND_GRAPH),
+            (self.check_behind, Code.CHECK_BEHIND_GRAPH),
+        ):
+            if (result := trace(tx, call)) is not None:
+                self.repair(tx, Reason.of(code))
+                return result
+        return None
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         if self.follow_sizes(tx, inst):

@@ -35,7 +35,7 @@ from torch._inductor.pygraph.dynamo.effects import (
 )
 from torch._inductor.pygraph.dynamo.operators import draws, indices_of, is_total
 from torch._inductor.pygraph.dynamo.raising import is_number, raising_path
-from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.reason import Code
 
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+    from torch._inductor.pygraph.dynamo.breaks import Call
     from torch._inductor.pygraph.dynamo.raising import RaisingPath
     from torch.utils._ordered_set import OrderedSet
 
@@ -124,39 +125,29 @@ class Checks(Effects):
             tx.jump(inst)
         return True
 
-    def defer(
-        self,
-        tx: InstructionTranslatorBase,
-        fn: VariableTracker,
-        args: Sequence[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker | None:
-        result = super().defer(tx, fn, args, kwargs)
-        function = getattr(fn, "value", None)
-        if result is not None or not isinstance(function, types.FunctionType) or function not in FUNCTIONS:
-            return result
+    def check_behind(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
+        """Return what a function that checks a tensor returns, or None."""
+        function = getattr(call.fn, "value", None)
+        if not isinstance(function, types.FunctionType) or function not in FUNCTIONS:
+            return None
         if not may_defer(tx, may_raise=True):
             return None
-        given = arguments_of(tx, function, args, kwargs)
+        given = arguments_of(tx, function, call)
         if given is None:
             refuse(tx, Code.NOT_PLAIN)
             return None
         names, flag, others = given
         check = Check.at(tx, True, [])
         self.call_later(tx, check, function_checker(function, names), [flag, *others])
-        self.repair(tx, Reason.of(Code.CHECK_BEHIND_GRAPH))
         return variables.ConstantVariable.create(None)
 
 
 def arguments_of(
-    tx: InstructionTranslatorBase,
-    function: Callable[..., None],
-    args: Sequence[VariableTracker],
-    kwargs: dict[str, VariableTracker],
+    tx: InstructionTranslatorBase, function: Callable[..., None], call: Call
 ) -> tuple[list[str], VariableTracker, list[VariableTracker]] | None:
     """Return names of arguments, the first of which is the flag that a function checks, its value and the others'."""
     try:
-        given = inspect.signature(function).bind(*args, **kwargs).arguments
+        given = inspect.signature(function).bind(*call.args, **call.kwargs).arguments
     except TypeError:
         return None
     name = FUNCTIONS[function]

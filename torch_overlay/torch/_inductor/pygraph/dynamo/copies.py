@@ -19,14 +19,13 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.source import AttrSource, TypeSource
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
-from torch._inductor.pygraph.dynamo.effects import broken
+from torch._inductor.pygraph.dynamo.breaks import broken
 from torch._inductor.pygraph.types.reason import Code, Reason
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.breaks import Call
 
 
 # What a class may define about copies.
@@ -42,22 +41,17 @@ class NotPlainError(Exception):
 
 class Copies:
     def __init__(self) -> None:
+        super().__init__()
         # Objects whose class sets attributes in its own way, and where they were copied.
         self.copies: list[tuple[VariableTracker, InstructionTranslatorBase, int]] = []
 
-    def deepcopy(
-        self,
-        tx: InstructionTranslatorBase,
-        fn: VariableTracker,
-        args: Sequence[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker | None:
+    def copy_object(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what copy.deepcopy returns, or None."""
-        is_deepcopy = isinstance(fn, variables.BuiltinVariable) and fn.fn is copy.deepcopy
-        if not is_deepcopy or len(args) != 1 or kwargs or tx.instruction_pointer in broken(tx.f_code):
+        is_deepcopy = isinstance(call.fn, variables.BuiltinVariable) and call.fn.fn is copy.deepcopy
+        if not is_deepcopy or len(call.values) != 1 or call.kwargs or tx.instruction_pointer in broken(tx.f_code):
             return None
         try:
-            return self._copy(tx, args[0], set())
+            return self._copy(tx, call.args[0], set())
         except NotPlainError:
             return None
 

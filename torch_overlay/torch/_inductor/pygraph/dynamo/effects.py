@@ -48,6 +48,7 @@ if TYPE_CHECKING:
 
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.breaks import Call
 
 
 LOGGERS = (logging.Logger, logging.RootLogger)
@@ -154,23 +155,15 @@ class Effects(Breaks):
         super().__init__()
         self.queue: list[Effect] = []
 
-    def defer(
-        self,
-        tx: InstructionTranslatorBase,
-        fn: VariableTracker,
-        args: Sequence[VariableTracker],
-        kwargs: dict[str, VariableTracker],
-    ) -> VariableTracker | None:
+    def call_behind(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what the call returns, or None if it cannot be made behind the graph."""
-        values = [*args, *kwargs.values()]
-        warns = is_warning(fn, args, kwargs)
-        if not warns and not is_effect(fn, kwargs) or not may_defer(tx, may_raise=warns):
+        warns = is_warning(call)
+        if not warns and not is_effect(call) or not may_defer(tx, may_raise=warns):
             return None
-        if not all(has_text(tx, value) for value in values):
+        if not all(has_text(tx, value) for value in call.values):
             refuse(tx, Code.NOT_PLAIN)
             return None
-        self.call_later(tx, Effect.at(tx, warns, [fn]), call_from(tx, len(args), tuple(kwargs)), values)
-        self.repair(tx, Reason.of(Code.CALL_BEHIND_GRAPH))
+        self.call_later(tx, Effect.at(tx, warns, [call.fn]), call_from(tx, call), call.values)
         return variables.ConstantVariable.create(None)
 
     def call_later(
@@ -265,9 +258,10 @@ def may_defer(tx: InstructionTranslatorBase, *, may_raise: bool) -> bool:
     return False
 
 
-def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
+def is_effect(call: Call) -> bool:
+    fn = call.fn
     if isinstance(fn, variables.BuiltinVariable):
-        return fn.fn is print and OPTIONS.issuperset(kwargs)
+        return fn.fn is print and OPTIONS.issuperset(call.kwargs)
     if isinstance(fn, GetAttrVariable) and isinstance(fn.obj, LoggingLoggerVariable):
         logger = fn.obj.value
         return (
@@ -275,7 +269,7 @@ def is_effect(fn: VariableTracker, kwargs: dict[str, VariableTracker]) -> bool:
             and (fn.name in METHODS or is_once(getattr(logging.Logger, fn.name, None)))
             and fn.name not in logger.__dict__
             and fn.obj.source is not None
-            and not kwargs
+            and not call.kwargs
             and not torch._dynamo.config.ignore_logging_functions
         )
     return False
@@ -294,15 +288,14 @@ def is_once(method: object) -> bool:
     )
 
 
-def is_warning(fn: VariableTracker, args: Sequence[VariableTracker], kwargs: dict[str, VariableTracker]) -> bool:
+def is_warning(call: Call) -> bool:
     """Return whether a call warns with a text and, if at all, a category of Python's."""
-    if isinstance(fn, LazyVariableTracker):
-        fn = fn.realize()
+    fn = call.fn.realize()
     if not isinstance(fn, variables.SkipFunctionVariable) or fn.value is not warnings.warn:
         return False
-    if not args or not {"category"}.issuperset(kwargs):
+    if not call.args or not {"category"}.issuperset(call.kwargs):
         return False
-    message, *categories = (value.realize() for value in (*args, *kwargs.values()))
+    message, *categories = (value.realize() for value in call.values)
     is_text = isinstance(message, StringFormatVariable) or (
         isinstance(message, variables.ConstantVariable) and type(message.value) is str
     )
@@ -409,15 +402,16 @@ def nodes_after(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
         yield node
 
 
-def call_from(tx: InstructionTranslatorBase, num_args: int, names: tuple[str, ...]) -> Callable[..., None]:
+def call_from(tx: InstructionTranslatorBase, call: Call) -> Callable[..., None]:
     """Return a function that calls its first argument from the call site."""
+    num_args, names = len(call.args), tuple(call.kwargs)
 
-    def call(fn: Callable[..., Any], *values: Any) -> None:
+    def call_again(fn: Callable[..., Any], *values: Any) -> None:
         fn(*values[:num_args], **dict(zip(names, values[num_args:])))
 
     code = tx.f_code
     positions = tx.current_instruction.positions
     line = positions and positions.lineno or tx.lineno
     # The call is in the line below the first one.
-    at_site = call.__code__.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=line - 1)
-    return types.FunctionType(at_site, tx.f_globals, code.co_name, None, call.__closure__)
+    at_site = call_again.__code__.replace(co_filename=code.co_filename, co_name=code.co_name, co_firstlineno=line - 1)
+    return types.FunctionType(at_site, tx.f_globals, code.co_name, None, call_again.__closure__)

@@ -134,6 +134,7 @@ class Outcomes:
 
 class Hosts:
     def __init__(self) -> None:
+        super().__init__()
         # Nodes whose truth decided, in program order
         self.decided: dict[torch.fx.Node, bool] = {}
         self.slice: OrderedSet[torch.fx.Node] = OrderedSet()
