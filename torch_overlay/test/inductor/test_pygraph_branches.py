@@ -526,6 +526,13 @@ def returned_as_it_is(x):
     return x if x.sum() > 0 else 2 * x
 
 
+def returned_of_two(x):
+    y = x * 2
+    if x.sum() > -4 and x.sum() > 3:
+        y = x
+    return y
+
+
 def kept_intermediate(x):
     y = x * 2
     z = y if x.sum() > 0 else y + 1
@@ -735,7 +742,17 @@ def closure(x):
     return y
 
 
-REFUSED = (same_or_new, returned_as_it_is, kept_intermediate, written_behind, view_written, identity, twice, shapes)
+REFUSED = (
+    same_or_new,
+    returned_as_it_is,
+    returned_of_two,
+    kept_intermediate,
+    written_behind,
+    view_written,
+    identity,
+    twice,
+    shapes,
+)
 REFUSED += (dtypes, tensor_or_number, integers, unbound, unbound_read, appended, local_list, raises, root, random)
 REFUSED += (
     dropped_out,

@@ -182,6 +182,8 @@ class Joiner:
         if count_work(own) > MAX_OPERATORS:
             raise RefusedError("the paths have many operators")
         before = OrderedSet(storage(n) for n in self.tx.output.graph.nodes if n not in own) - OrderedSet([None])
+        # A join in a path stands for a tensor that existed before, too.
+        before |= OrderedSet(storage(j.node) for j in self.tx.output.extension.joins)
         for path, i in zip(self.paths, (0, 1)):
             left = OrderedSet(pair[i] for pair in self.pairs)
             if len(OrderedSet(map(storage, left))) < len(self.pairs):
