@@ -11,9 +11,11 @@ import torch
 import torch._dynamo
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.reason import Code
-from torch._inductor.test_case import run_tests
+from torch._inductor.test_case import run_tests, TestCase
+from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.nn import functional
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
+from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of, VALUES
 
@@ -522,9 +524,9 @@ class CondTest(HostTestCase):
             self.conds += len(gm.graph.find_nodes(op="call_function", target=COND))
             return gm.forward
 
-        self.backend.stop()
-        self.backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", count)
-        self.backend.start()
+        backend = mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", count)
+        backend.start()
+        self.addCleanup(backend.stop)
 
     def calls(self, grad: bool) -> list[tuple[torch.Tensor]]:
         return [(torch.tensor(v, requires_grad=grad),) for v in VALUES]
@@ -665,6 +667,32 @@ class CondWithInductorTest(HostTestCase):
             self.check(fn, calls, graphs=1)
 
 
+class PartitionTest(TestCase):
+    @parametrize("grad", (False, True))
+    def test_captured_around(self, grad):
+        """On a GPU, what is before and behind torch.cond is captured."""
+
+        def fn(x):
+            x = (x @ x).relu()
+            y = work(x) @ x if x.sum() > 0 else (x.sin() @ x) + 1
+            return (y @ x).relu()
+
+        with fake_cuda() as graphs, torch._inductor.config.patch(pygraph_cond=True):
+            x = torch.randn(64, 64, device="cuda", requires_grad=grad)
+            result = torch.compile(fn, options={"pygraph": True})(x)
+            if grad:
+                result.sum().backward()
+        self.assertEqual(len(graphs), 1 + grad)
+        for graph in graphs:
+            self.assertEqual([p.captured for p in graph.partitions], [True, False, True])
+
+    def test_off(self):
+        journal.breaks.clear()
+        with fake_cuda(), self.assertRaises(DataDependentOutputException):
+            torch.compile(root, options={"pygraph": True})(torch.randn(4, device="cuda", requires_grad=True))
+        self.assertEqual([report.reason.details for report in journal.breaks], [{"why": "config.pygraph_cond is off"}])
+
+
 def drawn(fn: Callable[..., Any], x: torch.Tensor) -> Any:
     torch.manual_seed(0)
     return fn(x)
@@ -672,6 +700,7 @@ def drawn(fn: Callable[..., Any], x: torch.Tensor) -> Any:
 
 instantiate_parametrized_tests(CondTest)
 instantiate_parametrized_tests(CondWithInductorTest)
+instantiate_parametrized_tests(PartitionTest)
 
 
 if __name__ == "__main__":

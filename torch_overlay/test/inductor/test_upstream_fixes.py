@@ -20,6 +20,7 @@ from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import optimizer
 from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.testing import FileCheck
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -310,6 +311,18 @@ class CondTest(FixesTestCase):
         above, result, number = torch.compile(fn, backend=backend)(x)
         result.sum().backward()
         self.assertEqual((above, number, x.grad), (x > 1, x.long(), x.exp()))
+
+    def test_operands_are_freed(self) -> None:
+        """Whichever branch runs."""
+
+        def fn(x):
+            y = x @ x
+            return torch.cond(x.sum() > 0, lambda y: y @ y, lambda y: y @ y + 1, (y,)).sin()
+
+        _, (code,) = run_and_get_code(torch.compile(fn), torch.ones(4, 4))
+        branches = re.search(r"\n +if .*_predicate:\n(.*\n){3}", code)
+        self.assertIsNotNone(branches)
+        self.assertNotIn("del ", branches[0])
 
 
 class ObjectTest(FixesTestCase):

@@ -8,6 +8,9 @@ from before the branch become operands. Eager mode cannot be told from this if
 - gradients of all results reach the same tensors: torch.cond gives zeros where eager mode gives None
 - no gradient depends on random numbers or on autocast: the backward runs the path again
 
+On a GPU, torch.cond waits for the device as eager mode does, and config.pygraph_cond captures what is around it. Without
+that setting nothing of the graph would be captured, and a graph break is better.
+
 An operand that no gradient reaches is detached. A result that shares memory with an older tensor is cloned.
 """
 
@@ -22,6 +25,7 @@ from torch._dynamo import variables
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import make_attr
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.hosts import is_on_gpu
 from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, requires_grad, storage
 from torch._inductor.pygraph.dynamo.operators import name_of, writes_statistics
 from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
@@ -100,6 +104,9 @@ class CondJoiner(Joiner):
         own = OrderedSet(node for path in self.paths for node in path.nodes if is_movable(tx, node))
         for node in own:
             check_node(node)
+        nodes = (*own, *(n for pair in self.pairs for n in pair), self.condition.as_proxy().node)
+        if any(map(is_on_gpu, nodes)) and not torch._inductor.config.pygraph_cond:
+            raise RefusedError("config.pygraph_cond is off")
         outside = [n for n in graph.nodes if n not in own]
         before = OrderedSet(map(storage, outside)) - OrderedSet([None])
         for i in (0, 1):
