@@ -14,7 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parent.parent / "torch_overlay" / "benchmarks" / "dynamo"
 PACKAGE = "pygraph"
 # What a suite is and which cases it has; this part runs nothing.
-DECLARES = {"case", "catalogue", "cgct", "mend", "modern", "paper", "parallel", "pi", "scg"}
+DECLARES = {"case", "catalogue", "cgct", "mend", "modern", "paper", "parallel", "pi", "scg", "varying"}
 
 
 def _name(file: Path, root: Path) -> str:

@@ -7,7 +7,7 @@ Measures PyGraph against no CUDA graphs and stock CUDA graphs, in one patched bu
 
 The suites: pi (small graphs, what parameter indirection must show), cgct (values on the CPU
 in programs for the GPU), paper (the 25 workloads of the paper's evaluation), modern (workloads
-of today), mend (programs that break the graph), concurrent (kernels side by side), scg (graphs of all sizes, every candidate timed), quick (a few of paper and modern).
+of today), mend (programs that break the graph), concurrent (kernels side by side), sizes (sizes that vary), scg (graphs of all sizes, every candidate timed), quick (a few of paper and modern).
 --smoke needs no GPU: it builds every case in a small size and takes a step of it.
 """
 

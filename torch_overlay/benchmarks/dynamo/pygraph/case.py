@@ -38,6 +38,8 @@ class Case:
     min_gain_over_stock: float | None = None
     # Of PyGraph with schedules.
     min_scheduled_gain: float | None = None
+    # Of one recording for many sizes, over no CUDA graphs and over stock ones.
+    min_sizes_gain: float | None = None
     min_saved_mib: float = 0.0
     # Graph breaks that PyGraph may leave.
     max_breaks: int | None = None
@@ -110,6 +112,8 @@ class Suite:
     # PyGraph selects in the loop that is timed then, and not in one that compares results. In
     # another program another choice may be right.
     selects_in_loop: bool = False
+    # Compiled for all sizes at once.
+    dynamic: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02
 

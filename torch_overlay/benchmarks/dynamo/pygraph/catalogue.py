@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import cgct, mend, modern, paper, parallel, pi, scg
+from . import cgct, mend, modern, paper, parallel, pi, scg, varying
 from .case import CASES, Suite
 
 
@@ -40,6 +40,7 @@ SUITES: dict[str, Suite] = {
     "scg": scg.SUITE,
     "mend": mend.SUITE,
     "concurrent": parallel.SUITE,
+    "sizes": varying.SUITE,
     # A few of paper and modern, in the time of a coffee.
     "quick": Suite(("eager", "no_cg", "stock_cg", "pygraph"), rounds=11),
 }

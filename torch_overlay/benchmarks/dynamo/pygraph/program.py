@@ -66,6 +66,8 @@ VARIANTS = {
     "mend_off": Variant({"options": {"pygraph": True, "pygraph_mend": False}}),
     # Kernels of a graph side by side where that is measured faster, and in one order everywhere.
     "scheduled": Variant({"options": {"pygraph": True, "pygraph_schedules": True}}),
+    # One recording for many sizes.
+    "many_sizes": Variant({"options": {"pygraph": True, "pygraph_sizes": True}}),
     "forced_lanes2": _forced("node_update,lanes2", pygraph_schedules=True),
     "forced_lanes4": _forced("node_update,lanes4", pygraph_schedules=True),
     "forced_dag": _forced("node_update,dag", pygraph_schedules=True),
@@ -112,7 +114,9 @@ class Program:
         self.training = case.mode == "training"
         shared = {} if self.training else {id(p): p for p in original.parameters()}
         self.module = copy.deepcopy(original, shared)
-        self.compiled = self.module if variant.compile is None else torch.compile(self.module, **variant.compile)
+        self.compiled = self.module
+        if variant.compile is not None:
+            self.compiled = torch.compile(self.module, dynamic=SUITES[case.suite].dynamic or None, **variant.compile)
         self.config = variant.config
         self.frames = Frames()
         self.optimizer = None

@@ -233,6 +233,12 @@ def _parallelism(row: Row) -> float | None:
     return sum(s["calls_us"] for s in known) / sum(s["critical_us"] for s in known) if known else None
 
 
+def captured_share(row: Row) -> float | None:
+    """Of the calls of functions that are recorded for many sizes, once they are recorded."""
+    known = [f for f in row.get("many_sizes", ()) if f["calls"]]
+    return sum(f["captured_calls"] for f in known) / sum(f["calls"] for f in known) if known else None
+
+
 def _start_up_ratio(row: Row) -> float | None:
     ours, theirs = start_up(row, "pygraph"), start_up(row, "stock_cg")
     return ours / theirs if ours and theirs else None
@@ -258,6 +264,7 @@ TITLES = {
     "pygraph": "PyGraph",
     "mend_off": "mend off",
     "scheduled": "side by side",
+    "many_sizes": "many sizes",
     "forced_lanes2": "2 lanes",
     "forced_lanes4": "4 lanes",
     "forced_dag": "DAG",
@@ -364,6 +371,15 @@ SCHEDULE_COLUMNS: Columns = {
     "chosen": lambda row: " + ".join(dict.fromkeys(s["schedule"] for s in row.get("schedules", ()))) or "-",
 }
 
+SIZE_COLUMNS: Columns = {
+    "workload": label,
+    **_times("no_cg", "stock_cg", "pygraph", "many_sizes"),
+    "/ no CG": lambda row: _number(speedup(row, "many_sizes", "no_cg")),
+    "/ stock": lambda row: _number(speedup(row, "many_sizes", "stock_cg")),
+    "calls captured": lambda row: "-" if (share := captured_share(row)) is None else f"{share:.0%}",
+    "recordings": lambda row: str(sum(len(f["buckets"]) for f in row.get("many_sizes", ()))),
+}
+
 # Of the suite overhead, whose rows have no time of a call.
 OVERHEAD_COLUMNS: Columns = {
     "case": lambda row: row["name"],
@@ -424,6 +440,13 @@ SECTIONS = (
         "row of kernels that wait for one another.",
         SCHEDULE_COLUMNS,
         "scheduled_us",
+    ),
+    (
+        "Sizes that vary",
+        "Each call of 100 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
+        "one graph for many sizes. `calls captured` is the share of calls that such a recording served.",
+        SIZE_COLUMNS,
+        "many_sizes_us",
     ),
     (
         "Where the host's time goes",

@@ -26,8 +26,9 @@ from .case import described
 from .catalogue import SUITES
 from .parallel import MIN_GAIN
 from .processes import Answering, Machine
-from .report import best_candidate, coverage, label, PAPER_COVERAGE, present, time_of
+from .report import best_candidate, captured_share, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
+from .varying import MIN_CAPTURED
 
 
 if TYPE_CHECKING:
@@ -312,6 +313,8 @@ def missed(case: Case, row: Row) -> list[str]:
         found += _missed_coverage(row, PAPER_COVERAGE[label(row)][1])
     if case.suite == "concurrent":
         found += _missed_schedule(case, row)
+    if case.suite == "sizes":
+        found += _missed_sizes(case, row)
     ours, theirs = row.get("reserved_mib"), row.get("stock_reserved_mib")
     if ours is not None and theirs is not None and ours > theirs - case.min_saved_mib:
         found.append(f"reserves {ours} MiB, more than {theirs - case.min_saved_mib:g} MiB")
@@ -329,6 +332,22 @@ def _missed_schedule(case: Case, row: Row) -> list[str]:
     if (gain := case.min_scheduled_gain) and "stock_cg" in ratios:
         reached = ratios["scheduled"][1] / ratios["stock_cg"][1]
         found += [f"{reached:.2f} x faster than stock CG with schedules, not {gain} x"] * (reached < gain)
+    return found
+
+
+def _missed_sizes(case: Case, row: Row) -> list[str]:
+    """Ratios are PyGraph's time by the variant's."""
+    ratios = row.get("ratios", {})
+    if "many_sizes" not in ratios:
+        return ["not measured with recordings for many sizes"]
+    found = []
+    for other in ("no_cg", "stock_cg"):
+        if other in ratios:
+            gain = ratios["many_sizes"][1] / ratios[other][1]
+            least = case.min_sizes_gain or MIN_GAIN
+            found += [f"{gain:.2f} x as fast as {other} with recordings for many sizes, not {least}"] * (gain < least)
+    if (share := captured_share(row)) is None or share < MIN_CAPTURED:
+        found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
     return found
 
 

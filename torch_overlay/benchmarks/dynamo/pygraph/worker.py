@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Calls until a variant is in its steady state. Selection takes 20 to 410.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled=65)
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled=65, many_sizes=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 440
@@ -234,6 +234,7 @@ class CaseRun:
         counts: dict[str, int] = {}
         has_cpu_values = False
         scheduled: list[Any] = []
+        of_many_sizes: list[Any] = []
         for name in others:
             if name in alone:
                 continue
@@ -253,6 +254,8 @@ class CaseRun:
                 has_cpu_values = reads_cpu_values()
             if name == "scheduled":
                 scheduled = [_schedule(entry) for entry in report() if not hardly_called(entry)]
+            if name == "many_sizes":
+                of_many_sizes = [*_pygraph().report()]
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -352,6 +355,7 @@ class CaseRun:
             "repeatable": repeatable,
             **({"forced": forced} if forced else {}),
             **({"schedules": scheduled} if scheduled else {}),
+            **({"many_sizes": [_sizes(entry) for entry in of_many_sizes]} if of_many_sizes else {}),
             "graphs": entries,
             "counters": counts,
             **({"launches": launches} if launches else {}),
@@ -731,6 +735,11 @@ def undecided(entries: list[dict[str, Any]]) -> int:
 def hardly_called(entry: dict[str, Any]) -> bool:
     """Whether it was not even timed once all has settled: the program calls it in its first steps alone."""
     return entry["choice"] == "undecided" and not entry["timings_us"]
+
+
+def _sizes(entry: Any) -> dict[str, Any]:
+    """The sizes of a function that came, the buckets of its recordings, and its calls once it was recorded."""
+    return {key: getattr(entry, key) for key in ("choice", "num_sizes", "buckets", "calls", "captured_calls")}
 
 
 def _schedule(entry: dict[str, Any]) -> dict[str, Any]:
