@@ -30,11 +30,11 @@ from torch._inductor.exc import InductorError
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import library, sized
 from torch._inductor.pygraph.capture.allocation import Allocation
-from torch._inductor.pygraph.capture.at_sizes import SizedModel
+from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import deploy, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
-from torch._inductor.pygraph.types.sizes import KernelAt, SizeMap
+from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.modelled_cuda import cu, modelled_device, on_host
@@ -450,6 +450,16 @@ class ManySizesTest(ManySizesTestCase):
         program = self.program(lambda x: x.sort(0).values, (37, 8))
         self.check(program, (37, 37, 5))
         self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
+
+    def test_cudnn_attention(self) -> None:
+        """cuDNN builds a plan for each size: the log names the setting that avoids it."""
+        (info,) = compiled_of(mlp, *MLP_SHAPES).graph.info.functions
+        calls = [OperatorAt("aten._scaled_dot_product_cudnn_attention.default", (), (), ())]
+        size_map = dataclasses.replace(info.sizes, calls=(*info.sizes.calls, *calls))
+        spec = mock.Mock(info=dataclasses.replace(info, sizes=size_map))
+        reason = not_for_many_sizes(spec, [])
+        self.assertEqual(reason.code, Code.CUDNN_PLANS)
+        self.assertIn("TORCH_CUDNN_SDPA_DEPRIORITIZED", reason.advice)
 
     def test_off(self) -> None:
         """Without the option nothing is known of the sizes, and nothing is tried."""

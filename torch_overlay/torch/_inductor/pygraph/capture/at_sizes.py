@@ -63,6 +63,8 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
         *(call.name for call in calls if any(steps.known(number) is None for number in call.numbers)),
         *(["a collective"] if info.collectives else []),
     ]
+    if any(operator_name(name) == "_scaled_dot_product_cudnn_attention" for name in unknown):
+        return Reason.of(Code.CUDNN_PLANS)
     return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
 
 
@@ -99,7 +101,9 @@ class SizedModel:
             raise unknown("an output")
 
     def launches_all(self, sizes: tuple[int, ...]) -> bool:
-        """Return whether each launch and operator has something to do."""
+        """Return whether the guards admit the sizes, and each launch and operator has something to do."""
+        if any(n < size.lower for n, size in zip(sizes, self.function.size_map.sizes)):
+            return False
         try:
             at = self.function.at(sizes)
         except ZeroDivisionError:

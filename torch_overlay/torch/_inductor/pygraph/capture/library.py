@@ -19,7 +19,6 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
 from torch._inductor.pygraph.graph.captured import CapturedNode, read_graph
 from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import (
     arena,
     MAX_ALIGNMENT,
@@ -117,14 +116,12 @@ class Entry:
 
     Args:
         slots: of each node the words that are the address of an operand, or, behind the operands,
-            of a result
-        temporaries: of each node (buffer, offset) of the words that lie in temporary memory
+            of a result. Temporary memory stays where it is
         graph: keeps the nodes
     """
 
     nodes: tuple[CapturedNode, ...]
     slots: tuple[tuple[Slot, ...], ...]
-    temporaries: tuple[frozenset[tuple[int, int]], ...]
     graph: torch.cuda.CUDAGraph
 
     @property
@@ -214,22 +211,18 @@ class Memo(Scratch):
 
         graph, results = self.capture(run, self.pool)
         nodes = tuple(read_graph(bindings().CUgraph(graph.raw_cuda_graph())))
-        placeholders, pool = PlaceholderMap(places), PoolRanges(self.pool)
+        placeholders = PlaceholderMap(places)
         slots: list[tuple[Slot, ...]] = []
-        temporaries: list[frozenset[tuple[int, int]]] = []
         for node in nodes:
-            of_node, of_pool = [], []
+            of_node = []
             for buffer, offset, value in node.words():
                 hit = placeholders.find(value)
                 if hit is not None and placeholders.is_better_aligned(*hit):
                     raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
                 if (hit := hit or _find(results, len(places), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
-                elif value in pool:
-                    of_pool.append((buffer, offset))
             slots.append(tuple(of_node))
-            temporaries.append(frozenset(of_pool))
-        return Entry(nodes, tuple(slots), tuple(temporaries), graph)
+        return Entry(nodes, tuple(slots), graph)
 
 
 def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:

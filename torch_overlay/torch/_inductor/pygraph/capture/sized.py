@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 # Sizes of a recording that are kept.
-MAX_KEPT_SIZES = 256
+MAX_KEPT_SIZES = 128
 
 # Generated code makes views by it.
 reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
@@ -369,10 +369,9 @@ class SizedRecording:
                     else:
                         index, delta = call.indices[slot.tensor]
                         expected = numbers[index] + delta + slot.delta
-                elif (buffer, offset) in entry.temporaries[k]:
-                    expected = found if found in capture.pool and value in memo_pool else value
                 else:
-                    expected = value
+                    # Temporary memory lies elsewhere.
+                    expected = found if found in capture.pool and value in memo_pool else value
                 if found != expected:
                     # What a library leaves undefined differs each time.
                     again = again or self.memo.captured(self._signature(call, at), call.call.spec)
@@ -381,7 +380,7 @@ class SizedRecording:
 
     def scratch(self, inputs: Sequence[InputType], at: AtSizes) -> FunctionCapture:
         """Return a capture at other sizes, which is never launched."""
-        return FunctionCapture(self.model, inputs, at, self.alignments, at, self.memo, self.memo.pool)
+        return FunctionCapture(self.model, inputs, at, self.alignments, at, self.memo, self.pool)
 
     # Calls
 

@@ -186,6 +186,10 @@ class Code(str, enum.Enum):
     CALL_AT_OTHER_SIZES = "what {call} does at other sizes is not known"
     SIZES_NOT_DESCRIBED = "what it does at other sizes was not found out: {error}"
     DIFFERS_AT_SIZES = "its graph at sizes {sizes} is not what was expected: {what}"
+    CUDNN_PLANS = (
+        "cuDNN builds a plan for its attention at each new size, which takes 60 ms and more",
+        "Set TORCH_CUDNN_SDPA_DEPRIORITIZED=1: PyTorch then chooses flash or memory-efficient attention.",
+    )
     NODES_NOT_IN_ROW = "the nodes of its graph do not follow one another"
 
     # Graph breaks that Dynamo does not make with PyGraph
