@@ -558,8 +558,68 @@ def comprehension_behind(x, n):
     return y, parts
 
 
+def item_of_bool(x, n):
+    while (x.sum() < n).item():
+        x = x + 1
+    return x
+
+
 def filtered(x, n):
     return [x + i for i in range(4) if (x + i).sum() > n]
+
+
+def branch_in_turn(x, n):
+    for i in range(8):
+        if x[0] > 2:
+            x = x + 1
+        else:
+            x = x + i
+        if x.sum() > n:
+            break
+    return x
+
+
+def break_in_branch(x, n):
+    for _ in range(8):
+        if x[0] > 2:
+            x = x + 1
+            if x.sum() > n:
+                break
+        else:
+            x = x + 2
+    return x
+
+
+def break_in_else(x, n):
+    for i in range(8):
+        if x[0] < 2:
+            x = x + 2
+        else:
+            break
+    return x * i
+
+
+def unrolled_in_path(x, n):
+    if x.sum() > 0:
+        for i in range(3):
+            x = x * 2 + i
+    else:
+        x = x - 1
+    return x
+
+
+def loop_in_path(x, n):
+    if x.sum() > 0:
+        while x.sum() < n:
+            x = x + 1
+    else:
+        x = x - 1
+    return x
+
+
+# Programs with loops and branches on tensors, and the number of their graphs
+BRANCHES = {branch_in_turn: 3, break_in_branch: 4, break_in_else: 5, unrolled_in_path: 1, loop_in_path: 6}
+BRANCHES |= {item_of_bool: 4}
 
 
 class Policy(torch.nn.Module):
@@ -583,13 +643,13 @@ COMPILED = (
     (while_below, clock, while_not, while_with_number, while_with_number_first, while_of_values, while_true)
     + (while_with_floats, for_break, for_break_first, for_return, for_continue, value_of_last_turn, deletes)
     + (reads_deleted, swaps, returns_argument, nested_loops, while_in_for, two_loops, loop_before, object_items)
-    + (iterator_goes_on, dict_items, appends, mutates, closure, in_call, without_gradient, return_without_gradient)
+    + (iterator_goes_on, calls, items, mutates, closure, in_call, without_gradient, return_without_gradient)
     + (gradient_inside, changes_gradient, draws, prints, raises_in_operator, raises_in_item, catches_inside)
     + (comprehension, comprehension_behind)
 )
 
 # Programs that run as without PyGraph, as far as their loops go.
-STAY = (no_turn, generator_items, zipped, stores_attribute, stores_cell, calls, items, catches) + (
+STAY = (no_turn, generator_items, zipped, stores_attribute, stores_cell, catches, appends, dict_items) + (
     breaks_in_try,
     suppresses,
     maybe_unbound,
@@ -667,6 +727,14 @@ class LoopTest(TestCase):
             self.check(while_below, [(torch.zeros(3), 600)])
         # Without the loop, the code before it, and that behind it
         self.assertLessEqual(self.num_graphs(), 3)
+
+    @parametrize("program", named((*BRANCHES,)))
+    def test_branches(self, program: Callable[..., Any]) -> None:
+        """A branch in a loop, and a loop in a path, are traced as they are alone."""
+        calls = [(torch.full((3,), float(value)), n) for n in (9, 40, 200) for value in (1, -2)]
+        with mock.patch.multiple(Branches, branch=BRANCH, decide=lambda *args: None):
+            self.check(program, calls)
+        self.assertEqual(self.num_graphs(), BRANCHES[program])
 
     def test_module(self) -> None:
         policy = Policy()

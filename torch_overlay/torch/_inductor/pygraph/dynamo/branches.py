@@ -91,6 +91,14 @@ class Branches(Hosts, Breaks):
         self.repair(tx, Reason.of(Code.BOOL_IN_GRAPH))
         return Truth(truth_of(tx, value))
 
+    def read_bool(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
+        """Let the graph break at a jump as it breaks for a tensor, if a bool of a tensor decides."""
+        value = tx.stack[-1]
+        if isinstance(value, Truth):
+            if not inst.opname.startswith("POP_JUMP"):
+                restart(self.truths, Code.BOOL_IS_READ, inst.opname)
+            tx.stack[-1] = value.tensor
+
     def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Trace the path that sizes decide for, if they do."""
         value = condition_of(tx)

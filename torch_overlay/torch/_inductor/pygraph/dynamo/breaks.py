@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch._dynamo.code_context import code_context
 from torch._guards import CompileContext
+from torch._inductor.pygraph.dynamo import turns
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.reason import Code, first_line, log_line, Reason
 from torch._inductor.pygraph.types.report import BreakReport
@@ -62,7 +63,7 @@ class Breaks:
         for place, reason in self.repaired.items():
             add(place, reason, is_repaired=True)
         why = tx.output.compile_subgraph_reason
-        if why.graph_break:
+        if why.graph_break and turns.__file__ not in why.reason:
             known = refused(tx.f_code)
             said = place_of(tx), Reason.of(Code.DYNAMO, said=first_line(why.reason))
             if why.reason == "step_unsupported":

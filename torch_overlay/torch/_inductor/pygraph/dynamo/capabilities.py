@@ -85,7 +85,9 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
             code = Code.CHECK_BEHIND_GRAPH
         else:
             code = self.branch(tx, inst)
-        if code is not None:
+        if code is None:
+            self.read_bool(tx, inst)
+        else:
             self.repair(tx, Reason.of(code))
         return code is not None
 

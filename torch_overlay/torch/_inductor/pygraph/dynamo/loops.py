@@ -20,6 +20,7 @@ A loop stays as it is
 - if a jump leaves it from within a try or with statement that begins in it
 - if a variable may have no value where the body begins or ends, and may be read later
 - if it stores variables of closures, or if the function looks at its frame
+- if it adds to a list or a dictionary, for which Dynamo would compile each turn
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import functools
 import inspect
 import operator
 import sys
+import types
 from typing import Any, TYPE_CHECKING
 
 from torch._dynamo import exc
@@ -44,6 +46,7 @@ from torch._dynamo.bytecode_transformation import (
 )
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
+from torch._dynamo.variables import ConstDictVariable
 from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch, union
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
@@ -52,7 +55,6 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    import types
     from collections.abc import Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
@@ -70,6 +72,12 @@ FRAME_ATTRIBUTES = frozenset(("_getframe", "currentframe"))
 GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 STORES_CELL = ("STORE_DEREF", "DELETE_DEREF", "MAKE_CELL")
+
+# Graph breaks where the host reads a tensor
+READS = ("Data-dependent branching", "Unsupported Tensor.item() call with capture_scalar_outputs=False")
+
+# Methods that add to a list or a dictionary: Dynamo guards its length and its keys, and each turn would be compiled.
+GROWS = ("append", "appendleft", "extend", "insert", "setdefault")
 
 # Instructions that add to a container on the stack, and the number of values that they add.
 ADDS = {"LIST_APPEND": 1, "SET_ADD": 1, "MAP_ADD": 2}
@@ -89,9 +97,12 @@ class Loops(FrameExtension):
             exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function.
         """
         super().on_graph_break(tx, error)
-        if error.gb_type != "Data-dependent branching" or tx is not tx.output.root_tx:
+        if error.gb_type not in READS or tx is not tx.output.root_tx:
             return
-        found = with_function(tx.f_code, tx.indexof[tx.current_instruction])
+        position = tx.indexof[tx.current_instruction]
+        found = with_function(tx.f_code, position)
+        if isinstance(found, types.CodeType) and (name := changed_dictionary(tx, position)) is not None:
+            found = f"{name} is a dictionary that it changes"
         if isinstance(found, str):
             refuse(tx, Code.LOOP_STAYS, why=found)
             add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=found), is_repaired=False)
@@ -114,13 +125,17 @@ def with_function(code: types.CodeType, position: int) -> types.CodeType | str |
 
 def rewritten(code: types.CodeType, position: int) -> types.CodeType | str | None:
     flow = flow_of(code)
-    loops = [loop for loop in flow.loops() if position in loop.indices or entering_jump(flow, loop) == position]
-    if not loops:
+    loops = loops_around(flow, position)
+    if not loops or not decides(flow, position):
         return None
     try:
         return Outlining(flow, max(loops, key=lambda loop: len(loop.indices))).code()
     except StaysError as e:
         return str(e)
+
+
+def loops_around(flow: Flow, position: int) -> list[Loop]:
+    return [loop for loop in flow.loops() if position in loop.indices or entering_jump(flow, loop) == position]
 
 
 def entering_jump(flow: Flow, loop: Loop) -> int | None:
@@ -129,6 +144,28 @@ def entering_jump(flow: Flow, loop: Loop) -> int | None:
     outside = [i for i in flow.predecessors[loop.header] if i not in loop.indices]
     if outside == [before] and is_branch(flow.instructions[before]) and not is_for(flow, loop):
         return before
+    return None
+
+
+def decides(flow: Flow, position: int) -> bool:
+    """Return whether the value that is read at an instruction is only branched on."""
+    for inst in flow.instructions[position:]:
+        if inst.opcode in JUMP_OPCODES:
+            return is_branch(inst)
+        if inst.opname.startswith(("STORE", "RETURN", "POP_TOP", "YIELD")):
+            return False
+    return False
+
+
+def changed_dictionary(tx: InstructionTranslatorBase, position: int) -> str | None:
+    """Return a dictionary to which a loop adds: Dynamo guards its keys, and each turn would be compiled."""
+    flow, known = flow_of(tx.f_code), tx.symbolic_locals
+    for i in OrderedSet(i for loop in loops_around(flow, position) for i in loop.indices):
+        container = flow.instructions[i - 2]
+        if flow.instructions[i].opname == "STORE_SUBSCR" and container.opname.startswith("LOAD_FAST"):
+            value = known.get(container.argval)
+            if value is not None and isinstance(value.realize(), ConstDictVariable):
+                return container.argval
     return None
 
 
@@ -207,6 +244,8 @@ class Outlining:
                 raise StaysError("a handler leaves it")
             if inst.opname in ADDS and flow.depths[i] - ADDS[inst.opname] - inst.arg < flow.depths[self.header]:
                 raise StaysError("it is a comprehension")
+            if inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in GROWS:
+                raise StaysError(f"it calls {inst.argval}, after which each turn would be compiled")
 
     # Ends of a turn
 
