@@ -24,15 +24,7 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
-from torch._inductor.pygraph.dynamo.operators import (
-    draws,
-    is_in_place,
-    is_of_torch,
-    is_pure,
-    is_total,
-    name_of,
-    writes_statistics,
-)
+from torch._inductor.pygraph.dynamo.operators import draws, is_of_torch, is_pure, may_be_written, name_of
 from torch._inductor.pygraph.dynamo.ranges import is_untouched
 from torch.fx.node import map_aggregate, map_arg
 from torch.utils._ordered_set import OrderedSet
@@ -166,7 +158,7 @@ class Hosts:
             or context(root.f_code)[GRAPHS] >= MAX_GRAPHS
             or not all(map(is_known, ancestors := ancestors_of(node)))
             or not is_in_order(output.graph, ancestors | self.slice)
-            or (any(n.op == "placeholder" for n in ancestors) and any(map(may_write, output.graph.nodes)))
+            or (any(n.op == "placeholder" for n in ancestors) and may_be_written(output.graph))
             or torch.is_autocast_enabled("cpu")
         ):
             return None
@@ -286,16 +278,6 @@ def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]
 def is_on_gpu(node: torch.fx.Node) -> bool:
     example = node.meta.get("example_value")
     return isinstance(example, torch.Tensor) and example.device.type not in ("cpu", "meta")
-
-
-def may_write(node: torch.fx.Node) -> bool:
-    """Return whether a node may write a CPU tensor. Any two may share memory."""
-    if node.op in ("placeholder", "get_attr", "output"):
-        return False
-    values = (n.meta.get("example_value") for n in node.all_input_nodes)
-    if not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
-        return False
-    return is_in_place(node) or writes_statistics(node) or not (is_total(node) or is_known(node))
 
 
 def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:

@@ -30,6 +30,7 @@ from torch._dynamo.symbolic_convert import TensorifyState
 from torch._dynamo.variables.builder import VariableBuilder
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch._inductor.pygraph.dynamo.obstacles import of_frame, Traced
+from torch._inductor.pygraph.dynamo.operators import may_be_written
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._ordered_set import OrderedSet
 
@@ -167,35 +168,6 @@ def is_cpu_float_input(tx: InstructionTranslatorBase, tensor: TensorVariable) ->
         and example.dtype in DTYPES
         and example.dim() == 0
     )
-
-
-def may_be_written(graph: torch.fx.Graph) -> bool:
-    """
-    Return whether the graph may have written a CPU tensor by now.
-
-    Any two may share memory. Versions do not tell: x.data has its own.
-    """
-
-    def only_reads(node: torch.fx.Node) -> bool:
-        if "out" in node.kwargs:
-            return False
-        if node.op == "call_method":
-            # Methods that write have names that end so.
-            return not node.target.endswith("_") or not on_cpu(node.args[0])
-        if node.target in IN_PLACE:
-            return not on_cpu(node.args[0])
-        return node.target in FUNCTIONS or node.target is operator.getitem
-
-    return any(
-        any(map(on_cpu, node.all_input_nodes)) and node.op != "output" and not only_reads(node) for node in graph.nodes
-    )
-
-
-def on_cpu(arg: object) -> bool:
-    if not isinstance(arg, torch.fx.Node):
-        return False
-    value = arg.meta.get("example_value")
-    return isinstance(value, torch.Tensor) and value.device.type == "cpu"
 
 
 def is_operand(value: torch.fx.Node) -> bool:

@@ -166,6 +166,24 @@ def writes_statistics(node: torch.fx.Node) -> bool:
     return has_statistics and True in (*node.args, *node.kwargs.values())
 
 
+def may_be_written(graph: torch.fx.Graph) -> bool:
+    """
+    Return whether the graph may have written a CPU tensor by now.
+
+    Any two may share memory. Versions do not tell: x.data has its own.
+    """
+
+    def may_write(node: torch.fx.Node) -> bool:
+        writes = is_in_place(node)
+        operands = node.args[:1] if writes and "out" not in node.kwargs else node.all_input_nodes
+        values = [n.meta.get("example_value") for n in operands if isinstance(n, torch.fx.Node)]
+        if node.op == "output" or not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
+            return False
+        return writes or writes_statistics(node) or not (node.op == "call_method" or is_total(node))
+
+    return any(map(may_write, graph.nodes))
+
+
 def indices(index: object) -> list[object]:
     if isinstance(index, slice):
         return [index.start, index.stop, index.step]

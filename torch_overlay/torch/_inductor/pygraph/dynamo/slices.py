@@ -8,15 +8,15 @@ resume where a tensor is indexed. With PyGraph, it reads the bounds there.
 
 from __future__ import annotations
 
-import dis
 from typing import TYPE_CHECKING
 
 import torch
-from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES
+from torch._dynamo.bytecode_analysis import JUMP_OPCODES
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, VariableTracker
+from torch._inductor.pygraph.dynamo.flow import effect
 from torch._inductor.pygraph.dynamo.obstacles import BREAKS_AT_SLICE, of_graph, original, Traced
 
 
@@ -94,20 +94,14 @@ def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
     # The number of stack entries from the slice on. It is not on tx.stack yet.
     height = 1
     for inst in tx.instructions[tx.instruction_pointer :]:
-        arg = inst.arg
-        if arg is None and inst.opcode >= dis.HAVE_ARGUMENT:
-            # Dynamo splits instructions that load several variables.
-            if inst.opcode not in HASLOCAL:
-                return None
-            arg = 0
-        if inst.opname == "BUILD_TUPLE" and arg >= height:
+        if inst.opname == "BUILD_TUPLE" and inst.arg >= height:
             # The tuple has entries before the slice, too.
-            return tx.stack[height - arg - 1].realize()
+            return tx.stack[height - inst.arg - 1].realize()
         if inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
             return tx.stack[-1].realize()
         if inst.opcode in JUMP_OPCODES:
             return None
-        height += dis.stack_effect(inst.opcode, arg)
+        height += effect(inst, jump=False)
         if height < 1:
             return None
     return None
