@@ -20,8 +20,10 @@ from hypothesis import given, settings, strategies as st
 import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph import report
+from torch._inductor.pygraph import FunctionReport, report
 from torch._inductor.pygraph.capture import agreement, bound, collectives
+from torch._inductor.pygraph.report import Report
+from torch._inductor.pygraph.types.partition import Collective
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (
@@ -33,6 +35,7 @@ from torch.testing._internal.common_utils import (
     parametrize,
     run_tests,
 )
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 if TYPE_CHECKING:
@@ -196,6 +199,27 @@ class AgreeTest(TestCase):
             agreement.agree([dist.group.WORLD.group_name], "f", True)
         self.assertEqual(run.call_args.args[2], datetime.timedelta(seconds=2))
         self.assertTrue(agreement.agree([dist.group.WORLD.group_name], "f", True))
+
+
+class DescribeTest(TestCase):
+    def test_ranks_and_groups(self):
+        self.assertEqual(agreement.own_name(), "")
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        self.addCleanup(dist.destroy_process_group)
+        pair, world = dist.new_group([0, 1]).group_name, dist.group.WORLD.group_name
+        ops = [Collective("all_reduce_", pair), Collective("wait_tensor"), Collective("all_reduce_", pair)]
+        described = agreement.describe([*ops, Collective("all_gather_into_tensor", world), Collective("a", "gone")])
+        self.assertEqual(
+            described,
+            [
+                f"all_reduce_ x 2 in group {pair} of ranks 0, 1",
+                f"all_gather_into_tensor x 1 in group {world} of ranks 0, 1, 2, 3",
+                "a x 1 in group gone of unknown ranks",
+            ],
+        )
+        self.assertEqual(report().title, "rank 1")
+        entry = FunctionReport("call", "inference", collectives=described[:1])
+        self.assertIn(described[0], Report([entry], []).text(120))
 
 
 class StandInTest(TestCase):

@@ -18,6 +18,7 @@ import itertools
 import json
 import logging
 import time
+from collections import Counter
 from typing import Any, Protocol, TYPE_CHECKING
 
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from torch.utils._ordered_set import OrderedSet
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Sequence
+
+    from torch._inductor.pygraph.types.partition import Collective
 
 
 log = logging.getLogger(__name__)
@@ -157,6 +160,31 @@ def agree(
     except (KeyError, RuntimeError, ValueError) as e:
         log.info("ranks cannot agree on %s: %s", name, str(e).partition("\n")[0])
         return None
+
+
+def sizes(groups: Sequence[str]) -> list[int]:
+    """Return how many ranks are in each group."""
+    return [dist.distributed_c10d._resolve_process_group(group).size() for group in groups]  # type: ignore[arg-type]
+
+
+def own_name() -> str:
+    """Return which rank this process is, empty if it is alone."""
+    has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return f"rank {dist.get_rank()}" if has_others else ""
+
+
+def describe(collectives: Iterable[Collective]) -> list[str]:
+    """Return for people what a function's collectives are, and the ranks of their groups."""
+    counts = Counter((c.op, c.group) for c in collectives if c.group is not None)
+    return [f"{op} x {count} in group {group} of {_ranks(group)}" for (op, group), count in counts.items()]
+
+
+def _ranks(group: str) -> str:
+    try:
+        ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))  # type: ignore[arg-type]
+    except (KeyError, RuntimeError, ValueError):
+        return "unknown ranks"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
 
 
 def _timeouts(group: dist.ProcessGroup) -> Iterable[datetime.timedelta]:

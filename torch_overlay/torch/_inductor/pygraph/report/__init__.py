@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._guards import CompileContext
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.compile.upstream import blocker_of_graph
 from torch._inductor.pygraph.report import html, text
 from torch._inductor.pygraph.types import journal
@@ -45,7 +46,7 @@ class Report(ReportData):
 
 def report() -> Report:
     """What was seen since the process started or :func:`reset_report` was called."""
-    return Report(journal.functions, journal.graphs, breaks=journal.breaks)
+    return Report(journal.functions, journal.graphs, agreement.own_name(), breaks=journal.breaks)
 
 
 def reset_report() -> None:

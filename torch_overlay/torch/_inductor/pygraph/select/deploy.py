@@ -12,18 +12,21 @@ import dataclasses
 import functools
 import logging
 import weakref
+from collections import Counter
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.many_sizes import ManySizes
+from torch._inductor.pygraph.select.ranks import RankSelection
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
@@ -50,6 +53,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+# How often this process deployed a function that ranks select, by name. Other ranks deploy it as often.
+_rank_selections: Counter[str] = Counter()
+
+# Such functions on which the ranks did not agree, by name.
+_not_agreed: set[str] = set()
 
 
 def deploy(
@@ -155,6 +164,7 @@ class Deployment:
         spec, info = self.spec, self.spec.info
         source, compile_id = info.report.source, spec.compile_id
         report = FunctionReport(info.name, spec.mode, source=source, compile_id=compile_id, sizes=self.sizes)
+        report.collectives = agreement.describe(info.collectives)
         journal.add(report)
         return Controller(spec, report)
 
@@ -213,7 +223,9 @@ class Deployment:
         uncaptured = self.run_backward if self.spec.is_backward else self.model
         self.uncaptured = self.realigned(uncaptured)
         force, reason = self.force, Reason.of(Code.FORCED)
-        if force is None and self.spec.info.collectives:
+        info = self.spec.info
+        ranks_decide = force is None and info.ranks_decide and bool(info.groups)
+        if force is None and info.collectives and not ranks_decide:
             force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
         if force is not None:
             controller.bind_as(force)
@@ -223,12 +235,19 @@ class Deployment:
         entry = remembered = None
         if force is None:
             entry = store.entry_for(self.spec, inputs, self.static_input_idxs)
-        if entry is not None and (remembered := entry.load()) is not None:
+        if entry is not None and (remembered := entry.load()) is not None and not ranks_decide:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
         choice = force or (remembered and remembered.choice)
         may_schedule = recorder is self and self._may_schedule(choice)
-        self.selection = Selection(
+        selection: Callable[..., Selection] = Selection
+        if ranks_decide:
+            name = self.spec.rank_name
+            _rank_selections[name] += 1
+            agree = functools.partial(agreement.agree, info.groups)
+            number = f"{name}/{_rank_selections[name]}"
+            selection = functools.partial(RankSelection, name=number, agree=agree, lost=_not_agreed)
+        self.selection = selection(
             controller,
             self.uncaptured,
             self.realigned(recorder.record),
@@ -244,7 +263,11 @@ class Deployment:
 
     def _may_schedule(self, choice: str | None) -> bool:
         """Return whether calls may run side by side, given what was decided on, if anything."""
-        return bool(self.spec.info.calls) and (choice is None or Candidate.parse(choice).schedule != CHAIN)
+        info = self.spec.info
+        # Ranks run their collectives in one order.
+        return (
+            bool(info.calls) and not info.collectives and (choice is None or Candidate.parse(choice).schedule != CHAIN)
+        )
 
     def _time_calls(self, inputs: list[InputType], host_us: float) -> OutputType:
         """Run the function uncaptured and time each of its calls on the device."""

@@ -125,6 +125,9 @@ class Selection:
     remembered: store.Decision | None = None
     time_calls: Callable[[list[InputType], float], OutputType] | None = None
 
+    # Whether each candidate is timed for the same number of calls in every process.
+    has_fixed_samples = False
+
     def __post_init__(self) -> None:
         self.state, self.report = self.controller.state, self.controller.report
         self.device_index = self.controller.spec.device_index
@@ -251,11 +254,8 @@ class Selection:
                 self.losers.append(self.state.id)
             return
         yield from self._time_calls(host)
-        yield self._record
-        while self.replay is None:
-            # The recording raised, or another thread was recording.
-            yield self._record
-        if not self.state.is_capturable:
+        yield from self._recorded()
+        if not self._is_captured():
             # The decision is not kept: the cause may be something else in this process.
             self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
             # It may have been recorded with other inputs before.
@@ -264,9 +264,7 @@ class Selection:
         graph = yield from self._time()
         stays, *reasons = judge(graph, uncaptured)
         is_doubtful = not stays or depends_on_host(graph, uncaptured)
-        # The uncaptured function needs memory beside the graph's.
-        needed = self.state.needed_bytes
-        if is_doubtful and (not needed or room(self.device_index) >= needed):
+        if is_doubtful and self._has_room():
             graph = yield from self._time()
             uncaptured = yield from self._time(NO_GRAPH)
             stays, *reasons = judge(graph, uncaptured)
@@ -308,9 +306,23 @@ class Selection:
             # It is recorded in this call.
             yield self._chosen()
 
+    def _recorded(self) -> Iterator[ModelType]:
+        yield self._record
+        while self.replay is None:
+            # The recording raised, or another thread was recording.
+            yield self._record
+
+    def _is_captured(self) -> bool:
+        return self.state.is_capturable
+
+    def _has_room(self) -> bool:
+        """Return whether there is memory for the uncaptured function beside the graph's."""
+        needed = self.state.needed_bytes
+        return not needed or room(self.device_index) >= needed
+
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
-        samples = Samples(self.device_index, self.state)
+        samples = Samples(self.device_index, self.state, is_fixed=self.has_fixed_samples)
         while not samples.complete:
             run = self.uncaptured if choice == NO_GRAPH else self.replay
             yield functools.partial(samples.call, run, self.entered)

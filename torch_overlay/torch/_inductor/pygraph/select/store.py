@@ -27,6 +27,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor import config
 from torch._inductor.codecache import torch_key, write_atomic
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.types.candidate import Candidate
 from torch._inductor.pygraph.types.reason import first_line, Reason
 from torch._inductor.pygraph.types.report import as_json
@@ -120,6 +121,8 @@ def entry_for(spec: FunctionSpec, inputs: Sequence[InputType], static_input_idxs
             config.triton.fast_path_cudagraph_asserts,
         ],
     }
+    if spec.info.groups:
+        function["ranks"] = agreement.sizes(spec.info.groups)
     return Entry(directory / "pygraph", function)
 
 

@@ -132,7 +132,7 @@ class Start(NamedTuple):
 
 class Samples:
     """
-    Consecutive calls of one candidate.
+    Consecutive calls of one candidate: 2 * SAMPLES on the host if ``is_fixed``, else as many as it takes.
 
     Two events around each call would measure it from an idle device, and add the host's work
     to the device's, which a program that does not wait overlaps. So the first calls are timed
@@ -144,9 +144,10 @@ class Samples:
     # the program.
     own_us = 0.0
 
-    def __init__(self, device_index: int, state: FunctionState) -> None:
+    def __init__(self, device_index: int, state: FunctionState, *, is_fixed: bool = False) -> None:
         self.device_index = device_index
         self.state = state
+        self.is_fixed = is_fixed
         self.calls = 0
         self.recording_calls = 0
         # The starts of the timed calls, and of the one after them. None stands for a call
@@ -218,6 +219,8 @@ class Samples:
 
     def _suffices(self) -> bool:
         count = len(self.host)
+        if self.is_fixed:
+            return count == 2 * SAMPLES
         if self.total_us + self.host[-1] > ENOUGH_US and count >= MIN_SAMPLES:
             return True
         if count % SAMPLES:

@@ -41,6 +41,7 @@ class FunctionReport:
         copied_bytes: bytes that the chosen candidate copies at each replay
         kernel_nodes: nodes of the last recording, of any kind
         updated_nodes: nodes that the host sets when all external inputs moved
+        collectives: what waits for other ranks, and for which
         remembered: whether an earlier process measured it
         schedule: the order of the last recording's calls
         calls_us, critical_us: time of all calls, and of the longest that wait for one another
@@ -63,6 +64,7 @@ class FunctionReport:
     source: str = dataclasses.field(default="", repr=False)
     compile_id: str = dataclasses.field(default="", repr=False)
     sizes: list[int] = dataclasses.field(default_factory=list, repr=False)
+    collectives: list[str] = dataclasses.field(default_factory=list, repr=False)
     remembered: bool = dataclasses.field(default=False, repr=False)
     schedule: str = dataclasses.field(default=CHAIN, repr=False)
     calls_us: float = dataclasses.field(default=0.0, repr=False)
