@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from .report import Columns, Row
 
 # Suites that are not, or not only, cases of the package's main program.
-MODULES = {"replay": "pygraph.replay", "bindings": "pygraph.bindings", "overhead": "pygraph.overhead"}
+MODULES = {name: f"pygraph.{name}" for name in ("replay", "bindings", "overhead", "dist")}
 # Those that need no GPU or several, or repeat cases of others.
 APART = {"quick", "overhead", "tp", "dist"}
 PROGRAMS = 3000

@@ -241,26 +241,32 @@ def described(name: str, ranks: int) -> Row:
     return {"suite": "tp", "name": row_name(name, ranks), "case": name, "ranks": ranks, "about": about, "obstacle": ""}
 
 
-def _work(args: argparse.Namespace) -> None:
+def run_on_rank(args: argparse.Namespace, row: Callable[[], Row]) -> None:
     """On one rank."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")
     # The variants, and the layers of a kind, share code objects.
     torch._dynamo.config.recompile_limit = 64
-    names = tuple(args.variants.split(","))
-    row = ParallelRun(args.worker, args.device, small=args.small, names=names, rounds=args.rounds).row()
+    measured = row()
     if dist.get_rank() == 0:
-        write_rows(args.output, row)
+        write_rows(args.output, measured)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> Row:
+def measure(
+    name: str,
+    ranks: int,
+    args: argparse.Namespace,
+    seconds: float,
+    module: str = "pygraph.tp",
+    described: Callable[[str, int], Row] = described,
+) -> Row:
     log_file, file = args.logs / f"{name}_x{ranks}.log", args.logs / f"{name}_x{ranks}.json"
     file.unlink(missing_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", "pygraph.tp", "--worker", name, "--output", str(file)]
+    command += ["-m", module, "--worker", name, "--output", str(file)]
     command += ["--device", args.device, "--rounds", str(args.rounds), "--variants", args.variants]
     with open(log_file, "w") as output, process_group(command + ["--small"] * args.small, output) as process:
         try:
@@ -292,7 +298,10 @@ def main() -> None:
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:
-        _work(args)
+        names = tuple(args.variants.split(","))
+        run_on_rank(
+            args, lambda: ParallelRun(args.worker, args.device, small=args.small, names=names, rounds=args.rounds).row()
+        )
         return
     args.logs.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + args.budget

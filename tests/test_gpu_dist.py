@@ -1,0 +1,27 @@
+"""Suite dist, on two processes without GPUs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+
+BENCHMARKS = Path(__file__).resolve().parent.parent / "torch_overlay" / "benchmarks" / "dynamo"
+sys.path.insert(0, str(BENCHMARKS))
+
+pytest.importorskip("torch")
+
+from pygraph import dist, tp  # noqa: E402
+
+
+def test_a_mesh_trains(tmp_path, monkeypatch):
+    """FSDP of tensor-parallel blocks, the case that shards most."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
+    row = tp.measure("fsdp_tp_1x2", 2, Namespace(**options), 120.0, "pygraph.dist", dist.described)
+    assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row

@@ -1,0 +1,328 @@
+"""
+Sharded programs on two ranks: a small Llama-like decoder, trained and run in the ways that shard it.
+
+    python -m pygraph.dist --output rows.json [--cases fsdp,tp] [--budget 420]
+
+Every case and way to run it starts from the same weights and tokens. After STEPS steps its losses and its whole
+parameters must equal those without CUDA graphs. Rows are of suite dist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TYPE_CHECKING
+
+import torch
+from torch import distributed as dist, nn
+from torch._inductor import cudagraph_trees
+from torch.distributed import _functional_collectives as functional
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    parallelize_module,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from .compare import compare, Difference, snapshot
+from .program import seed, VARIANTS
+from .report import write_rows
+from .timing import fields, time_interleaved
+from .tp import measure, run_on_rank
+from .worker import report, reset_report, summary, totals, undecided
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from .report import Row
+
+
+log = logging.getLogger(__name__)
+
+RANKS = 2
+STEPS = 50
+# Until selection ends, in steps.
+MAX_SETTLE = 440
+MAX_CASE_S = 240.0
+NAMES = ("no_cg", "stock_cg", "pygraph")
+# Different tokens, in turn.
+RING = 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """
+    Attributes:
+        about: what is sharded, and how
+        shards: "ddp", "fsdp", "tp", "moe"; FSDP and TP on a mesh are "fsdp_tp"
+        mesh: ranks in each dimension
+        accumulates: micro-batches in a step
+    """
+
+    about: str
+    shards: str
+    mesh: tuple[int, ...] = (RANKS,)
+    reshards: bool = True
+    accumulates: int = 1
+    trains: bool = True
+
+
+CASES = {
+    "ddp": Case("DistributedDataParallel", "ddp"),
+    "fsdp": Case("fully_shard of each block", "fsdp"),
+    "fsdp_kept": Case("fully_shard without reshard_after_forward", "fsdp", reshards=False),
+    "fsdp_accumulates": Case("fully_shard, four micro-batches, gradients reduced in the last", "fsdp", accumulates=4),
+    "tp": Case("tensor and sequence parallel", "tp"),
+    "tp_inference": Case("tensor parallel inference", "tp", trains=False),
+    "fsdp_tp_2x1": Case("fully_shard of tensor-parallel blocks, mesh 2 x 1", "fsdp_tp", mesh=(RANKS, 1)),
+    "fsdp_tp_1x2": Case("fully_shard of tensor-parallel blocks, mesh 1 x 2", "fsdp_tp", mesh=(1, RANKS)),
+    "moe": Case("experts on ranks, tokens exchanged by all-to-all", "moe"),
+}
+
+
+class Attention(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head = 64
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(FeedForward):
+    """One expert a rank. Each takes an equal part of every rank's tokens."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        sent = functional.all_to_all_single_autograd(x.flatten(0, 1), None, None, dist.group.WORLD)
+        back = functional.all_to_all_single_autograd(FeedForward.forward(self, sent), None, None, dist.group.WORLD)
+        return back.view_as(x)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, *, experts: bool) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.attention = Attention(width)
+        self.mlp = (Experts if experts else FeedForward)(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+def split_block(block: Block, mesh: DeviceMesh) -> None:
+    """Tensor parallel inside, sequence parallel between."""
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ColwiseParallel())
+    rows = dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel(output_layouts=Shard(1)))
+    norms = dict.fromkeys(("norm1", "norm2"), SequenceParallel())
+    parallelize_module(block, mesh, {**norms, "attention": whole, "mlp": whole, **columns, **rows})
+
+
+class Run:
+    """One case in one way, on this rank."""
+
+    def __init__(self, case: Case, device: torch.device, name: str, *, small: bool) -> None:
+        self.case, self.device = case, device
+        self.width, self.batch, self.length = (128, 2, 16) if small else (512, 4, 256)
+        seed()
+        names = ("fsdp", "tp") if len(case.mesh) == 2 else ("ranks",)
+        mesh = init_device_mesh(device.type, case.mesh, mesh_dim_names=names)
+        with device:
+            blocks = [Block(self.width, experts=case.shards == "moe") for _ in range(2 if small else 8)]
+        self.model: nn.Module = nn.Sequential(*blocks)
+        splits = case.shards.endswith("tp")
+        for block in blocks:
+            if splits:
+                split_block(block, mesh["tp"] if len(case.mesh) == 2 else mesh)
+            if VARIANTS[name].compile is not None:
+                block.compile(**VARIANTS[name].compile)
+        if case.shards.startswith("fsdp"):
+            for module in (*blocks, self.model):
+                of = mesh["fsdp"] if len(case.mesh) == 2 else mesh
+                fully_shard(module, mesh=of, reshard_after_forward=case.reshards)
+        if case.shards == "ddp":
+            self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        of = (mesh["tp"] if len(case.mesh) == 2 else mesh) if splits else None
+        # The ranks of a tensor-parallel group have parts of the same tokens.
+        part = dist.get_rank() // (1 if of is None else of.size())
+        self.ring = []
+        for i in range(RING):
+            generator = torch.Generator().manual_seed(i + RING * part)
+            x = torch.randn(self.batch, self.length, self.width, generator=generator)
+            self.ring.append((x if of is None else x.chunk(of.size(), 1)[of.get_local_rank()].clone()).to(device))
+        self.steps = 0
+
+    def step(self) -> torch.Tensor:
+        self.steps += 1
+        x = self.ring[self.steps % RING]
+        if not self.case.trains:
+            with torch.no_grad():
+                return _local(self.model(x))
+        for i in range(self.case.accumulates):
+            if self.case.accumulates > 1:
+                self.model.set_requires_gradient_sync(i == self.case.accumulates - 1)
+            loss = (_local(self.model(x)) - x).square().mean()
+            loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+    def results(self) -> dict[str, Any]:
+        """The losses, or outputs, of STEPS steps, and this rank's parameters after them."""
+        losses = [self.step() for _ in range(STEPS)]
+        return snapshot({"losses": losses, "parameters": [_local(p) for p in self.model.parameters()]})
+
+
+def _local(t: torch.Tensor) -> torch.Tensor:
+    return t.to_local() if isinstance(t, DTensor) else t
+
+
+def everywhere(condition: bool) -> bool:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, condition)
+    return all(found)
+
+
+def slowest(seconds: float) -> float:
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, seconds)
+    return max(found)
+
+
+def counting_recordings() -> list[None]:
+    """A list that grows by an element with each recording of any kind."""
+    recorded: list[None] = []
+    init = cudagraph_trees.CUDAGraphNode.__init__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> None:
+        recorded.append(None)
+        init(self, *args, **kwargs)
+
+    cudagraph_trees.CUDAGraphNode.__init__ = counted
+    return recorded
+
+
+def row(name: str, args: argparse.Namespace) -> Row:
+    case, device = CASES[name], torch.device(args.device, dist.get_rank() if args.device == "cuda" else None)
+    recorded = counting_recordings()
+    runs: dict[str, Run] = {}
+    failed: dict[str, str] = {}
+    late: dict[str, int] = {}
+    entries: list[dict[str, Any]] = []
+    reference, of_pygraph = None, Difference()
+    for variant in args.variants.split(","):
+        reset_report()
+        try:
+            run = Run(case, device, variant, small=args.small)
+            found = run.results()
+            while run.steps < MAX_SETTLE and not everywhere(not undecided(report())):
+                run.step()
+            before = len(recorded)
+            for _ in range(STEPS):
+                run.step()
+        except Exception as error:
+            log.exception("%s, %s", name, variant)
+            failed[variant] = summary(error)
+            continue
+        late[variant] = len(recorded) - before
+        reference = reference or found
+        difference = compare(reference, found, 1e-3)
+        if not everywhere(difference.close):
+            failed[variant] = f"wrong result: {difference.where} by {difference.max_diff:.2g}"
+        if variant == "pygraph":
+            entries, of_pygraph = report(), difference
+        runs[variant] = run
+
+    def synchronize() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    def loop(run: Run) -> Callable[[int], None]:
+        return lambda count: [run.step() for _ in range(count)].clear()
+
+    loops = {variant: loop(run) for variant, run in runs.items()}
+    timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=slowest)
+    missed = [f"{variant}: {reason}" for variant, reason in failed.items()]
+    if late.get("pygraph"):
+        missed.append(f"{late['pygraph']} recordings after warm-up")
+    return {
+        **described(name, RANKS),
+        **fields(timings),
+        **totals(entries),
+        "graphs": entries,
+        "late_recordings": late,
+        "equal": "pygraph" in runs and "pygraph" not in failed,
+        "bitwise": "pygraph" in runs and of_pygraph.bitwise,
+        "failed": failed,
+        "missed": missed,
+    }
+
+
+def described(name: str, ranks: int) -> Row:
+    return {"suite": "dist", "name": name, "case": name, "ranks": ranks, "about": CASES[name].about, "obstacle": ""}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="pygraph.dist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--variants", default=",".join(NAMES))
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    if args.worker:
+        run_on_rank(args, lambda: row(args.worker, args))
+        return
+    if args.device == "cuda" and torch.cuda.device_count() < RANKS:
+        print(f"suite dist needs {RANKS} GPUs")
+        return
+    # Where scripts/gpu_suite looks for logs.
+    args.logs = args.output.with_suffix("")
+    args.logs.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + args.budget
+    rows = []
+    for name in args.cases.split(","):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            print(f"{name}: out of time, not run", flush=True)
+            continue
+        rows.append(measure(name, RANKS, args, min(left, MAX_CASE_S), "pygraph.dist", described))
+        write_rows(args.output, rows)
+        print(f"{name}: {rows[-1].get('error') or rows[-1]['missed'] or 'right'}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
