@@ -17,7 +17,9 @@ import gc
 import itertools
 import random
 import sys
+import tempfile
 import unittest
+from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -32,7 +34,7 @@ from torch._inductor.pygraph.capture import library, sized
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.report import text
-from torch._inductor.pygraph.select import deploy, timing
+from torch._inductor.pygraph.select import deploy, store, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
@@ -444,6 +446,34 @@ class ManySizesTest(ManySizesTestCase):
         self.check(program, (51, 52, 53))
         self.assertEqual(entry.captured_calls - captured, 3)
         self.assertIn("captured", text.facts(entry))
+
+    def test_remembered(self) -> None:
+        """What an earlier process decided holds for all sizes: the second call records."""
+        program = self.program(mlp, force=None)
+        with tempfile.TemporaryDirectory() as directory:
+            entry = store.Entry(Path(directory), {})
+            entry.save(store.Decision("node_update", [Reason.of(Code.NOT_FASTER)], {}))
+            asked = []
+            with mock.patch.object(store, "entry_for", lambda spec, inputs, static: asked.append(inputs) or entry):
+                self.check_captured(program, (37, 5, 6, 40, 7))
+        # No size is part of the key.
+        self.assertEqual(asked, [()])
+        (found,) = report()
+        self.assertTrue(found.remembered)
+
+    def test_memory(self) -> None:
+        """A recording takes the memory of the largest size of its bucket, and proofs take no more."""
+        program = self.program(lambda x: (x @ x.t()).sin() @ x, (37, 8))
+        self.check(program, (37, 37))
+
+        def reserved() -> int:
+            return sum(b.nbytes for b in program.device.blocks if b.pool is not None)
+
+        recorded = reserved()
+        self.check(program, (64, 40, 9, 33, 64, 5))
+        self.assertEqual([str(r) for r in self.refused], [])
+        self.assertLessEqual(reserved(), recorded + 64 * len(report()[0].buckets))
+        self.assertLessEqual(recorded, 1.1 * 4 * (64 * 64 + 64 * 64))
 
     def test_other_programs(self) -> None:
         """What is no operator of a known library has a recording for each size, and the log says why."""

@@ -122,12 +122,12 @@ class SizedRecording:
         at = model.function.at(sizes)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         self.alignments = {name: alignment_of(t.data_ptr()) for name, t in tensors.items()}  # type: ignore[union-attr]
-        reserve = model.function.at(self.top)
-        self.capture = FunctionCapture(model, inputs, at, self.alignments, reserve, memo, pool)
+        self.reserve = model.function.at(self.top)
+        self.capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, memo, pool)
         self.graph = self.capture.graph
         self.returned = self.capture.returned
         self.input_of = {name: i for i, name in model.inputs.items()}
-        self._index(reserve)
+        self._index()
         try:
             self.graph.instantiate()
         except RuntimeError as e:
@@ -149,8 +149,8 @@ class SizedRecording:
 
     # Numbers
 
-    def _index(self, reserve: AtSizes) -> None:
-        capture, model = self.capture, self.model
+    def _index(self) -> None:
+        capture, model, reserve = self.capture, self.model, self.reserve
         self.units = [*capture.pairs()]
         # Before the addresses are numbered: here constants are found.
         self.operands = [
@@ -380,7 +380,8 @@ class SizedRecording:
 
     def scratch(self, inputs: Sequence[InputType], at: AtSizes) -> FunctionCapture:
         """Return a capture at other sizes, which is never launched."""
-        return FunctionCapture(self.model, inputs, at, self.alignments, at, self.memo, self.pool)
+        # In the memory of the recording, which holds as much.
+        return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.memo, self.pool)
 
     # Calls
 
