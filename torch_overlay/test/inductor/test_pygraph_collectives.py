@@ -24,6 +24,8 @@ from torch._inductor.pygraph import FunctionReport, report
 from torch._inductor.pygraph.capture import agreement, bound, collectives
 from torch._inductor.pygraph.report import Report
 from torch._inductor.pygraph.types.partition import Collective
+from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.verify.diagnose import Verdict
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
 from torch.testing._internal.common_distributed import (
@@ -264,13 +266,13 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
     def randn(self, *size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda")
 
-    def check(self, fn: Callable[..., torch.Tensor]) -> None:
+    def check(self, fn: Callable[..., torch.Tensor], calls: int = 9, **options: Any) -> None:
         "Each rank has inputs of its own, other ones in each call."
-        compiled = torch.compile(fn, options={"pygraph": True})
+        compiled = torch.compile(fn, options={"pygraph": True, **options})
         uncaptured = torch.compile(fn)
         torch.manual_seed(self.rank)
         kept = []
-        for _ in range(9):
+        for _ in range(calls):
             inputs = [self.randn(64, 64), self.randn(64)]
             expected = uncaptured(*(x.clone() for x in inputs))
             kept.append((compiled(*inputs), expected))
@@ -312,9 +314,34 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
             (entry,) = report()
             self.assertEqual(entry.choice, "copy")
 
+    @parametrize("name", ("gather", "scatter", "exchange"))
+    def test_bound_by_ranks(self, name):
+        def fn(x, y):
+            x, group = x.sin() + y, dist.group.WORLD
+            if name == "gather":
+                return functional.all_gather_tensor(x, 0, group).cos()
+            if name == "scatter":
+                return functional.reduce_scatter_tensor(x, "sum", 0, group).cos()
+            return functional.all_to_all_single(x, None, None, group).cos()
+
+        with self.ranks():
+            self.check(fn, pygraph_ranks=True, pygraph_force="node_update")
+            (entry,) = report()
+            self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", 0))
+
+    def test_selected_by_ranks(self):
+        with self.ranks():
+            self.check(lambda x, y: reduced(x.sin() + y).cos(), calls=200, pygraph_ranks=True)
+            (entry,) = report()
+            choices = [None] * 2
+            dist.all_gather_object(choices, (entry.choice, entry.timings_us))
+            self.assertEqual(choices[0], choices[1])
+            self.assertIn(entry.choice, ("no_graph", "node_update", "prelude"))
+
     def test_one_rank_fails(self):
         "Its proof: neither deploys the graph, nor runs a collective that the other does not."
-        wrong = mock.patch.object(bound.BoundGraphNode, "_difference", return_value="made up")
+        verdict = Verdict(Reason.of(Code.DIFFERS, result="output 0"))
+        wrong = mock.patch.object(bound, "verify", return_value=verdict)
         with self.ranks():
             if self.rank == 1:
                 wrong.start()
@@ -323,6 +350,8 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
             (entry,) = report()
             self.assertEqual(entry.choice, "no_graph")
 
+
+instantiate_parametrized_tests(CollectivesTest)
 
 if __name__ == "__main__":
     run_tests()

@@ -163,8 +163,11 @@ def agree(
 
 
 def sizes(groups: Sequence[str]) -> list[int]:
-    """Return how many ranks are in each group."""
-    return [dist.distributed_c10d._resolve_process_group(group).size() for group in groups]  # type: ignore[arg-type]
+    """Return how many ranks are in each group, nothing if that is not known."""
+    try:
+        return [dist.distributed_c10d._resolve_process_group(group).size() for group in groups]  # type: ignore[arg-type]
+    except (KeyError, RuntimeError, ValueError):
+        return []
 
 
 def own_name() -> str:
