@@ -9,6 +9,7 @@ from it, and random programs whose nodes run in any order that the graph allows.
 from __future__ import annotations
 
 import argparse
+import ast
 import collections
 import ctypes
 import dataclasses
@@ -19,6 +20,7 @@ import pickle
 import random
 import re
 import sys
+import textwrap
 import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -30,6 +32,7 @@ from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
+from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES, SCHEDULES
 from torch._inductor.test_case import run_tests, TestCase
@@ -85,6 +88,20 @@ class CallsTest(TestCase):
             PROGRAMS_TO_COMPILE[name](functools.partial(torch.compile, options={"pygraph": True, **options}))
         return [*graphs], nodes
 
+    def unbound(self, code: str) -> list[str]:
+        """Return the tensors of notes that have no value, or none any more, in front of a return."""
+        bound: set[str] = set()
+        found: list[str] = []
+        for statement in ast.walk(ast.parse(textwrap.dedent(code))):
+            if isinstance(statement, ast.Assign):
+                bound |= {n.id for target in statement.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
+            elif isinstance(statement, ast.Delete):
+                bound -= {target.id for target in statement.targets}
+            elif isinstance(statement, ast.If):
+                (note,) = statement.body
+                found += [n.id for n in note.value.args[1:] if n.id not in bound]
+        return found
+
     @parametrize("name", ("mlp_training", "partitioned", "mutation", "custom_op", "optimizer"))
     def test_calls_of_programs(self, name):
         "Each call is noted, and reads and writes what the scheduler's nodes do."
@@ -98,6 +115,7 @@ class CallsTest(TestCase):
             self.assertEqual(
                 notes, [", ".join((str(i), *(o.buffer for o in c.operands))) for i, c in enumerate(function.calls)]
             )
+            self.assertEqual(self.unbound(code), [])
             self.assertEqual(code.count(".run("), sum(c.name.startswith("triton_") for c in function.calls))
             operands = [o for call in function.calls for o in call.operands]
             known, written = {o.buffer for o in operands}, {o.buffer for o in operands if o.writes}
@@ -620,6 +638,18 @@ class DeployTest(RecordTestCase):
 
     def test_a_schedule_that_is_not_faster_is_dropped(self):
         with self.selects_at_once(100, 50, 50):
+            found = self.check_branches(force=None)
+        self.assertEqual((found.choice, found.schedule), ("node_update", CHAIN))
+        self.assertEqual(self.edges(), 3)
+
+    def test_a_chain_that_cannot_be_dropped_stays(self):
+        "Its outputs lie in the graphs' pool, and are alive."
+        may_run = Controller.may_run
+
+        def is_droppable(controller: Controller, manager: Any) -> bool:
+            return not controller.state.outdated.cell_contents and may_run(controller, manager)
+
+        with mock.patch.object(Controller, "may_run", is_droppable), self.selects_at_once(100, 50, 30):
             found = self.check_branches(force=None)
         self.assertEqual((found.choice, found.schedule), ("node_update", CHAIN))
         self.assertEqual(self.edges(), 3)

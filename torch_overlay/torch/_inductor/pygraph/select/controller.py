@@ -322,6 +322,16 @@ class Controller:
         self.state.schedule = schedule
         self.state.outdated.cell_contents = True
 
+    def keep_schedule(self, schedule: str) -> bool:
+        """
+        Let the recordings be, which have this order, if they could not be dropped for another one.
+        Return whether it is so: outputs that lie in the graphs' pool are alive.
+        """
+        if not self.state.outdated.cell_contents:
+            return False
+        self.state.schedule, self.state.outdated.cell_contents = schedule, False
+        return True
+
     def calls_timed(self, times_us: Mapping[int, float]) -> None:
         self.state.call_times_us = times_us
 

@@ -299,6 +299,8 @@ class Selection:
                 continue
             self.controller.schedule_as(schedule)
             cost = yield from self._time()
+            if self.controller.keep_schedule(best):
+                return
             if self.state.schedule == schedule and judge(cost, graph)[0]:
                 best, graph = schedule, cost
         if self.controller.binds_inputs and self.state.schedule != best:
