@@ -475,6 +475,22 @@ class ManySizesTest(ManySizesTestCase):
         self.assertLessEqual(reserved(), recorded + 64 * len(report()[0].buckets))
         self.assertLessEqual(recorded, 1.1 * 4 * (64 * 64 + 64 * 64))
 
+    def test_attention(self) -> None:
+        """What an operator returns lies in the recording's memory, or is an output of the call."""
+        for is_returned in (False, True):
+            with self.subTest(is_returned=is_returned):
+                trees.reset_cudagraph_trees()
+                reset_report()
+                op = torch.ops.aten._scaled_dot_product_efficient_attention
+
+                def fn(x: torch.Tensor, w: torch.Tensor, is_returned: bool = is_returned) -> torch.Tensor:
+                    h = (x @ w).view(2, -1, 2, 8).transpose(1, 2)
+                    out = op(h, h.sin(), h, None, False, 0.0, False)[0]
+                    return out if is_returned else out.cos() @ out.sin().transpose(2, 3)
+
+                program = SizedProgram(self.device(), compiled_of(fn, (37, 16), (16, 32)), "node_update")
+                self.check_captured(program, (38, 38, 6, 64, 40, 2, 66, 38))
+
     def test_other_programs(self) -> None:
         """What is no operator of a known library has a recording for each size, and the log says why."""
         program = self.program(lambda x: x.sort(0).values, (37, 8))

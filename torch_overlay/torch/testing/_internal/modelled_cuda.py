@@ -85,6 +85,31 @@ def _takes_tensors(op: Any) -> list[bool]:
     return ["Tensor" in str(argument.type) for argument in op._schema.arguments]
 
 
+def _efficient_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    compute_log_sumexp: bool,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, ...]:
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=is_causal, scale=scale)
+    rows = -(-q.shape[2] // 32) * 32 if compute_log_sumexp else 0
+    seeds = torch.zeros((), dtype=torch.long, device="cpu"), torch.zeros((), dtype=torch.long, device="cpu")
+    return (
+        out.transpose(1, 2).contiguous().transpose(1, 2),
+        torch.zeros(*q.shape[:2], rows, device="cpu"),
+        *seeds,
+    )
+
+
+# Operators without a kernel for the host.
+_ON_HOST = {torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_attention}
+
+
 class _Operators:
     """
     The CUDA kernels of all operators, which run on the host.
@@ -148,7 +173,7 @@ class _Operators:
                 (args, kwargs),
                 lambda a: next(rest) if a is _GIVEN else torch.device(device) if isinstance(a, torch.device) else a,
             )
-            return op(*given, **named)
+            return (op if device == "meta" else _ON_HOST.get(op, op))(*given, **named)
 
         if self.device is not None and self.device.captured is not None:
             return self._capture(op, call, tensors)
