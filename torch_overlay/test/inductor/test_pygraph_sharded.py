@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext
-from torch._inductor.pygraph.dynamo.capabilities import MENDING
+from torch._inductor.pygraph.dynamo.capabilities import MENDING, PYGRAPH
 from torch._inductor.test_case import run_tests, TestCase
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -80,8 +80,9 @@ class FullyShardTest(TestCase):
 
     @parametrize("whole", (True, False))
     @parametrize("reshard", (True, False))
-    def test_gathered_parameters_are_external(self, whole, reshard):
-        backend = Backend(MENDING)
+    @parametrize("mends", (True, False))
+    def test_gathered_parameters_are_external(self, whole, reshard, mends):
+        backend = Backend(MENDING if mends else PYGRAPH)
         self.steps(backend, whole=whole, reshard=reshard)
         self.assertEqual(backend.static, [[], []])
         self.assertGreater(len(set(map(tuple, backend.addresses[::2]))), 1)

@@ -11,7 +11,7 @@ PyGraph extends the analysis of each frame:
 - turns      the body of a loop that asks a tensor is compiled (loops.py), with ``config.pygraph_mend``
 - branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
 - copies     copy.deepcopy of a plain object is traced (copies.py), with ``config.pygraph_mend``
-- sharded    parameters that FSDP gathers are no static inputs (sharded.py), with ``config.pygraph_mend``
+- sharded    parameters that FSDP gathers are no static inputs (sharded.py)
 - obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
 """
 
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 class PyGraphFrame(Items):
     def make_slice(self, tx: InstructionTranslatorBase, items: Sequence[VariableTracker]) -> SliceVariable | None:
         return make_slice(tx, items, self)
+
+    def check_graph(self, tx: InstructionTranslatorBase) -> None:
+        super().check_graph(tx)
+        release_gathered(tx)
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
         if isinstance(error, RestartAnalysis):
@@ -108,7 +112,6 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         super().check_graph(tx)
         self.erase_draws(tx)
         self.check_joins(tx)
-        release_gathered(tx)
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:
