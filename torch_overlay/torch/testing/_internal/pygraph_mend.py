@@ -105,7 +105,9 @@ class BranchTestCase(DynamoTestCase):
         super().setUp()
         counters.clear()
 
-    def check(self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int, **options: Any) -> None:
+    def check(
+        self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int | None, **options: Any
+    ) -> None:
         """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
         compiled = torch.compile(fn, options={"pygraph": True}, **options)
         torch.manual_seed(0)
@@ -114,7 +116,8 @@ class BranchTestCase(DynamoTestCase):
         found = [outcome_of(compiled, fn, args) for args in calls]
         for one, other in zip(expected, found):
             self.assertEqual(one, other)
-        self.assertEqual(number_of_graphs(), graphs)
+        if graphs is not None:
+            self.assertEqual(number_of_graphs(), graphs)
 
 
 def outcome_of(fn: Callable[..., Any], module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -57,6 +57,9 @@ UNTRACED = frozenset(("_get_data_attr", "data", "detach_", "requires_grad_", "re
 # Libraries whose operators act outside of the graph
 OUTSIDE = ("_c10d_functional", "c10d", "c10d_functional", "profiler", "symm_mem")
 
+# Of a branch with gradients, itself and what is nested in it. The backward of each traces those in it again.
+MAX_CONDS = 3
+
 
 class CondJoiner(Joiner):
     """Joins what two paths leave by torch.cond."""
@@ -122,6 +125,8 @@ class CondJoiner(Joiner):
             body_of(tx, [n for n in path.nodes if n in own], [*lifted], [pair[i] for pair in self.pairs], before)
             for i, path in enumerate(self.paths)
         ]
+        if sources and sum(map(number_of_conds, bodies)) >= MAX_CONDS:
+            raise RefusedError("the backward of nested branches takes long to compile")
         seen = observe(tx, bodies, [*lifted])
         if seen.draws and (sources or torch._inductor.config.fallback_random):
             raise RefusedError("a path draws random numbers")
@@ -284,6 +289,11 @@ def body_of(
         left.append(result)
     graph.output(tuple(left))
     return torch.fx.GraphModule(modules, graph)
+
+
+def number_of_conds(body: torch.fx.GraphModule) -> int:
+    calls = body.graph.find_nodes(op="call_function", target=COND)
+    return len(calls) + sum(number_of_conds(path) for path in body.children())
 
 
 def is_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
