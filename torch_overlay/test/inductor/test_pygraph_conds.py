@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_common import aot_eager
 from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of, VALUES
 
 
@@ -617,6 +618,14 @@ class CondTest(HostTestCase):
         with torch.set_grad_enabled(grad):
             self.check(fn, self.calls(grad), graphs=3 if grad else 1)
         self.assertEqual(self.conds, not grad)
+
+    def test_backend_fails(self):
+        """Gradients of the paths have other strides, which torch.cond cannot join. The graph breaks."""
+        compiled = torch.compile(raising, options={"pygraph": True})
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", aot_eager):
+            for (x,) in self.calls(True)[:3]:
+                self.assertEqual(outcome_of(raising, None, (x,)), outcome_of(compiled, None, (x,)))
+        self.assertEqual(number_of_graphs(), 3)
 
     @parametrize("grad", (False, True))
     def test_sizes(self, grad):

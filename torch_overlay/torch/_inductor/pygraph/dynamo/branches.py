@@ -53,6 +53,8 @@ class Branches(Hosts, Breaks):
         super().__init__()
         # The joins of tensors that existed before a branch
         self.joins: list[Join] = []
+        # The code and the instruction of each branch that became torch.cond
+        self.conds: list[tuple[Any, int]] = []
         # The code and the instruction where each bool of a tensor was made
         self.truths: OrderedSet[tuple[Any, int]] = OrderedSet()
         # The translators that are tracing a path
@@ -151,6 +153,8 @@ class Branches(Hosts, Breaks):
             restart([site], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
         self.joins += joins
+        if joiner.code is Code.COND_IN_GRAPH:
+            self.conds.append(site)
         if joiner.has_truths:
             self.truths.add(site)
         tx.stack[:] = end.stack
@@ -173,6 +177,14 @@ class Branches(Hosts, Breaks):
         tx.symbolic_locals.update(end.variables)
         tx.instruction_pointer = tx.start_point = fork.join
         return joiner.code
+
+    def break_at_conds(self) -> None:
+        """
+        Raises:
+            RestartAnalysis: without torch.cond there may be no error.
+        """
+        if self.conds:
+            restart(self.conds, Code.BRANCH_STAYS, "torch.cond does not compile")
 
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
         """

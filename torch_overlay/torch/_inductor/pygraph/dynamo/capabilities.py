@@ -99,6 +99,7 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         super().on_failure(tx, error)
         # Stock breaks the graph before the error, and has run what the program does until then.
         if self.repaired and not tx.one_graph and not isinstance(error, RestartAnalysis | Unsupported):
+            self.break_at_conds()
             raise SkipFrame("a frame whose graph breaks were repaired does not compile") from error
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
