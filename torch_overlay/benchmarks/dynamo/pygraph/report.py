@@ -64,7 +64,7 @@ PAPER_COPIES = {
 # What the paper says of all its workloads: over no CUDA graphs, and over PyTorch 2.4's, which has no graph partition.
 PAPER_FIGURES = {
     "NVIDIA H100 NVL (the paper)": {"workloads": "25", "stock_whole": "1.29 (up to 3.36)"},
-    "NVIDIA A6000 (the paper)": {"workloads": "25", "no_cg": "1.18 (up to 3.25)", "stock_whole": "1.11"},
+    "NVIDIA A6000 (the paper)": {"workloads": "25", "no_cg": "1.18 (up to 3.25)"},
 }
 
 # Of the best candidates' times, in the mean.
