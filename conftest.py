@@ -7,8 +7,15 @@ import gc
 import pytest
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
+FILE = pytest.StashKey[object]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
     # torch._dynamo.reset collects garbage several times a test. Without this it looks at each object of the imported
-    # modules, which takes over a third of the time of a test that compiles.
-    gc.collect()
-    gc.freeze()
+    # modules and of earlier files, which takes over half of the time of a test that compiles.
+    if item.session.stash.get(FILE, None) != item.path:
+        item.session.stash[FILE] = item.path
+        gc.unfreeze()
+        gc.collect()
+        gc.freeze()
