@@ -169,7 +169,7 @@ class Machine:
             found(rows)
 
     def command(self, *arguments):
-        """Run it, merge what it left, and return what ran."""
+        """Run scripts/gpu_suite --all, merge its result into the record, and return the cases that ran."""
         self.now, self.ran = 0.0, []
         self.monkeypatch.setattr(sys, "argv", ["gpu_suite", "--all", *arguments])
         self.suite.main()

@@ -486,13 +486,18 @@ class DirectTest(TestCase):
         node.allocators, node.launch = [allocate] * 2, launch
         self.runners[0].partitions[0] = self.replay_of(node, CompilationMode.INFERENCE)
 
-    def test_cpu_values(self):
+    def compile_cpu_values(self) -> Any:
+        """Return a function that takes CPU values, and is recorded."""
         self.runner = RunnerOfCpuValues
         self.give_cpu_values()
         compiled = self.compile()
         for _ in range(3):
             self.check(compiled, layers=1, launches=0)
         self.record_cpu_values()
+        return compiled
+
+    def test_cpu_values(self):
+        compiled = self.compile_cpu_values()
         for _ in range(3 * deliver.MAX_BATCH):
             self.check(compiled, layers=0, launches=1)
         x = torch.randn(8)
@@ -553,12 +558,7 @@ class DirectTest(TestCase):
             self.check(compiled, layers=0, launches=1)
 
     def test_nothing_of_cpu_values_is_leaked(self):
-        self.runner = RunnerOfCpuValues
-        self.give_cpu_values()
-        compiled = self.compile()
-        for _ in range(3):
-            self.check(compiled, layers=1, launches=0)
-        self.record_cpu_values()
+        compiled = self.compile_cpu_values()
         bias, x = torch.randn(8), torch.randn(8)
         compiled(self.weight, bias, x)
         (staged,) = stage_buf0.kept.values()

@@ -66,8 +66,8 @@ class Case:
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True
     quick: bool = False
-    # Stock CUDA graphs and PyGraph are also run alone, from cold caches, for the time until their steady state, the
-    # memory they need, and what they launch and copy.
+    # Stock CUDA graphs and PyGraph also run in a process each that has the device to itself and starts with cold caches.
+    # These runs give start-up time, memory, launched kernels and copied bytes.
     alone: bool = False
     # Device memory that it holds while others are measured.
     gib: float = 2.0

@@ -1,7 +1,7 @@
 """
 A whole record: what belongs to it, what is missing of it, and how long that takes on one GPU.
 
-Times are those that the record has of an earlier run. Where it has none, they are estimated for an H100 with 16 cores.
+Times are those of an earlier run in the record. Other times are estimates for an H100 and 16 cores.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import logging
 import weakref
-from collections import Counter
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
@@ -26,7 +25,7 @@ from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.many_sizes import ManySizes
-from torch._inductor.pygraph.select.ranks import RankSelection
+from torch._inductor.pygraph.select.ranks import by_all_ranks
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
@@ -53,12 +52,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-# How often this process deployed a function that ranks select, by name. Other ranks deploy it as often.
-_rank_selections: Counter[str] = Counter()
-
-# Such functions on which the ranks did not agree, by name.
-_not_agreed: set[str] = set()
 
 
 def deploy(
@@ -242,11 +235,7 @@ class Deployment:
         may_schedule = recorder is self and self._may_schedule(choice)
         selection: Callable[..., Selection] = Selection
         if ranks_decide:
-            name = self.spec.rank_name
-            _rank_selections[name] += 1
-            agree = functools.partial(agreement.agree, info.groups)
-            number = f"{name}/{_rank_selections[name]}"
-            selection = functools.partial(RankSelection, name=number, agree=agree, lost=_not_agreed)
+            selection = by_all_ranks(self.spec.rank_name, functools.partial(agreement.agree, info.groups))
         self.selection = selection(
             controller,
             self.uncaptured,
