@@ -165,6 +165,26 @@ class TrainingTest(DeviceTestCase):
                     results.append((out, grads))
                 self.assertEqual(*results, atol=1e-2, rtol=1e-2)
 
+    @parametrize("forward", ("no_graph", "node_update"))
+    def test_attention_without_dropout(self, forward):
+        "The forward's seed, which nothing reads, is on the CPU if the forward is not captured."
+
+        def fn(q):
+            return F.scaled_dot_product_attention(q * 1.5, q, q).sin()
+
+        force = functools.partial(torch._inductor.config.patch, "pygraph_force")
+        compiled = torch.compile(fn, options={"pygraph": True})
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            for _ in range(8):
+                q = randn(2, 4, 64, 64, requires_grad=True)
+                with force(forward):
+                    out = compiled(q)
+                with force("node_update"):
+                    (actual,) = torch.autograd.grad(out.sum(), q)
+                (expected,) = torch.autograd.grad(fn(q).sum(), q)
+                self.assertEqual(actual, expected, atol=1e-4, rtol=1e-4)
+        self.assertEqual(report()[-1].choice, "node_update")
+
     @parametrize("compile_optimizer", (False, True))
     def test_optimizer(self, compile_optimizer):
         optimizers = {}

@@ -145,6 +145,10 @@ class DrawTest(TestCase):
             runner, _, _ = runner.partition("runner.objects")
             is_left_out = re.search(calls, runner) is not None
             self.assertEqual(is_left_out, kernel == "efficient" and dropout > 0)
+        if kernel == "efficient" and not dropout and not nested:
+            # The forward's seed and offset are on the CPU in calls that are not captured.
+            (info,) = graphs[1].info.functions
+            self.assertEqual(len(info.saved_input_idxs), 3)
 
 
 instantiate_parametrized_tests(DrawTest)

@@ -29,7 +29,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
-from torch._inductor.fx_utils import FakeTensorUpdater, get_node_storage
+from torch._inductor.fx_utils import dropout_of, FakeTensorUpdater, get_node_storage
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch._inductor.pygraph.compile.analysis import (
     can_be_copied,
@@ -45,6 +45,7 @@ from torch._inductor.pygraph.compile.analysis import (
     is_dense,
     is_on_cpu,
     known_values,
+    MEMORY_EFFICIENT_ATTENTION,
     phases,
     recomputable_values,
     static_nbytes,
@@ -95,6 +96,7 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
     updater = FakeTensorUpdater(graph)
     ConstructorMoverPass(get_gpu_type())(graph)
+    drop_unused_seeds(graph)
     updater.incremental_update()
     callers = graph.owning_module.meta.get(CALLERS)
     if callers is not None and not INLINES_GRAPHS.isdisjoint(callers):
@@ -109,6 +111,23 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     # Inductor would run operations that were computed at compile time: not all of them fuse
     # away.
     graph.eliminate_dead_code(lambda node: node not in placement.computed)
+
+
+def drop_unused_seeds(graph: torch.fx.Graph) -> None:
+    """
+    Without dropout, let no backward of memory-efficient attention read the forward's seed and offset. They are on the
+    CPU if the forward was not captured, whatever their fake tensors say.
+    """
+    for op in MEMORY_EFFICIENT_ATTENTION:
+        unused = [i for i, argument in enumerate(op._schema.arguments) if argument.name.startswith("philox")]
+        for node in graph.find_nodes(op="call_function", target=op):
+            if not unused or dropout_of(node):
+                continue
+            options = {"dtype": torch.long, "device": node.args[0].meta["val"].device}
+            with graph.inserting_before(node):
+                empty = graph.call_function(aten.empty.memory_format, ([],), options)
+            for i in unused:
+                node.update_arg(i, empty)
 
 
 class Placement:
