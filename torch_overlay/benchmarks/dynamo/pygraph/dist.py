@@ -10,6 +10,8 @@ parameters must equal those without CUDA graphs. Rows are of suite dist.
 from __future__ import annotations
 
 import argparse
+import gc
+import itertools
 import logging
 import time
 from dataclasses import dataclass
@@ -52,10 +54,13 @@ log = logging.getLogger(__name__)
 
 RANKS = 2
 STEPS = 50
-# Until selection ends, in steps.
+# Until selection ends, in steps and in seconds.
 MAX_SETTLE = 440
-MAX_CASE_S = 240.0
+MAX_SETTLE_S = 20.0
+MAX_CASE_S = 150.0
 NAMES = ("no_cg", "stock_cg", "pygraph")
+# Collectives are bound, and all ranks select together.
+BY_RANKS = {"options": {"pygraph": True, "pygraph_ranks": True}}
 # Different tokens, in turn.
 RING = 4
 
@@ -148,6 +153,7 @@ class Run:
 
     def __init__(self, case: Case, device: torch.device, name: str, *, small: bool) -> None:
         self.case, self.device = case, device
+        options = BY_RANKS if name == "pygraph" else VARIANTS[name].compile
         self.width, self.batch, self.length = (128, 2, 16) if small else (512, 4, 256)
         seed()
         names = ("fsdp", "tp") if len(case.mesh) == 2 else ("ranks",)
@@ -159,15 +165,15 @@ class Run:
         for block in blocks:
             if splits:
                 split_block(block, mesh["tp"] if len(case.mesh) == 2 else mesh)
-            if VARIANTS[name].compile is not None:
-                block.compile(**VARIANTS[name].compile)
+            if options is not None:
+                block.compile(**options)
         if case.shards.startswith("fsdp"):
             for module in (*blocks, self.model):
                 of = mesh["fsdp"] if len(case.mesh) == 2 else mesh
                 fully_shard(module, mesh=of, reshard_after_forward=case.reshards)
         if case.shards == "ddp":
             self.model = DistributedDataParallel(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, foreach=True)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         of = (mesh["tp"] if len(case.mesh) == 2 else mesh) if splits else None
         # The ranks of a tensor-parallel group have parts of the same tokens.
         part = dist.get_rank() // (1 if of is None else of.size())
@@ -180,14 +186,15 @@ class Run:
 
     def step(self) -> torch.Tensor:
         self.steps += 1
-        x = self.ring[self.steps % RING]
+        # Of an embedding, the first block computes a gradient, as the others do.
+        x = self.ring[self.steps % RING].detach().requires_grad_(self.case.trains)
         if not self.case.trains:
             with torch.no_grad():
                 return _local(self.model(x))
         for i in range(self.case.accumulates):
             if self.case.accumulates > 1:
                 self.model.set_requires_gradient_sync(i == self.case.accumulates - 1)
-            loss = (_local(self.model(x)) - x).square().mean()
+            loss = (_local(self.model(x)) - x.detach()).square().mean()
             loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -228,29 +235,60 @@ def counting_recordings() -> list[None]:
     return recorded
 
 
+def settle(run: Run) -> None:
+    """Run until all ranks have decided on all functions."""
+    deadline = time.monotonic() + MAX_SETTLE_S
+    while run.steps < MAX_SETTLE:
+        if everywhere(not undecided(report()) or time.monotonic() > deadline):
+            return
+        for _ in range(RING):
+            run.step()
+
+
+def reserved_mib(device: torch.device) -> int:
+    """What the allocator has reserved at most since the last call."""
+    if device.type != "cuda":
+        return 0
+    most = torch.cuda.max_memory_reserved(device)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    return most >> 20
+
+
 def row(name: str, args: argparse.Namespace) -> Row:
     case, device = CASES[name], torch.device(args.device, dist.get_rank() if args.device == "cuda" else None)
     recorded = counting_recordings()
     runs: dict[str, Run] = {}
     failed: dict[str, str] = {}
     late: dict[str, int] = {}
+    seconds: dict[str, list[float]] = {}
+    memory: dict[str, int] = {}
     entries: list[dict[str, Any]] = []
     reference, of_pygraph = None, Difference()
     for variant in args.variants.split(","):
         reset_report()
+        reserved_mib(device)
+        others = torch.cuda.memory_reserved(device) >> 20 if device.type == "cuda" else 0
+        clock = [time.monotonic()]
         try:
             run = Run(case, device, variant, small=args.small)
             found = run.results()
-            while run.steps < MAX_SETTLE and not everywhere(not undecided(report())):
-                run.step()
+            clock.append(time.monotonic())
+            settle(run)
+            clock.append(time.monotonic())
             before = len(recorded)
             for _ in range(STEPS):
                 run.step()
+            memory[variant] = reserved_mib(device) - others
         except Exception as error:
             log.exception("%s, %s", name, variant)
             failed[variant] = summary(error)
             continue
         late[variant] = len(recorded) - before
+        clock.append(time.monotonic())
+        # With compilation, until selection ended, in steps of the chosen ways.
+        seconds[variant] = [round(b - a, 1) for a, b in itertools.pairwise(clock)]
         reference = reference or found
         difference = compare(reference, found, 1e-3)
         if not everywhere(difference.close):
@@ -278,6 +316,8 @@ def row(name: str, args: argparse.Namespace) -> Row:
         **totals(entries),
         "graphs": entries,
         "late_recordings": late,
+        "memory_mib": memory,
+        "seconds": seconds,
         "equal": "pygraph" in runs and "pygraph" not in failed,
         "bitwise": "pygraph" in runs and of_pygraph.bitwise,
         "failed": failed,
