@@ -58,6 +58,8 @@ SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 440
+# Selection times up to four more candidates.
+MAX_SETTLE_CALLS_SCHEDULED = 880
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 # More than select.py makes before it gives back what the last decision leaves unused.
@@ -178,9 +180,9 @@ class CaseRun:
 
     def prepare(self, seconds: str = "inf") -> None:
         """
-        Compiles everything once, while other processes may do the same. PyGraph, which measures
-        itself, is only brought into the caches: it starts over in a quiet machine. Variants for
-        which there is no time are left out.
+        Compiles everything once, while other processes may do the same. Variants that measure
+        themselves are only brought into the caches: they start over in a quiet machine. Variants
+        for which there is no time are left out.
         """
         deadline = time.monotonic() + float(seconds)
         selecting = [name for name in self.variants if name == "pygraph"]
@@ -200,6 +202,9 @@ class CaseRun:
                     self._program(name).warm(self._inputs())
                     self._synchronize()
                 self.reported[name] = list(_pygraph().report())
+        for name, variant in self.variants.items():
+            if variant.selects:
+                self._drop(name)
         self.failed.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -425,7 +430,8 @@ class CaseRun:
         gc.collect()
 
     def _settling(self, name: str, calls: int) -> bool:
-        return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < MAX_SETTLE_CALLS)
+        most = MAX_SETTLE_CALLS_SCHEDULED if name == "scheduled" else MAX_SETTLE_CALLS
+        return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < most)
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
