@@ -28,6 +28,7 @@ from torch._inductor.pygraph.select.selection import (
 from torch._inductor.pygraph.select.store import Decision
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
+    CHAIN,
     COPY,
     NO_GRAPH,
     NODE_UPDATE,
@@ -36,6 +37,7 @@ from torch._inductor.pygraph.types.candidate import (
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -675,6 +677,152 @@ class SelectionTest(SelectTestCase):
 
 
 instantiate_parametrized_tests(SelectionTest)
+
+
+class SchedulesTest(SelectTestCase):
+    """Which binding and order of its calls a graph gets, whose calls may run side by side."""
+
+    def select(
+        self,
+        times: dict[str, tuple[float, float]],
+        rest: tuple[float, float] = (5, 5),
+        waits: bool = False,
+        width: int = 8,
+        fails: Callable[[str], str | None] = lambda candidate: None,
+    ) -> str:
+        """
+        Return the candidate of the last recording, once the function is deployed.
+
+        Args:
+            times: on host and device; unlike others, NO_GRAPH keeps the device waiting
+            rest: what the program does besides
+            waits: for the device in each call
+            fails: what becomes of the recording of a candidate: "refused", "held", "chain", or None
+        """
+        controller = new_controller("f")
+        controller.added("id")
+        self.recorded: list[str] = []
+        state, deployed = controller.state, []
+        if "prelude" not in times:
+            controller.bind_as(NODE_UPDATE)
+
+        def record(inputs: list[Any]) -> list[Any]:
+            what = fails(controller.candidate)
+            if what == "held":
+                return run(NO_GRAPH)(inputs)
+            state.outdated.cell_contents = False
+            state.recordings += 1
+            if what == "refused":
+                refuse(controller)
+                self.recorded.append("none")
+                return run(NO_GRAPH)(inputs)
+            schedule = CHAIN if what == "chain" else state.schedule
+            facts = ScheduleFacts(schedule, calls_us=100, critical_us=50, width=width)
+            captured(controller, has_prelude=state.binding == PRELUDE, schedule=facts)
+            self.recorded.append(controller.candidate)
+            self.simulation.work(10_000, 10_000)
+            return []
+
+        def run(candidate: str) -> Callable:
+            launch = self.simulation.work if candidate == NO_GRAPH else self.simulation.replay
+            return lambda inputs: launch(*times[candidate]) or []
+
+        def replay(inputs: list[Any]) -> list[Any]:
+            is_recorded = self.recorded[-1] != "none" and not state.outdated.cell_contents
+            return run(self.recorded[-1])(inputs) if is_recorded else record(inputs)
+
+        selection = Selection(
+            controller,
+            run(NO_GRAPH),
+            lambda inputs: (replay, record(inputs)),
+            deployed.append,
+            lambda id: True,
+            lambda id: OrderedSet(),
+            is_forced=False,
+            time_calls=lambda inputs, host_us: run(NO_GRAPH)(inputs),
+        )
+        while not deployed:
+            selection([])
+            self.simulation.work(*rest)
+            if waits:
+                self.simulation.synchronize()
+        self.report = controller.report
+        if controller.report.choice != NO_GRAPH:
+            self.assertEqual(self.report.candidate, self.recorded[-1])
+        return self.report.candidate
+
+    # Of a mixture of experts on an H100. Branches take the host longer to launch.
+    EXPERTS = {
+        NO_GRAPH: (881, 250),
+        NODE_UPDATE: (60, 128.4),
+        "node_update,lanes2": (66, 89.0),
+        "node_update,lanes4": (75, 108.3),
+        "node_update,dag": (80, 115.9),
+    }
+
+    @parametrize("rest", ((5, 5), (3000, 10), (20, 500)))
+    @parametrize("waits", (False, True))
+    def test_the_fastest_is_deployed(self, rest, waits):
+        self.assertEqual(self.select(self.EXPERTS, rest, waits), "node_update,lanes2")
+        self.assertEqual(self.recorded, [*self.EXPERTS][1:] + ["node_update,lanes2"])
+        self.assertEqual(self.report.timings_us.keys(), self.EXPERTS.keys())
+
+    @parametrize("by,rest", ((2, 5), (1, 100)))
+    def test_a_program_that_waits_for_the_host_keeps_the_chain(self, by, rest):
+        times = {name: (by * host, device) for name, (host, device) in self.EXPERTS.items()}
+        self.assertEqual(self.select(times, (rest, 5)), NODE_UPDATE)
+        self.assertEqual(self.recorded[-1], NODE_UPDATE)
+
+    @parametrize(
+        "width,tried",
+        (
+            (1, ()),
+            (2, ("dag",)),
+            (3, ("lanes2", "dag")),
+            (4, ("lanes2", "lanes3", "dag")),
+            (9, ("lanes2", "lanes4", "dag")),
+        ),
+    )
+    def test_what_is_tried(self, width, tried):
+        "At most three orders, none of which equals another one."
+        controller = new_controller("f")
+        critical = 100.0 if width == 1 else 50.0
+        captured(controller, schedule=ScheduleFacts(CHAIN, 100.0, critical, width))
+        self.assertEqual(controller.schedules(), [f"node_update,{name}" for name in tried])
+
+    PRELUDES = {
+        NO_GRAPH: (6754, 900),
+        PRELUDE: (40, 875),
+        "prelude,lanes2": (44, 700),
+        "prelude,lanes4": (48, 690),
+        "prelude,dag": (44, 710),
+        "node_update,lanes4": (70, 640),
+    }
+
+    def test_the_host_binds_where_the_device_decides(self):
+        self.assertEqual(self.select(self.PRELUDES), "node_update,lanes4")
+
+    def test_a_prelude_stays_where_it_pays(self):
+        self.assertEqual(self.select(self.PRELUDES | {"node_update,lanes4": (70, 689)}), "prelude,lanes4")
+        self.assertEqual(self.recorded[-2:], ["node_update,lanes4", "prelude,lanes4"])
+
+    @parametrize("what", ("refused", "held", "chain"))
+    def test_a_schedule_that_is_not_recorded(self, what):
+        "What was the fastest before is deployed, in the end by another recording."
+        def fails(candidate: str) -> str | None:
+            return what if candidate == "node_update,lanes4" else None
+
+        self.assertEqual(self.select(self.EXPERTS, fails=fails), "node_update,lanes2")
+        self.assertNotIn("node_update,dag", self.recorded)
+
+    def test_outputs_that_are_alive_keep_what_is_recorded(self):
+        def fails(candidate: str) -> str | None:
+            return "held" if len(self.recorded) == 4 else None
+
+        self.assertEqual(self.select(self.EXPERTS, fails=fails), "node_update,dag")
+
+
+instantiate_parametrized_tests(SchedulesTest)
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from torch._inductor.pygraph.types.candidate import (
 )
 from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
 from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._ordered_set import OrderedSet
 
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import FunctionID
     from torch._inductor.pygraph.types.function import FunctionSpec, RecordingFacts, Refused
     from torch._inductor.pygraph.types.report import FunctionReport
-    from torch._inductor.pygraph.types.schedule import ScheduleFacts
 
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,10 @@ class Controller:
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         self._apply(refused.facts)
         self.state.is_capturable &= refused.is_capturable
-        if refused.facts.has_prelude:
+        if self.state.schedule != CHAIN and self.state.is_capturable:
+            # The next recording, a chain, shows whether the schedule is the cause.
+            self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=refused.reason.text)))
+        elif refused.facts.has_prelude:
             error = refused.reason.text
             self._bind_by_host(Reason.of(Code.NO_PRELUDE, binding=self.state.binding, error=error))
         else:
@@ -311,26 +314,28 @@ class Controller:
         self.state.binding = binding if binding in BINDINGS else COPY
 
     def schedules(self) -> list[str]:
-        """Return the orders of its calls in which the recorded graph may be faster."""
+        """Return the candidates, at most three, in which calls of the recorded graph run side by side."""
         report = self.report
         if not self.binds_inputs or report.calls_us <= MIN_PARALLELISM * report.critical_us:
             return []
-        return [*(name for name, count in LANES.items() if count < report.width), DAG]
+        # With as many lanes as calls side by side, lanes are the DAG.
+        lanes = [name for name, count in LANES.items() if count < report.width]
+        names = dict.fromkeys([*lanes[:1], *lanes[-1:], DAG])
+        return [str(Candidate(self.state.binding, name)) for name in names]
 
-    def schedule_as(self, schedule: str) -> None:
-        """Record the function anew, with its calls in this order."""
-        self.state.schedule = schedule
+    def record_as(self, choice: str) -> None:
+        """Record the function anew as another candidate, in its next call."""
+        self.bind_as(choice)
         self.state.outdated.cell_contents = True
 
-    def keep_schedule(self, schedule: str) -> bool:
+    def keep(self, choice: str) -> None:
         """
-        Let the recordings be, which have this order, if they could not be dropped for another one.
-        Return whether it is so: outputs that lie in the graphs' pool are alive.
+        Let the recordings be, which are of a candidate, if they could not be dropped for another one:
+        outputs that lie in the graphs' pool are alive.
         """
-        if not self.state.outdated.cell_contents:
-            return False
-        self.state.schedule, self.state.outdated.cell_contents = schedule, False
-        return True
+        if self.state.outdated.cell_contents:
+            self.bind_as(choice)
+            self.state.outdated.cell_contents = False
 
     def calls_timed(self, times_us: Mapping[int, float]) -> None:
         self.state.call_times_us = times_us

@@ -13,6 +13,8 @@ A function goes through these steps, one call each or several:
    memory for both. A graph that is not faster then is dropped. It stays if it is no slower
    and a neighbour on its path is a graph: running this function uncaptured would allocate a
    second copy of its memory.
+5. If calls of a graph that stays may run side by side, up to four further candidates are
+   recorded and timed (config.pygraph_schedules).
 
 A decision is kept for the next process (store.py), which times nothing. It is made anew if
 inputs can no longer be bound, or if a graph copies more than when it was timed.
@@ -30,9 +32,26 @@ import torch
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, thread_containers
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.select import store
-from torch._inductor.pygraph.select.timing import clock_us, costs_nothing, depends_on_host, judge, Samples
+from torch._inductor.pygraph.select.timing import (
+    clock_us,
+    costs_nothing,
+    depends_on_host,
+    improves,
+    judge,
+    MAX_DELAY_US,
+    Samples,
+)
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import BINDINGS, Candidate, COPY, NO_GRAPH, UNDECIDED
+from torch._inductor.pygraph.types.candidate import (
+    BINDINGS,
+    Candidate,
+    CHAIN,
+    COPY,
+    NO_GRAPH,
+    NODE_UPDATE,
+    PRELUDE,
+    UNDECIDED,
+)
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -184,7 +203,7 @@ class Selection:
         # A forced or remembered graph is tried until it is recorded: the program may free
         # memory, another thread may end its recording.
         if self.is_forced:
-            yield from self._time_calls(0.0)
+            yield from self._time_calls(MAX_DELAY_US)
             while not self.is_deployed:
                 yield functools.partial(self._record, then=self._deploy_forced)
             return
@@ -193,7 +212,7 @@ class Selection:
             return
         if remembered.choice == NO_GRAPH:
             self._decide(NO_GRAPH, *remembered.reasons)
-        yield from self._time_calls(0.0)
+        yield from self._time_calls(MAX_DELAY_US)
         then = functools.partial(self._decide_as, remembered)
         while self.choice == UNDECIDED:
             yield functools.partial(self._record, then=then)
@@ -291,22 +310,44 @@ class Selection:
         Samples.own_us += clock_us() - self.entered
         return outputs
 
-    def _schedule(self, graph: Cost) -> Iterator[ModelType]:
-        """Record and time other orders of the graph's calls. Keep the fastest."""
-        best = self.state.schedule
-        for schedule in self.controller.schedules():
-            if schedule == best:
-                continue
-            self.controller.schedule_as(schedule)
-            cost = yield from self._time()
-            if self.controller.keep_schedule(best):
-                return
-            if self.state.schedule == schedule and judge(cost, graph)[0]:
-                best, graph = schedule, cost
-        if self.controller.binds_inputs and self.state.schedule != best:
-            self.controller.schedule_as(best)
-            # It is recorded in this call.
-            yield self._chosen()
+    def _schedule(self, chain: Cost) -> Iterator[ModelType]:
+        """Record and time candidates whose calls run side by side. Keep the fastest."""
+        controller = self.controller
+        best, cost = controller.candidate, chain
+        for candidate in controller.schedules():
+            found = yield from self._time_as(candidate)
+            if found is None:
+                break
+            if improves(found, chain) and found.call.us < cost.call.us:
+                best, cost = candidate, found
+        binding, schedule = Candidate.parse(best)
+        if binding == PRELUDE and schedule != CHAIN and cost.device.us > cost.host.us:
+            # The prelude spares the host and takes time of the device.
+            candidate = str(Candidate(NODE_UPDATE, schedule))
+            found = yield from self._time_as(candidate)
+            if found is not None and improves(found, cost):
+                best = candidate
+        for _ in range(RETIRE_CALLS):
+            if controller.candidate == best or not controller.binds_inputs:
+                break
+            yield from self._recorded_as(best)
+
+    def _time_as(self, candidate: str) -> Generator[ModelType, None, Cost | None]:
+        """Record and time the graph as a candidate. Return None if it cannot be recorded so."""
+        yield from self._recorded_as(candidate)
+        return (yield from self._time()) if self.controller.candidate == candidate else None
+
+    def _recorded_as(self, candidate: str) -> Iterator[ModelType]:
+        recorded = self.controller.candidate
+        if candidate != recorded:
+            self.controller.record_as(candidate)
+            yield self._record_again
+            self.controller.keep(recorded)
+
+    def _record_again(self, inputs: list[InputType]) -> OutputType:
+        outputs = self._chosen()(inputs)
+        Samples.own_us += clock_us() - self.entered
+        return outputs
 
     def _recorded(self) -> Iterator[ModelType]:
         yield self._record
