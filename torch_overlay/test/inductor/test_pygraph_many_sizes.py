@@ -46,6 +46,7 @@ from torch.testing._internal.modelled_sizes import (
     SizedDevice,
     SizedDriver,
     SizedProgram,
+    stack_depth,
     symbols,
 )
 
@@ -218,7 +219,8 @@ class RandomProgramsTest(ManySizesTestCase):
             totals["not compiled"] += 1
             return
         with modelled_device(SizedDriver, SizedDevice) as device:
-            device.undefined = seed % 2 == 1
+            if seed % 2 == 1:
+                device.undefined = stack_depth
             try:
                 sized = SizedProgram(device, program, "node_update")
                 totals["calls"] += self.check(sized, SIZES)
@@ -395,10 +397,25 @@ class ManySizesTest(ManySizesTestCase):
             self.check_captured(self.program(mlp), (37, 37, 5, 6, 7, 9, 10, 11, 9, 5, 37))
 
     def test_undefined_parameters(self) -> None:
-        """What a library leaves undefined differs between two captures of one call."""
+        """What a library leaves undefined differs between captures of one call, or between its callers."""
+        for undefined in ("calls", "callers"):
+            with self.subTest(undefined):
+                trees.reset_cudagraph_trees()
+                reset_report()
+                program = self.program(mlp)
+                device = program.device
+                device.undefined = stack_depth if undefined == "callers" else lambda device=device: device.calls
+                self.check_captured(program, (37, 37, 5, 6, 7, 9))
+
+    def test_other_parameters(self) -> None:
+        """A library that sees its neighbours is refused, and the reason names the word."""
         program = self.program(mlp)
-        program.device.undefined = True
-        self.check_captured(program, (37, 37, 5, 6, 7, 9))
+        device = program.device
+        device.undefined = lambda: len(device.driver.graphs[device.captured.handle])
+        self.check(program, (37, 37, 5, 6))
+        (reason,) = self.refused
+        self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
+        self.assertRegex(reason.text, r"bytes 8 to 16 of \d+ of parameter 0 of node 0, product_\d_\d+ \(grid .*are 0\d0+ and alone 0+")
 
     def test_programmatic_launch(self) -> None:
         """A kernel that begins while the one before runs is not recorded for many sizes."""
@@ -417,6 +434,21 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual([r.code for r in self.refused], [Code.DRIVER])
         self.check(program, (10, 10, 10, 5, 5))
         self.assertEqual([r.sizes for r in report()], [[10], [5]])
+
+    def test_kernel_that_a_node_refuses(self) -> None:
+        """Sizes whose kernels the driver does not let the nodes launch have a recording of their own."""
+        program = self.program(mlp)
+        driver = program.device.driver
+
+        def cuGraphExecUpdate(*args: Any) -> Any:
+            return cu.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
+
+        with mock.patch.object(driver, "cuGraphExecUpdate", cuGraphExecUpdate), self.assertLogs(sized.__name__, "INFO") as logs:
+            self.check_captured(program, (37, 37, 38, 39, 40, 41, 42, 43, 37, 38, 39))
+        self.assertRegex(logs.output[0], "cannot be set to .*cuGraphExecUpdate: CUDA_ERROR_NOT_SUPPORTED")
+        (entry,) = report()
+        self.assertEqual(entry.buckets, [[64]] * len(entry.buckets))
+        self.assertGreater(len(entry.buckets), 1)
 
     def test_incomplete_map(self) -> None:
         """Where the map lacks something the proof finds it, and results are right."""

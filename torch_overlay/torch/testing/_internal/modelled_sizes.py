@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import math
 import struct
+import sys
 import types
 import warnings
 from typing import Any, TYPE_CHECKING
@@ -241,6 +242,14 @@ class SizedDriver(ModelledDriver):
         return self.success, froms, tos, data, len(edges)
 
 
+def stack_depth() -> int:
+    """Return how many Python frames there are. What a library leaves undefined depends on its callers."""
+    frame, depth = sys._getframe(), 0
+    while frame is not None:
+        frame, depth = frame.f_back, depth + 1
+    return depth
+
+
 def memory(address: int, nbytes: int) -> ctypes.Array[Any]:
     return (ctypes.c_char * nbytes).from_address(address)
 
@@ -249,7 +258,7 @@ class SizedDevice(ModelledDevice):
     """
     Attributes:
         calls: of operators that were captured
-        undefined: whether a library leaves some bytes of its parameters undefined
+        undefined: what a library has in bytes of its parameters that it leaves undefined
     """
 
     driver: SizedDriver
@@ -258,7 +267,7 @@ class SizedDevice(ModelledDevice):
         super().__init__(driver)
         self.new_stream = lambda *args, **kwargs: ModelledStream(self, next(self.numbers))
         self.calls = 0
-        self.undefined = False
+        self.undefined: Callable[[], int] = lambda: 0
         self._tokens: list[tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = []
 
     def add_node(self, node: Node) -> None:
@@ -285,8 +294,7 @@ class SizedDevice(ModelledDevice):
         grid = (1 + total % 5, 1 + total % 2, 1)
         likes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
         self._tokens.append((compute, likes, (variant, grid)))
-        undefined = self.calls if self.undefined else 0
-        content = u64(len(self._tokens) - 1, undefined, *(t.data_ptr() for t in tensors))
+        content = u64(len(self._tokens) - 1, self.undefined(), *(t.data_ptr() for t in tensors))
         if total > 6000:
             # A part of the product goes by way of temporary memory.
             temporary = self.empty_strided((64,), (1,), torch.uint8)

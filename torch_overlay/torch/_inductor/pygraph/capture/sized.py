@@ -14,15 +14,17 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import itertools
+import logging
 from collections import OrderedDict
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import differs, FunctionCapture, unknown
+from torch._inductor.pygraph.capture.compared import CallComparison, launches_same
 from torch._inductor.pygraph.capture.library import alignment_of, cublas_workspaces, settings, Signature
 from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
-from torch._inductor.pygraph.graph.driver import bindings
+from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedNodes
@@ -37,13 +39,15 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.capture.at_sizes import SizedModel
-    from torch._inductor.pygraph.capture.library import Entry, Memo, TracedCall
+    from torch._inductor.pygraph.capture.library import Entry, Memo, Slot, TracedCall
     from torch._inductor.pygraph.graph.binding import NodeUpdate
     from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch._inductor.pygraph.values.sizes import AtSizes
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
 
+
+log = logging.getLogger(__name__)
 
 # Sizes of a recording that are kept.
 MAX_KEPT_SIZES = 128
@@ -118,6 +122,9 @@ class SizedRecording:
         self.memo = memo
         self.pool = pool
         self.kept: OrderedDict[tuple[int, ...], KeptSizes | None] = OrderedDict()
+        # Kernels of library calls that its nodes did not take, and why.
+        self.refused: list[list[Any]] = []
+        self.refusal: Reason | None = None
         self.top = model.top(sizes)
         at = model.function.at(sizes)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
@@ -267,6 +274,8 @@ class SizedRecording:
             for node, launched in zip(call.nodes, entry.nodes)
         ]
         launches = Launches([*self.fixed_updates, *itertools.chain(*updates)], nodes)
+        if launches.kernels in self.refused:
+            return None
         return KeptSizes(at, entries, updates, launches, *self._outputs(at))
 
     def _entry(self, call: LibraryCall, at: AtSizes) -> Entry:
@@ -335,8 +344,8 @@ class SizedRecording:
                 launch = next(launches)
                 for word in launch.update.words:
                     word.value.value = numbers[word.input] + word.offset
-                if nodes and not _launches_same(launch.node, nodes[0]):
-                    raise differs(at, f"{event.kernel} is launched in another way")
+                if nodes and not launches_same(launch.node, nodes[0]):
+                    raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
                 self._compare_call(next(calls), traced, nodes, numbers, capture, at)
 
@@ -349,34 +358,26 @@ class SizedRecording:
         capture: FunctionCapture,
         at: AtSizes,
     ) -> None:
-        entry, memo_pool = self._entry(call, at), PoolRanges(self.memo.pool)
         # An operator's own memory of results, which the function gets elsewhere.
         results = [operand.address for operand in traced.results]
-        if entry.kinds != [node.is_kernel for node in nodes]:
-            raise differs(at, f"{traced.op} launches other kernels alone")
-        again: Entry | None = None
-        for k, (launched, node, slots) in enumerate(zip(entry.nodes, nodes, entry.slots)):
-            places = {(slot.buffer, slot.offset): slot for slot in slots}
-            is_same = (launched.launch, launched.grid, launched.attributes) == (node.launch, node.grid, node.attributes)
-            if not is_same or [*map(len, launched.captured)] != [*map(len, node.captured)]:
-                raise differs(at, f"{traced.op} launches another kernel alone")
-            words = zip(launched.words(), node.words())
-            for i, ((buffer, offset, value), (*_, found)) in enumerate(words):
-                if (slot := places.get((buffer, offset))) is not None:
-                    first = slot.tensor - len(traced.operands)
-                    if first >= 0:
-                        expected = results[first] + slot.delta
-                    else:
-                        index, delta = call.indices[slot.tensor]
-                        expected = numbers[index] + delta + slot.delta
-                else:
-                    # Temporary memory lies elsewhere.
-                    expected = found if found in capture.pool and value in memo_pool else value
-                if found != expected:
-                    # What a library leaves undefined differs each time.
-                    again = again or self.memo.captured(self._signature(call, at), call.call.spec)
-                    if [*again.nodes[k].words()][i] == (buffer, offset, value):
-                        raise differs(at, f"{traced.op} has other parameters alone")
+
+        def address(slot: Slot) -> int:
+            first = slot.tensor - len(traced.operands)
+            if first >= 0:
+                return results[first] + slot.delta
+            index, delta = call.indices[slot.tensor]
+            return numbers[index] + delta + slot.delta
+
+        comparison = CallComparison(
+            entry=self._entry(call, at),
+            nodes=nodes,
+            address=address,
+            is_temporary=PoolRanges(self.memo.pool),
+            is_elsewhere=capture.pool,
+            capture=lambda: self.memo.captured(self._signature(call, at), call.call.spec),
+        )
+        if (difference := comparison.difference()) is not None:
+            raise differs(at, f"{traced.op} {difference}")
 
     def scratch(self, inputs: Sequence[InputType], at: AtSizes) -> FunctionCapture:
         """Return a capture at other sizes, which is never launched."""
@@ -388,10 +389,7 @@ class SizedRecording:
     def bind(self, inputs: Sequence[InputType], kept: KeptSizes) -> list[torch.Tensor] | None:
         """
         Set the nodes to what they launch in a call. Return the memory of its outputs, or None if the
-        inputs cannot be bound.
-
-        Raises:
-            RefusedError: a node refused. The graph must not be launched.
+        recording cannot be bound: the graph must not be launched then.
         """
         tensors: list[torch.Tensor] = [inputs[i] for i in self.model.inputs]  # type: ignore[misc]
         addresses = [t.data_ptr() for t in tensors]
@@ -400,9 +398,19 @@ class SizedRecording:
         memory = [allocate() for allocate in kept.allocators]
         addresses += [t.data_ptr() for t in memory]
         addresses += self.fixed
-        if not self.nodes.move(self._numbers(addresses, kept.at), kept.launches):
-            raise RefusedError(Reason.of(Code.DRIVER, error="a node of the graph could not be set"))
+        try:
+            self.nodes.move(self._numbers(addresses, kept.at), kept.launches)
+        except DriverError as e:
+            self.refuse(kept, str(e))
+            return None
         return memory
+
+    def refuse(self, kept: KeptSizes, error: str) -> None:
+        """Do without this recording where its nodes have to launch what they refused."""
+        log.info("a recording for many sizes cannot be set to %s: %s", kept.at.sizes, error)
+        self.refusal = Reason.of(Code.DRIVER, error=error)
+        self.refused.append(kept.launches.kernels)
+        self.kept.clear()
 
     def launch(self, inputs: Sequence[InputType], kept: KeptSizes, memory: list[torch.Tensor]) -> OutputType:
         """Launch the graph in a call for which ``bind`` has set it."""
@@ -425,12 +433,3 @@ class SizedRecording:
 def _word(buffer: Any, offset: int, nbytes: int) -> ctypes.c_uint64 | ctypes.c_uint32:
     type_ = {4: ctypes.c_uint32, 8: ctypes.c_uint64}[nbytes]
     return type_.from_buffer(buffer, offset)
-
-
-def _launches_same(predicted: CapturedNode, node: CapturedNode) -> bool:
-    """Return whether a captured node launches what is set in ``predicted``."""
-    return (
-        (predicted.launch, predicted.attributes) == (node.launch, node.attributes)
-        and tuple(place.value for place in predicted.grid_places()) == node.grid
-        and tuple(map(bytes, predicted.buffers)) == node.captured
-    )

@@ -79,6 +79,17 @@ class CapturedNode:
     def function(self) -> int:
         return self.launch[1]
 
+    def __str__(self) -> str:
+        if not self.is_kernel:
+            return f"a memset of {self.params.width} x {self.params.height} elements of {self.params.elementSize} bytes"
+        _, function, block, shared_bytes = self.launch
+        status, name = bindings().cuFuncGetName(bindings().CUfunction(function))
+        grid = [place.value for place in self.grid_places()]
+        return (
+            f"{hex(function) if int(status) else name.decode()} (grid {grid}, block {[*block]}, {shared_bytes} bytes of "
+            f"shared memory, {len(self.buffers)} parameters)"
+        )
+
     def words(self) -> Iterator[tuple[int, int, int]]:
         """Yield (buffer, offset, value) of each aligned word at capture."""
         for i, content in enumerate(self.captured):

@@ -15,7 +15,7 @@ import itertools
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph.binding import Nodes, NodeUpdate
-from torch._inductor.pygraph.graph.driver import bindings
+from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -58,6 +58,7 @@ class Launches:
             for index in OrderedSet(word.input for word in update.words):
                 self.nodes_of.setdefault(index, []).append(i)
         self.attributes = [launched.attributes for _, launched in self.of_libraries]
+        self.kernels = [(launched.launch, launched.attributes) for _, launched in self.of_libraries]
 
 
 class SizedNodes(Nodes):
@@ -75,48 +76,73 @@ class SizedNodes(Nodes):
         # None was set yet.
         self.launches: Launches | None = Launches([], launches.of_libraries)
 
-    def move(self, numbers: Sequence[int], launches: Launches) -> bool:
+    def move(self, numbers: Sequence[int], launches: Launches) -> None:
         """
-        Set the nodes to what they launch in a call. Return False if a node refused: the graph
-        must not be launched then.
+        Set the nodes to what they launch in a call.
 
         Args:
             numbers: addresses, and numbers of the call's sizes, to which the words refer
+
+        Raises:
+            DriverError: a node refused. The graph must not be launched then.
         """
         before, self.launches = self.launches, None
         self.updates = launches.updates
         if before is None or before.attributes != launches.attributes:
-            is_set = self._update_graph(numbers, launches)
+            self._update_graph(numbers, launches)
+            switches = [i for i, update in enumerate(self.updates) if update.set not in set_in_graph()]
+            self._set(switches, numbers)
         else:
             moved = (k for k, (a, b) in enumerate(zip(self.pointers, numbers)) if a != b)
             changed = OrderedSet(i for k in moved for i in launches.nodes_of.get(k, ()))
             if before is not launches:
                 updates = itertools.zip_longest(before.updates, launches.updates)
                 changed |= OrderedSet(i for i, (a, b) in enumerate(updates) if a is not b)
-            is_set = self.set(sorted(changed), numbers)
-        if is_set:
-            self.launches = launches
-        return is_set
+            self._set(sorted(changed), numbers)
+        self.launches = launches
 
-    def _update_graph(self, numbers: Sequence[int], launches: Launches) -> bool:
+    def _set(self, changed: Sequence[int], numbers: Sequence[int]) -> None:
+        if not self.set(changed, numbers):
+            raise DriverError(refusal([self.updates[i] for i in changed], numbers))
+
+    def _update_graph(self, numbers: Sequence[int], launches: Launches) -> None:
         cu = bindings()
-        set_in_graph = {
-            cu.cuGraphExecKernelNodeSetParams: cu.cuGraphKernelNodeSetParams,
-            cu.cuGraphExecMemsetNodeSetParams: cu.cuGraphMemsetNodeSetParams,
-        }
         for node, launched in launches.of_libraries:
-            if launched.is_kernel and cu.cuGraphKernelNodeCopyAttributes(node, launched.node)[0] != 0:
-                return False
-        switches = []
-        for i, update in enumerate(self.updates):
-            if update.set not in set_in_graph:
-                switches.append(i)
-                continue
-            for word in update.words:
-                word.value.value = numbers[word.input] + word.offset
-            _, node, params, *_ = update.args
-            if set_in_graph[update.set](node, params)[0] != 0:
-                return False
-        if cu.cuGraphExecUpdate(self.executable, self.graph)[0] != 0:
-            return False
-        return self.set(switches, numbers)
+            if launched.is_kernel:
+                _check(cu.cuGraphKernelNodeCopyAttributes, (node, launched.node), launched)
+        for update in self.updates:
+            if (set := set_in_graph().get(update.set)) is not None:
+                for word in update.words:
+                    word.value.value = numbers[word.input] + word.offset
+                _, node, params, *_ = update.args
+                _check(set, (node, params), update.keep)
+        _check(cu.cuGraphExecUpdate, (self.executable, self.graph), "the graph")
+
+
+def set_in_graph() -> dict[Any, Any]:
+    """Return for each call that sets a node of an executable graph the one that sets it in the graph."""
+    cu = bindings()
+    return {
+        cu.cuGraphExecKernelNodeSetParams: cu.cuGraphKernelNodeSetParams,
+        cu.cuGraphExecMemsetNodeSetParams: cu.cuGraphMemsetNodeSetParams,
+    }
+
+
+def refusal(updates: Sequence[NodeUpdate], numbers: Sequence[int]) -> str:
+    """Set nodes again, and return which refuses and how."""
+    for update in updates:
+        for word in update.words:
+            word.value.value = numbers[word.input] + word.offset
+        try:
+            _check(update.set, update.args, update.keep)
+        except DriverError as e:
+            return str(e)
+    return "a node of the graph could not be set"
+
+
+def _check(call: Any, args: tuple[Any, ...], what: object) -> None:
+    status, *info = call(*args)
+    if int(status) != 0:
+        # Of cuGraphExecUpdate.
+        results = [result.name for i in info if (result := getattr(i, "result", None)) is not None]
+        raise DriverError(f"{call.__name__}: {', '.join([status.name, *results])}: {what}")

@@ -207,7 +207,7 @@ class ManySizes:
             kept = recording.at_sizes(sizes)
             outputs = self._proven(recording, kept, inputs, rehearsal, is_new=True)
             if outputs is None:
-                raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
+                raise RefusedError(recording.refusal or Reason.of(Code.LAZY_OUTPUT))
         except Exception as e:
             # If the error is the program's own, the uncaptured run raises it again.
             self._give_up(_reason(e))

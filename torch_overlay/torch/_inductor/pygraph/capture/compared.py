@@ -1,0 +1,185 @@
+"""
+Whether a captured graph launches what a replay at its sizes sets.
+
+A Triton kernel is compared in full. A library call lies elsewhere when it is captured alone: addresses
+of operands and of temporary memory are those of the other capture. Libraries also leave bytes of their
+parameters undefined, which hold what earlier calls left on the stack. Two captures by one piece of code
+often have the same there, so such bytes are found by captures with other content on the stack.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch._inductor.pygraph.capture.library import cublas_workspaces
+from torch._inductor.pygraph.graph.binding import WORD_BYTES
+from torch.utils._ordered_set import OrderedSet
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Container, Sequence
+
+    from torch._inductor.pygraph.capture.library import Entry, Slot
+    from torch._inductor.pygraph.graph.captured import CapturedNode
+
+
+# Of the stack that is filled, and by which a call moves down.
+FILLED_BYTES = 256 << 10
+MOVED_BYTES = 16 << 10
+
+# Of a message.
+MAX_WORDS = 4
+
+# (node, buffer, byte)
+Place = tuple[int, int, int]
+
+
+class _Filled(ctypes.Structure):
+    _fields_ = [("content", ctypes.c_char * FILLED_BYTES)]
+
+
+class _Moved(ctypes.Structure):
+    _fields_ = [("content", ctypes.c_char * MOVED_BYTES)]
+
+
+def on_other_stack(byte: int, run: Callable[[], Any]) -> Any:
+    """Return what ``run`` returns, run further down the stack, which is filled with ``byte``."""
+    results: list[Any] = []
+
+    def callback(_: _Moved) -> None:
+        try:
+            results.append((run(), None))
+        except Exception as e:
+            results.append((None, e))
+
+    # A struct that is passed by value is copied to the stack.
+    filled = _Filled()
+    ctypes.memset(ctypes.byref(filled), byte, FILLED_BYTES)
+    ctypes.CFUNCTYPE(None, _Filled)(lambda _: None)(filled)
+    ctypes.CFUNCTYPE(None, _Moved)(callback)(_Moved())
+    result, error = results[0]
+    if error is not None:
+        raise error
+    return result
+
+
+class Difference(NamedTuple):
+    """A word of a parameter at ``offset``, as it is and as it was expected."""
+
+    node: int
+    buffer: int
+    offset: int
+    found: bytes
+    expected: bytes
+
+    def bytes(self) -> list[Place]:
+        """Return the bytes that differ."""
+        pairs = enumerate(zip(self.found, self.expected))
+        return [(self.node, self.buffer, self.offset + i) for i, (a, b) in pairs if a != b]
+
+
+def differences(node: int, found: Sequence[bytes], expected: Sequence[bytes]) -> list[Difference]:
+    """Return which words of a node's parameters differ."""
+    words = [
+        Difference(node, buffer, offset, a[offset : offset + WORD_BYTES], b[offset : offset + WORD_BYTES])
+        for buffer, (a, b) in enumerate(zip(found, expected))
+        for offset in range(0, len(b), WORD_BYTES)
+    ]
+    return [word for word in words if word.found != word.expected]
+
+
+def launches_same(predicted: CapturedNode, node: CapturedNode) -> bool:
+    """Return whether a captured node launches what is set in ``predicted``."""
+    return (
+        (predicted.launch, predicted.attributes) == (node.launch, node.attributes)
+        and tuple(place.value for place in predicted.grid_places()) == node.grid
+        and tuple(map(bytes, predicted.buffers)) == node.captured
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CallComparison:
+    """
+    Compares the nodes of a library call with those of its entry.
+
+    Args:
+        address: of an operand or a result, from its slot
+        is_temporary, is_elsewhere: addresses of the memory of the entry, and of the other capture
+        capture: captures the call alone once more
+    """
+
+    entry: Entry
+    nodes: Sequence[CapturedNode]
+    address: Callable[[Slot], int]
+    is_temporary: Container[int]
+    is_elsewhere: Container[int]
+    capture: Callable[[], Entry]
+
+    def difference(self) -> str | None:
+        """Return how they differ, or None."""
+        if self.entry.kinds != [node.is_kernel for node in self.nodes]:
+            return "launches other kernels alone"
+        for launched, node in zip(self.entry.nodes, self.nodes):
+            if not _is_same_launch(launched, node):
+                return f"launches another kernel alone: {launched}, in the function {node}"
+        found = [
+            word
+            for k, (node, slots) in enumerate(zip(self.nodes, self.entry.slots))
+            for word in differences(k, node.captured, self._expected(k, node, slots))
+        ]
+        if found:
+            undefined = self._undefined()
+            found = [word for word in found if not undefined.issuperset(word.bytes())]
+        if not found:
+            return None
+        texts = [
+            f"bytes {word.offset} to {word.offset + len(word.found)} of {len(self.nodes[word.node].captured[word.buffer])} of "
+            f"parameter {word.buffer} of node {word.node}, {self.nodes[word.node]}, are {word.found.hex()} and alone "
+            f"{word.expected.hex()}"
+            for word in found[:MAX_WORDS]
+        ]
+        return f"has {len(found)} other words alone: {'; '.join(texts)}"
+
+    def _expected(self, k: int, node: CapturedNode, slots: Sequence[Slot]) -> list[bytes]:
+        places = {(slot.buffer, slot.offset): slot for slot in slots}
+
+        def expected(buffer: int, offset: int, value: int, found: int) -> int:
+            if (slot := places.get((buffer, offset))) is not None:
+                return self.address(slot)
+            return found if value in self.is_temporary and found in self.is_elsewhere else value
+
+        return _replaced(self.entry.nodes[k], node, expected)
+
+    def _undefined(self) -> OrderedSet[Place]:
+        """Return the bytes that differ between captures of the call alone."""
+        undefined = OrderedSet[Place]()
+        for byte in (0x5A, 0xA5):
+            with cublas_workspaces():
+                again = on_other_stack(byte, self.capture)
+            for k, (a, b, slots) in enumerate(zip(self.entry.nodes, again.nodes, self.entry.slots)):
+                places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
+
+                def expected(buffer: int, offset: int, value: int, found: int, places: Any = places) -> int:
+                    is_address = value in self.is_temporary and found in self.is_temporary
+                    return found if is_address or (buffer, offset) in places else value
+
+                if _is_same_launch(a, b):
+                    for word in differences(k, b.captured, _replaced(a, b, expected)):
+                        undefined.update(word.bytes())
+        return undefined
+
+
+def _is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:
+    lengths = [[*map(len, node.captured)] for node in (a, b)]
+    return (a.launch, a.grid, a.attributes, lengths[0]) == (b.launch, b.grid, b.attributes, lengths[1])
+
+
+def _replaced(launched: CapturedNode, node: CapturedNode, value_of: Callable[[int, int, int, int], int]) -> list[bytes]:
+    """Return the parameters of ``launched``; ``value_of`` (buffer, offset, value, found in ``node``) replaces words."""
+    contents = [bytearray(content) for content in launched.captured]
+    for (buffer, offset, value), (*_, found) in zip(launched.words(), node.words()):
+        word = value_of(buffer, offset, value, found)
+        contents[buffer][offset : offset + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
+    return [*map(bytes, contents)]
