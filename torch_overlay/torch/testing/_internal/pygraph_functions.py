@@ -22,7 +22,7 @@ from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.test_case import TestCase
 from torch.testing._internal.modelled_cuda import cu, modelled_device, ModelledDevice, on_host
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 
 if TYPE_CHECKING:
@@ -135,23 +135,27 @@ class Ranks(TorchDispatchMode):
     ) -> Any:
         if func is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        if func is torch.ops._c10d_functional.all_reduce_.default:
-            self.device.launch(self.reduce, args[0])
-            return args[0]
         name = func.overloadpacket.__name__
+        if func.namespace == "_c10d_functional" and name in ("all_reduce_", "all_reduce_coalesced_", "broadcast_"):
+            for x in tree_leaves(args[0]):
+                self.device.launch(self.reduce, x)
+            return args[0]
+        compute = getattr(self, name.removesuffix("_coalesced").removesuffix("_out"), None)
         # Stand-ins of a recording have no memory.
-        if (compute := getattr(self, name.removesuffix("_coalesced"), None)) is None or tree_leaves(args)[0].is_meta:
+        if compute is None or tree_leaves(args)[0].is_meta:
             return func(*args, **(kwargs or {}))
+        if (out := (kwargs or {}).get("out")) is not None:
+            self.device.launch(compute, out, args[0])
+            return out
         results = []
-        for x in tree_leaves(args[0]):
-            size = tuple(func(x.to("meta"), *args[1:]).shape) if x is args[0] else (2 * x.numel(),)
-            results.append(self.device.empty_strided(size, (1,), torch.float32))
+        for like, x in zip(tree_leaves(func(_on_meta(args[0]), *args[1:])), tree_leaves(args[0])):
+            results.append(self.device.empty_strided(tuple(like.shape), (1,), torch.float32))
             self.device.launch(compute, results[-1], x)
         return results[0] if isinstance(args[0], torch.Tensor) else results
 
     def all_gather_into_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
-        result[:8], result[8:] = x, 2 * x
+        torch.cat([x, 2 * x], out=result)
 
     def reduce_scatter_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
@@ -160,6 +164,10 @@ class Ranks(TorchDispatchMode):
     def all_to_all_single(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
         result[:4], result[4:] = x[:4], -x[:4]
+
+
+def _on_meta(tensors: Any) -> Any:
+    return tree_map(lambda t: t.to("meta"), tensors)
 
 
 @dataclasses.dataclass
@@ -399,6 +407,48 @@ class RecordTestCase(TestCase):
             b = new(); launch(sin, b, y); launch(mul, b[:4], c, y[:4])
             return (b,)
         """,
+        "scattered_together": """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            c, d = c10d.reduce_scatter_tensor_coalesced([a, y], 'sum', 2, '0')
+            c10d.wait_tensor(c); c10d.wait_tensor(d)
+            b = new(); launch(sin, b, y); launch(mul, b[:4], c, d)
+            return (b,)
+        """,
+        "gathered_into": """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            b = new(); c10d.wait_tensor(c10d.all_gather_into_tensor_out(a[:4], 2, '0', out=b))
+            c = new(); launch(mul, c, b, y)
+            return (b, c)
+        """,
+        "scattered_into": """
+            x, y = args; args.clear()
+            b = new(); launch(sin, b, x)
+            c10d.wait_tensor(c10d.reduce_scatter_tensor_out(y, 'sum', 2, '0', out=b[:4]))
+            return (b,)
+        """,
+        "gathered_into_input": """
+            x, y = args; args.clear()
+            a = new(); launch(sin, a, x)
+            c10d.wait_tensor(c10d.all_gather_into_tensor_out(a[:4], 2, '0', out=y))
+            c = new(); launch(mul, c, a, y)
+            return (c,)
+        """,
+        "broadcast": """
+            x, y = args; args.clear()
+            a = new(); launch(add, a, x, y)
+            c10d.wait_tensor(c10d.broadcast_(a, 0, '0'))
+            b = new(); launch(mul, b, a, y)
+            return (b,)
+        """,
+        "reduced_together": """
+            x, y = args; args.clear()
+            a, b = new(), new(); launch(sin, a, x); launch(sin, b, y)
+            for t in c10d.all_reduce_coalesced_([a, b], 'sum', '0'): c10d.wait_tensor(t)
+            c = new(); launch(mul, c, a, b)
+            return (c,)
+        """,
         "exchanged": """
             x, y = args; args.clear()
             a = new(); launch(add, a, x, y)
@@ -411,7 +461,7 @@ class RecordTestCase(TestCase):
     def check_collectives(self, name: str, calls: int = 7) -> None:
         "Each call of a function runs its collectives once, whatever it does else."
         body = "c10d = torch.ops._c10d_functional\n" + self.COLLECTIVES[name].strip()
-        mutated = (0,) if name in ("after_a_mutation", "of_an_input") else ()
+        mutated = {"after_a_mutation": (0,), "of_an_input": (0,), "gathered_into_input": (1,)}.get(name, ())
         fn = None
         with Ranks(self.device) as ranks:
             for _ in range(calls):

@@ -143,7 +143,7 @@ class Collectives:
     Attributes:
         is_retryable: whether the function may be recorded again with another binding
         operands: storages that the graph needs in its pool, once it was rehearsed
-        addresses: of the operands that were captured
+        addresses: of the operands that were captured, and of results that the program has allocated
         nodes, stand_ins: of the captured collectives and their stand-ins, by handle
         staged_bytes: of the operands that the graph copies
     """
@@ -194,7 +194,7 @@ class Collectives:
 
     def captured(self, model: ModelType, placeholders: PlaceholderMap) -> ModelType:
         """Return ``model`` for the capture, which notes the nodes of collectives and of stand-ins."""
-        # By the address of an operand in place that moves: its copy.
+        # By the address of a tensor that moves and that a collective writes: its copy.
         copies: dict[int, torch.Tensor] = {}
 
         def staged(operand: torch.Tensor) -> torch.Tensor:
@@ -214,14 +214,23 @@ class Collectives:
                     copy_by_kernel(given, copy)
                 return given
             args = (tree_map_only(torch.Tensor, staged, given), *args[1:])
-            operands = tree_leaves(args[0])
-            self.addresses |= OrderedSet(t.data_ptr() for t in operands)
+            # What the collective writes and the caller has.
+            written, copied = given, args[0]
+            if not _is_in_place(func):
+                written = copied = kwargs.get("out")
+                if written is not None:
+                    kwargs = {**kwargs, "out": (copied := staged(written))}
+            tensors = [t for t in tree_leaves((args[0], copied)) if t is not None]
+            self.addresses |= OrderedSet(t.data_ptr() for t in tensors)
             result = self._noted(self.nodes, func, *args, **kwargs)
             if not _is_in_place(func):
                 self._noted(self.stand_ins, _write_stand_ins, result, args)
+            if written is None:
                 return result
-            copies.update((t.data_ptr(), copy) for t, copy in zip(tree_leaves(given), operands) if copy is not t)
-            return given
+            copies.update(
+                (t.data_ptr(), copy) for t, copy in zip(tree_leaves(written), tree_leaves(copied)) if copy is not t
+            )
+            return written
 
         run = self._under(note, model)
 
