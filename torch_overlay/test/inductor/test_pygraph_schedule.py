@@ -28,6 +28,7 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
@@ -514,7 +515,9 @@ class ScheduleProgramsTest(RecordTestCase):
         torch.manual_seed(seed)
         program = Writer(draw).program()
         binding = draw.choice(("node_update", "prelude"))
-        runs = self.record_program(program, str(Candidate(binding, schedule)), seed)
+        # Every other program is short of memory, so that branches use the same.
+        with mock.patch.object(bound, "MORE_MEMORY", 100.0 * (seed % 2)):
+            runs = self.record_program(program, str(Candidate(binding, schedule)), seed)
         text = f"seed {seed} of {schedule}:\n{program.body}"
         self.check_orders(runs, draw, text)
         return self.check_edges(runs, draw, text)
@@ -580,6 +583,15 @@ class DeployTest(RecordTestCase):
         self.assertEqual((entry.calls_us, entry.critical_us), (4 * NODE_US, 2 * NODE_US))
         self.assertEqual(self.edges(), 2)
         self.assertIn("up to 2 kernels side by side, critical path 2.4 us of 4.8 us", " ".join(str(report()).split()))
+
+    @parametrize("more", (100.0, -1.0))
+    def test_branches_have_memory_of_their_own(self, more):
+        "A branch uses memory of another one again where the function may take no more than its chain."
+        body = self.body(*range(4)).replace("(24,)", "(8,)")
+        with mock.patch.object(bound, "MORE_MEMORY", more):
+            self.check(body, force="node_update,dag", described=self.CALLS, calls=6, returned=(0, 1))
+        (entry,) = report()
+        self.assertEqual((entry.width, self.edges()), (2, 2) if more > 0 else (1, 3))
 
     @parametrize("cause", ("no_calls", "not_noted", "several_streams", "cuGraphGetEdges"))
     def test_a_graph_whose_calls_are_not_known_is_a_chain(self, cause):

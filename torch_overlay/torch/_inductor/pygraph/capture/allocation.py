@@ -261,20 +261,24 @@ class BoundMemory:
         return cls(PlaceholderMap(placeholders), allocators, allocations, copies), tensors
 
 
-def placed_allocator(placed: Mapping[int, tuple[int, int]], device_index: int) -> Callable[..., torch.Tensor]:
+def placed_allocator(
+    placed: Mapping[int, tuple[int, int]], device_index: int, allocate_other: Callable[..., torch.Tensor] | None = None
+) -> Callable[..., torch.Tensor]:
     """
     Return what allocates as the wrapper does, but puts some allocations at given addresses.
 
     Args:
         placed: (size in bytes, address) by place in the order of allocations
+        allocate_other: for the others
     """
+    allocate_other = allocate_other or empty_strided_cuda
     places = itertools.count()
 
     def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         expected, address = placed.get(next(places), (None, 0))
         like = Allocation(tuple(size), tuple(stride), dtype).like()
         if expected != storage_extent(like):
-            return empty_strided_cuda(size, stride, dtype)
+            return allocate_other(size, stride, dtype)
         return tensor_at(address, like, device_index)
 
     return allocate

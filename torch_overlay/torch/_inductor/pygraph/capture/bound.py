@@ -22,6 +22,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused, UnaliasedStorage
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
+from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
@@ -40,7 +41,9 @@ from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
-from torch._inductor.pygraph.schedule.plan import CallLog, Graph, schedule_graph
+from torch._inductor.pygraph.schedule.buffers import Buffers
+from torch._inductor.pygraph.schedule.notes import CallLog
+from torch._inductor.pygraph.schedule.plan import Graph, schedule_graph
 from torch._inductor.pygraph.schedule.pointers import Memory
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.calls import NOTE
@@ -60,6 +63,10 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
+
+
+# What a schedule may take beyond the chain, as a part of all reserved memory.
+MORE_MEMORY = 0.1
 
 
 class BoundGraphNode(CopyGraphNode):
@@ -99,6 +106,7 @@ class BoundGraphNode(CopyGraphNode):
 
     # While it is recorded.
     collectives: Collectives | None = None
+    # Of the rehearsal, then of the capture.
     calls: CallLog | None = None
     saved_managed: Mapping[int, SavedInput] = {}
     memory: BoundMemory
@@ -186,7 +194,10 @@ class BoundGraphNode(CopyGraphNode):
         # during capture, and the pool would keep the memory that it takes.
         def run(inputs: list[InputType]) -> OutputType:
             trace.begin()
-            return traced(inputs)
+            if request.schedule == CHAIN or not (calls := request.spec.info.calls):
+                return traced(inputs)
+            self.calls = CallLog(calls, self.device, is_captured=False)
+            return traced(inputs, **{NOTE: self.calls})
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
@@ -245,16 +256,27 @@ class BoundGraphNode(CopyGraphNode):
         return torch.cuda.CUDAGraph(keep_graph=True)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        placed = placed_allocator(self.memory.allocations, self.device)
         info = self.request.spec.info
+        buffers = self._buffers()
+        placed = placed_allocator(self.memory.allocations, self.device, buffers)
         model = with_allocator(model, info, placed)
         if info.calls:
-            self.calls = CallLog(info.calls, self.device)
+            kept = {} if buffers is None else {"noted": buffers.noted, "ends": buffers.ends}
+            self.calls = CallLog(info.calls, self.device, **kept)
             model = functools.partial(model, **{NOTE: self.calls})
+        if buffers is not None:
+            model = buffers.until_end(model)
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
+
+    def _buffers(self) -> Buffers | None:
+        """Return what allocates for calls that are to run side by side, given their rehearsal."""
+        if self.calls is None or not self.calls.is_complete:
+            return None
+        limit = self.rehearsal.needed_bytes + int(MORE_MEMORY * torch.cuda.memory_reserved(self.device))
+        return Buffers(self.calls, self.bound_input_idxs, allocation.empty_strided_cuda, limit)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())

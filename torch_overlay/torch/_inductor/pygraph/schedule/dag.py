@@ -8,7 +8,9 @@ earlier calls that it waits for.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import operator
 from collections import Counter
 from typing import TYPE_CHECKING
 
@@ -98,20 +100,26 @@ def overlapping_inputs(calls: Sequence[Call]) -> Iterable[tuple[int, int]]:
             yield i, j
 
 
+def reached(waits: Waits) -> list[int]:
+    """Return each call and all that it comes behind, as bits."""
+    found: list[int] = []
+    for i, mine in enumerate(waits):
+        found.append(functools.reduce(operator.or_, (found[before] for before in mine), 1 << i))
+    return found
+
+
 def reduced(waits: Waits) -> Waits:
     """Return the same order without what follows from the rest."""
-    # A call and all that it waits for, as bits.
-    reached: list[int] = []
+    behind = reached(waits)
     found: Waits = []
-    for i, mine in enumerate(waits):
+    for mine in waits:
         covered = 0
         kept: set[int] = set()
         for before in sorted(mine, reverse=True):
             if not covered >> before & 1:
                 kept.add(before)
-                covered |= reached[before]
+                covered |= behind[before]
         found.append(kept)
-        reached.append(covered | 1 << i)
     return found
 
 

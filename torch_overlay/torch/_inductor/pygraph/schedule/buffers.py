@@ -1,0 +1,123 @@
+"""
+Memory of a function's buffers while it is captured for a schedule.
+
+The caching allocator hands the memory of a dead buffer to the next one. Calls that do not depend on
+one another then wait for each other, because they use the same memory. Buffers keeps what died
+until a call allocates as much that comes behind all calls that used it.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import TYPE_CHECKING
+
+import torch
+from torch._inductor.pygraph.graph.placeholder import round_up, storage_extent
+from torch._inductor.pygraph.schedule.dag import dependencies, reached
+from torch._inductor.pygraph.schedule.notes import Apart, declared_call
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.schedule.notes import CallLog, Note
+    from torch._inductor.utils import InputType
+    from torch.multiprocessing.reductions import StorageWeakRef
+
+# The caching allocator rounds sizes up to these.
+BLOCK_BYTES = 512
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Held:
+    """
+    A storage that is kept.
+
+    Attributes:
+        users: the calls that used it, as bits
+    """
+
+    ref: StorageWeakRef
+    storage: torch.UntypedStorage
+    nbytes: int
+    users: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        # The other reference is this one.
+        return torch._C._storage_Use_Count(self.storage._cdata) == 1
+
+
+class Buffers:
+    """
+    Args:
+        rehearsed: notes of an earlier run of the function, which tell what depends on what
+        moving: inputs that lie elsewhere in another call
+        allocate: takes size, stride and dtype
+        limit: bytes that live and dead buffers take at most
+    """
+
+    def __init__(
+        self, rehearsed: CallLog, moving: Collection[int], allocate: Callable[..., torch.Tensor], limit: int
+    ) -> None:
+        apart = Apart(rehearsed.notes)
+        calls = [declared_call(n, c, moving, apart=apart) for n, c in zip(rehearsed.notes, rehearsed.calls)]
+        self.behind = reached(dependencies(calls))
+        self.allocate = allocate
+        self.limit = limit
+        # The call that comes next.
+        self.number = 0
+        self.inputs: set[StorageWeakRef] = set()
+        self.held: dict[StorageWeakRef, Held] = {}
+        self.by_size: dict[int, list[Held]] = collections.defaultdict(list)
+        self.nbytes = 0
+        # The call in front of which a storage was let go.
+        self.ends: dict[StorageWeakRef, int] = {}
+
+    def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        extent = storage_extent(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta"))
+        nbytes = round_up(extent, BLOCK_BYTES)
+        before = self.behind[self.number] if self.number < len(self.behind) else 0
+        heir = next((held for held in self.by_size[nbytes] if not held.users & ~before and held.is_dead), None)
+        if heir is not None:
+            self._release(heir)
+        for held in [*self.held.values()] if self.nbytes + nbytes > self.limit else ():
+            if self.nbytes + nbytes > self.limit and held.is_dead:
+                self._release(held)
+        return self.allocate(size, stride, dtype)
+
+    def noted(self, note: Note) -> None:
+        """Keep what a call used."""
+        self.number = note.number + 1
+        self.inputs.update(use.storage for use in note.uses if use.operand.input is not None)
+        for use in note.uses:
+            if (held := self.held.get(use.storage)) is None:
+                # A tensor that calls only read is a constant.
+                if use.storage in self.inputs or not use.operand.writes:
+                    continue
+                start, end = use.extent
+                storage = torch.UntypedStorage._new_with_weak_ptr(use.storage.cdata)
+                held = self.held[use.storage] = Held(use.storage, storage, round_up(end - start, BLOCK_BYTES))
+                self.by_size[held.nbytes].append(held)
+                self.nbytes += held.nbytes
+            held.users |= 1 << note.number
+
+    def _release(self, held: Held) -> None:
+        self.ends[held.ref] = self.number
+        self.by_size[held.nbytes].remove(held)
+        self.nbytes -= held.nbytes
+        del self.held[held.ref]
+
+    def until_end(self, model: ModelType) -> ModelType:
+        """Return a function that lets go of all that is kept when it ends."""
+
+        def run(inputs: list[InputType]) -> OutputType:
+            try:
+                return model(inputs)
+            finally:
+                for held in [*self.held.values()]:
+                    self._release(held)
+
+        return run

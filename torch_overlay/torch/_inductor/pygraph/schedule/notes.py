@@ -1,0 +1,149 @@
+"""
+What generated code notes of each call while it runs: the tensors that the call uses, and where they lie.
+
+Notes of a capture also tell which of the graph's nodes belong to the call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
+from torch._inductor.pygraph.graph.placeholder import storage_extent
+from torch._inductor.pygraph.schedule.dag import Access, Call
+from torch.multiprocessing.reductions import StorageWeakRef
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch._inductor.pygraph.types.calls import CallInfo, Operand
+
+Range = tuple[int, int]
+
+# No device memory lies behind it.
+APART = 1 << 60
+
+
+class Use(NamedTuple):
+    """
+    A tensor of a call.
+
+    Attributes:
+        memory: where it lies; of an input the whole storage, because a kernel may read more than
+            the tensor has
+        storage: an address is used again, a storage is not
+        extent: where the storage lies
+    """
+
+    operand: Operand
+    memory: Range
+    storage: StorageWeakRef
+    extent: Range
+
+
+class Note(NamedTuple):
+    """
+    A call that ran.
+
+    Attributes:
+        end: how many nodes the graph had behind it, if it was captured
+    """
+
+    number: int
+    end: int
+    uses: list[Use]
+
+
+class CallLog:
+    """
+    Called by generated code behind each call.
+
+    Args:
+        calls: of the function
+        is_captured: whether the calls are captured
+        noted: called with each note
+        ends: the call in front of which a storage was let go that was kept until then
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[CallInfo],
+        device_index: int,
+        *,
+        is_captured: bool = True,
+        noted: Callable[[Note], None] = lambda note: None,
+        ends: Mapping[StorageWeakRef, int] | None = None,
+    ) -> None:
+        self.calls = calls
+        self.device_index = device_index
+        self.is_captured = is_captured
+        self.noted = noted
+        self.ends = {} if ends is None else ends
+        self.notes: list[Note] = []
+
+    def __call__(self, number: int, *values: Any) -> None:
+        uses = [
+            use
+            for operand, value in zip(self.calls[number].operands, values, strict=True)
+            for use in _uses(operand, value)
+        ]
+        end = count_nodes(capturing_graph(self.device_index)) if self.is_captured else 0
+        self.notes.append(Note(number, end, uses))
+        self.noted(self.notes[-1])
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the code called what it describes."""
+        return [note.number for note in self.notes] == [*range(len(self.calls))]
+
+
+def _uses(operand: Operand, value: Any) -> list[Use]:
+    """Return what is used of a tensor, or of the tensors that an operator returned."""
+    if isinstance(value, (list, tuple)):
+        return [found for v in value for found in _uses(operand, v)]
+    if not hasattr(value, "untyped_storage") or not value.is_cuda:
+        return []
+    storage = value.untyped_storage()
+    extent = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    start = value.data_ptr()
+    memory = (start, start + storage_extent(value)) if operand.input is None else extent
+    return [Use(operand, memory, StorageWeakRef(storage), extent)] if memory[0] < memory[1] else []
+
+
+class Apart:
+    """Addresses of a program whose buffers never use memory again: each storage has its own, but for those of inputs."""
+
+    def __init__(self, notes: Sequence[Note]) -> None:
+        uses = [use for note in notes for use in note.uses]
+        inputs = {use.storage for use in uses if use.operand.input is not None}
+        self.shifts: dict[StorageWeakRef, int] = {}
+        end = APART
+        for use in uses:
+            if use.storage not in inputs and use.storage not in self.shifts:
+                start, stop = use.extent
+                self.shifts[use.storage] = end - start
+                end += stop - start
+
+    def __call__(self, use: Use) -> Range:
+        shift = self.shifts.get(use.storage, 0)
+        return use.memory[0] + shift, use.memory[1] + shift
+
+
+def declared_call(
+    note: Note, call: CallInfo, moving: Collection[int], others: Collection[Range] = (), apart: Apart | None = None
+) -> Call:
+    """
+    Return what a call uses.
+
+    Args:
+        moving: inputs that lie elsewhere in another call
+        others: memory that it does not declare
+        apart: gives buffers memory of their own, if any does
+    """
+    if not call.is_declared:
+        return Call(is_barrier=True)
+    declared = [(use.operand, use.memory if apart is None else apart(use)) for use in note.uses]
+    accesses = [Access(*memory, o.writes, o.input, o.input in moving) for o, memory in declared]
+    accesses += [Access(*memory, writes=True) for memory in sorted(others)]
+    return Call(tuple(accesses), frozenset(call.resources))
