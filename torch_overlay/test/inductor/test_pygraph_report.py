@@ -47,6 +47,7 @@ from torch._inductor.pygraph.types.report import (
     GraphReport,
     PartitionReport,
 )
+from torch._inductor.pygraph.types.schedule import ScheduledCall
 from torch._inductor.pygraph.types.source import innermost, span
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
@@ -258,6 +259,21 @@ PyGraph
 0 of 0 functions deployed as CUDA graphs""",
         )
 
+    def test_schedules(self):
+        self.assertExpectedInline(
+            Report([scheduled()], []).text().split("\n", 4)[-1],
+            """\
+1. (unknown source)                                               inference, partition_0
+   graph, inputs bound, in 2 lanes: measured faster, by itself (FASTER_BY_ITSELF)
+     no graph                           80 us  #######################################
+     graph, inputs bound                40 us  ####################
+   * graph, inputs bound, in 2 lanes    25 us  ############
+   reserved by the graphs' pool: 2 MB (graph, inputs bound), 2.5 MB (graph, inputs
+     bound, in 2 lanes)
+   up to 2 kernels side by side, critical path 20 us of 28 us
+   copied by each replay: 0 B; by stock CUDA graphs: 0 B""",
+        )
+
     names = st.text(min_size=1, max_size=40) | st.just("a_name/" * 30)
 
     @settings(deadline=None, max_examples=50)
@@ -270,10 +286,11 @@ PyGraph
             choice=st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE, "undecided"]),
             reasons=st.lists(st.builds(Reason.of, st.just(Code.ERROR), error=names)),
             timings_us=st.dictionaries(
-                st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE]), st.floats(1e-3, 1e9)
+                st.sampled_from([NO_GRAPH, COPY, NODE_UPDATE, "prelude,lanes2"]), st.floats(1e-3, 1e9)
             ),
             kernel_nodes=st.integers(0, 10**6),
             stock_copied_bytes=st.integers(0, 10**12),
+            pool_bytes=st.dictionaries(st.just("node_update,lanes2"), st.integers(0, 10**12)),
             source=names,
         ),
         names,
@@ -424,6 +441,25 @@ a.py:3-5 forward 0/0: not captured (COPIES_TO_CPU) copies a result of the GPU to
 instantiate_parametrized_tests(AdviceTest)
 
 
+def scheduled() -> FunctionReport:
+    """Two branches, the second of which is one call."""
+    calls = [("triton_a", 0, 0.0, 6.0), ("extern_kernels.mm", 1, 0.0, 10.0), ("<b>", 0, 6.0, 2.0), ("join", 1, 10.0, 10.0)]
+    lanes = {"no_graph": 80.0, "node_update": 40.0, "node_update,lanes2": 25.0}
+    return FunctionReport(
+        "partition_0",
+        "inference",
+        NODE_UPDATE,
+        [FASTER],
+        lanes,
+        schedule="lanes2",
+        calls_us=28.0,
+        critical_us=20.0,
+        width=2,
+        timeline=[ScheduledCall(*call) for call in calls],
+        pool_bytes={"node_update": 2_000_000, "node_update,lanes2": 2_500_000},
+    )
+
+
 class HtmlTest(TestCase):
     def page(self, run: Report | None = None) -> ET.Element:
         "It has to be well-formed."
@@ -492,6 +528,29 @@ class HtmlTest(TestCase):
         self.assertEqual(sum(before), 100, atol=0.05, rtol=0)
         after_us = 1662.8 + 1319.2 + 210.5 + 1556.4 + 112
         self.assertEqual(sum(after), 100 * after_us / total, atol=0.05, rtol=0)
+
+    def test_lanes(self):
+        "A row for each lane, with its calls at their times, also of a run that is read from a file."
+        written = json.loads(Report([scheduled()], []).json())["functions"]
+        entry = FunctionReport(**written[0] | {"reasons": [FASTER]})
+        for function in (scheduled(), entry):
+            page = self.page(Report([function], []))
+            lanes = [e for e in page.iter("div") if e.get("class") == "lane"]
+            self.assertEqual(
+                [[(call.text, call.get("style"), call.get("title")) for call in lane] for lane in lanes],
+                [
+                    [
+                        ("triton_a", "left: 0.00%; width: 30.00%", "triton_a: 6 us"),
+                        ("<b>", "left: 30.00%; width: 10.00%", "<b>: 2 us"),
+                    ],
+                    [
+                        ("extern_kernels.mm", "left: 0.00%; width: 50.00%", "extern_kernels.mm: 10 us"),
+                        ("join", "left: 50.00%; width: 50.00%", "join: 10 us"),
+                    ],
+                ],
+            )
+            self.assertIn("2.5 MB", self.text(page))
+        self.assertNotIn('class="lane"', modelled().html())
 
     def test_names_are_escaped(self):
         run = Report(

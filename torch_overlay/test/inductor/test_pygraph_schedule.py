@@ -649,12 +649,45 @@ class DeployTest(RecordTestCase):
             self.assertEqual((found.choice, found.schedule), ("node_update", DAG))
             self.assertEqual(found.timings_us, {"no_graph": 100, "node_update": 50, "node_update,dag": 30})
             self.assertEqual(entry.load().choice, "node_update,dag")
+            lanes = [(row, start) for _, row, start, _ in found.timeline]
+            self.assertEqual(lanes, [(0, 0.0), (0, NODE_US), (1, 0.0), (1, NODE_US)])
+            self.assertEqual(found.pool_bytes.keys(), found.timings_us.keys() - {"no_graph"})
 
     def test_a_schedule_that_is_not_faster_is_dropped(self):
         with self.selects_at_once(100, 50, 50):
             found = self.check_branches(force=None)
-        self.assertEqual((found.choice, found.schedule), ("node_update", CHAIN))
+        self.assertEqual((found.choice, found.schedule, found.timeline), ("node_update", CHAIN, []))
         self.assertEqual(self.edges(), 3)
+
+    def replayed(self, times: Sequence[float], described: tuple[CallInfo, ...]) -> Any:
+        """Return what the last recording is like, what five replays of it set, and what memory is reserved."""
+        trees.reset_cudagraph_trees()
+        reset_report()
+        driver, fn = self.device.driver, None
+        with self.selects_at_once(*times):
+            for i in range(40):
+                inputs = [self.randn(), self.randn(24)]
+                fn = fn or self.deploy(self.body(*range(4)), inputs, force=None, described=described, returned=(0, 1))
+                fn(*inputs)
+                if i == 34:
+                    before = len(driver.sets)
+        (entry,) = report()
+        self.assertEqual((entry.candidate, len(entry.timings_us)), ("node_update", len(times)))
+        runs = Runs(driver, max(graph for graph, nodes in driver.graphs.items() if nodes))
+        place = {node: i for i, node in enumerate(runs.nodes)}
+        kernels = [[len(p) for p in node.parameters] for node in runs.held.values()]
+        edges = {(place[a], place[b]) for a, b in runs.edges}
+        sets = [place[node] for node in driver.sets[before:]]
+        return kernels, edges, sets, entry.updated_nodes, entry.kernel_nodes, torch.cuda.memory_reserved()
+
+    def test_a_chain_is_that_of_a_program_without_schedules(self):
+        "Whether no schedule was tried, or one was and was not faster."
+        in_row = tuple(dataclasses.replace(call, resources=(RANDOM,)) for call in self.CALLS)
+        expected = self.replayed((100, 50), ())
+        # Four nodes in each call.
+        self.assertEqual(expected[2], [0, 1, 2, 3] * 5)
+        self.assertEqual(self.replayed((100, 50), in_row), expected)
+        self.assertEqual(self.replayed((100, 50, 60), self.CALLS), expected)
 
     def test_a_chain_that_cannot_be_dropped_stays(self):
         "Its outputs lie in the graphs' pool, and are alive."

@@ -53,6 +53,12 @@ p { margin: .4rem 0 0; }
 .number { text-align: right; white-space: nowrap; }
 .stack { display: flex; }
 .part { height: 1.1rem; border-right: 1px solid var(--card); }
+.timeline { margin-top: .75rem; }
+.lane { position: relative; height: 1.3rem; margin-top: .2rem; background: var(--page); }
+.call {
+  position: absolute; height: 100%; overflow: hidden; padding: 0 .2rem; border-right: 1px solid var(--card);
+  background: var(--graph); color: var(--card); font: .7rem/1.3rem ui-monospace, monospace;
+}
 .graph { background: var(--graph); }
 .plain { background: var(--plain); }
 """
@@ -126,10 +132,31 @@ def _function(f: FunctionReport) -> Iterator[str]:
     if f.is_graph:
         copies = (("stock", f.stock_copied_bytes, False), ("now", f.copied_bytes, True))
         yield from _chart("copied by a replay", [(n, b, text.format_bytes(b), c) for n, b, c in copies], kind)
+    if f.pool_bytes:
+        pools = [(text.label(c), b, text.format_bytes(b), c == f.candidate) for c, b in f.pool_bytes.items()]
+        yield from _chart("reserved by the graphs' pool", pools, kind)
     yield "</div>"
+    yield from _timeline(f)
     for line in (text.reason(f), text.facts(f), text.change(f)):
         if line:
             yield f"<p>{escape(line[:1].upper() + line[1:]).rstrip('.')}.</p>"
+    yield "</div>"
+
+
+def _timeline(f: FunctionReport) -> Iterator[str]:
+    """Draw a row for each lane, with a bar for each call."""
+    if not f.timeline:
+        return
+    longest = max(start + us for _, _, start, us in f.timeline) or 1
+    yield '<div class="timeline"><span class="title">calls side by side, as estimated from times of single calls</span>'
+    for lane in range(1 + max(row for _, row, *_ in f.timeline)):
+        yield '<div class="lane">'
+        for name, row, start, us in f.timeline:
+            if row == lane:
+                place = f"left: {100 * start / longest:.2f}%; width: {100 * us / longest:.2f}%"
+                title = escape(f"{name}: {text.format_us(us)}")
+                yield f'<div class="call" style="{place}" title="{title}">{escape(name)}</div>'
+        yield "</div>"
     yield "</div>"
 
 

@@ -125,6 +125,11 @@ def facts(f: FunctionReport) -> str:
     return ", ".join(parts)
 
 
+def memory(f: FunctionReport) -> str:
+    """Return what the graphs' pool reserves with each candidate."""
+    return ", ".join(f"{format_bytes(nbytes)} ({label(candidate)})" for candidate, nbytes in f.pool_bytes.items())
+
+
 def change(f: FunctionReport) -> str:
     """Return what the user could change about a choice, empty if nothing."""
     bound = f.is_graph and f.choice != COPY
@@ -184,10 +189,13 @@ def _lines(report: ReportData, width: int) -> Iterator[str]:
         yield from _head(f"{number}. {shorten(f.source)}", which_function(f), width)
         yield from _paragraph(f"{label(f.candidate)}: {reason(f)}", width)
         longest = max(f.timings_us.values(), default=0) or 1
+        column = max([22, *(len(label(candidate)) for candidate in f.timings_us)])
         for candidate, us in f.timings_us.items():
-            bar = "#" * max(1, round(us / longest * (width - 40)))
+            bar = "#" * max(1, round(us / longest * (width - column - 18)))
             mark = "*" if candidate == f.candidate else " "
-            yield f"   {mark} {label(candidate):<22}{format_us(us):>9}  {bar}"
+            yield f"   {mark} {label(candidate):<{column}}{format_us(us):>9}  {bar}"
+        if f.pool_bytes:
+            yield from _paragraph(f"reserved by the graphs' pool: {memory(f)}", width)
         if text := facts(f):
             yield from _paragraph(text, width)
         if f.is_graph:

@@ -18,6 +18,7 @@ from torch._inductor.pygraph.schedule.dag import Call, critical_path, dependenci
 from torch._inductor.pygraph.schedule.lanes import order
 from torch._inductor.pygraph.schedule.notes import Apart, declared_call
 from torch._inductor.pygraph.schedule.pointers import undeclared
+from torch._inductor.pygraph.schedule.timeline import timeline
 from torch._inductor.pygraph.types.candidate import CHAIN
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
 from torch._inductor.pygraph.types.schedule import ScheduleFacts
@@ -130,10 +131,12 @@ def schedule_graph(graph: Graph, schedule: str, times_us: Mapping[int, float]) -
     if schedule == CHAIN:
         return facts
     chain = graph.edges(order(CHAIN, waits, times))
-    wanted = graph.edges(order(schedule, waits, times))
+    ordered = order(schedule, waits, times)
+    wanted = graph.edges(ordered)
     try:
         # What fails leaves an order that is stricter.
         change_edges(graph.graph, graph.nodes, wanted - chain, chain - wanted)
     except DriverError as e:
         return dataclasses.replace(facts, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
-    return dataclasses.replace(facts, schedule=schedule)
+    names = [unit.call.name if unit.call else "" for unit in graph.units]
+    return dataclasses.replace(facts, schedule=schedule, timeline=timeline(names, ordered, times))

@@ -55,6 +55,9 @@ MAX_TIMES_ON_PATH = 16
 # Other orders of a graph's calls are tried only if the calls take so many times their critical path.
 MIN_PARALLELISM = 1.1
 
+# Calls of a schedule that the report draws.
+MAX_REPORTED_CALLS = 300
+
 
 class StaticInputs:
     """
@@ -213,6 +216,7 @@ class Controller:
         report = self.report
         self.state.schedule = report.schedule = facts.schedule
         report.calls_us, report.critical_us, report.width = facts.calls_us, facts.critical_us, facts.width
+        report.timeline = [*facts.timeline[:MAX_REPORTED_CALLS]]
         if facts.reason is not None:
             log.info("%s", report.line("not scheduled", facts.reason))
 
@@ -346,6 +350,10 @@ class Controller:
 
     def timed(self, candidate: str, us: float) -> None:
         self.report.timings_us[candidate] = us
+
+    def reserved(self, candidate: str, nbytes: int) -> None:
+        """Take note of what the graphs' pool reserves with a candidate."""
+        self.report.pool_bytes[candidate] = nbytes
 
     def remember(self, timings_us: dict[str, float], choice: str) -> None:
         """An earlier process decided on a candidate."""

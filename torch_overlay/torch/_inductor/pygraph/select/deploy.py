@@ -21,6 +21,7 @@ from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, 
 from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes
 from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
 from torch._inductor.pygraph.select import store
 from torch._inductor.pygraph.select.controller import Controller
@@ -247,6 +248,7 @@ class Deployment:
             entry=entry,
             remembered=remembered,
             time_calls=self._time_calls if may_schedule else None,
+            pool_bytes=self._pool_bytes,
         )
         return self.selection
 
@@ -266,6 +268,10 @@ class Deployment:
         outputs = self.realigned(run)(inputs)
         self.controller.calls_timed(times.us())
         return outputs
+
+    def _pool_bytes(self) -> int:
+        """Return what the graphs' pool reserves."""
+        return sum(s["total_size"] for s in segments_of(manager_of(self.spec.device_index).cuda_graphs_thread_pool))
 
     def run_backward(self, inputs: list[InputType], **notes: Any) -> OutputType:
         """Run a backward uncaptured. See [Backward Generation Handling]."""

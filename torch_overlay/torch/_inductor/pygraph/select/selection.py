@@ -130,6 +130,7 @@ class Selection:
         entry: where the decision is kept
         remembered: the decision of an earlier process
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
+        pool_bytes: returns what the graphs' pool reserves
     """
 
     controller: Controller
@@ -143,6 +144,7 @@ class Selection:
     entry: store.Entry | None = None
     remembered: store.Decision | None = None
     time_calls: Callable[[list[InputType], float], OutputType] | None = None
+    pool_bytes: Callable[[], int] = lambda: 0
 
     # Whether each candidate is timed for the same number of calls in every process.
     has_fixed_samples = False
@@ -314,7 +316,10 @@ class Selection:
         """Record and time candidates whose calls run side by side. Keep the fastest."""
         controller = self.controller
         best, cost = controller.candidate, chain
-        for candidate in controller.schedules():
+        candidates = controller.schedules()
+        if candidates:
+            controller.reserved(best, self.pool_bytes())
+        for candidate in candidates:
             found = yield from self._time_as(candidate)
             if found is None:
                 break
@@ -335,7 +340,10 @@ class Selection:
     def _time_as(self, candidate: str) -> Generator[ModelType, None, Cost | None]:
         """Record and time the graph as a candidate. Return None if it cannot be recorded so."""
         yield from self._recorded_as(candidate)
-        return (yield from self._time()) if self.controller.candidate == candidate else None
+        if self.controller.candidate != candidate:
+            return None
+        self.controller.reserved(candidate, self.pool_bytes())
+        return (yield from self._time())
 
     def _recorded_as(self, candidate: str) -> Iterator[ModelType]:
         recorded = self.controller.candidate

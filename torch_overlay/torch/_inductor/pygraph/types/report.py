@@ -19,6 +19,8 @@ from torch.utils._ordered_set import OrderedSet
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from torch._inductor.pygraph.types.schedule import ScheduledCall
+
 
 # The key in a node's meta of the CpuValues that the node brings to the GPU.
 CPU_VALUES = "pygraph_cpu_values"
@@ -46,6 +48,8 @@ class FunctionReport:
         schedule: the order of the last recording's calls
         calls_us, critical_us: time of all calls, and of the longest that wait for one another
         width: the most calls that may run side by side; 0 if that is not known
+        timeline: the first calls of its schedule, unless they are in a row
+        pool_bytes: what the graphs' pool reserves with each candidate, if schedules were timed
         buckets: the largest sizes of its recordings for many sizes
         num_sizes, calls, captured_calls: of a function that is recorded so, how many sizes came, and
             how many calls once it was recorded
@@ -70,6 +74,8 @@ class FunctionReport:
     calls_us: float = dataclasses.field(default=0.0, repr=False)
     critical_us: float = dataclasses.field(default=0.0, repr=False)
     width: int = dataclasses.field(default=0, repr=False)
+    timeline: list[ScheduledCall] = dataclasses.field(default_factory=list, repr=False)
+    pool_bytes: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
     buckets: list[list[int]] = dataclasses.field(default_factory=list, repr=False)
     num_sizes: int = dataclasses.field(default=0, repr=False)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
     from torch._inductor.pygraph.types.reason import Reason
+
+
+class ScheduledCall(NamedTuple):
+    """A call of a schedule, as estimated from the times of single calls. Calls of a row follow one another."""
+
+    name: str
+    row: int
+    start_us: float
+    us: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,6 +28,7 @@ class ScheduleFacts:
         critical_us: the longest time of calls that wait for one another
         width: the most calls that may run side by side
         reason: why the graph does not have the order that was asked for, or why its calls are not known
+        timeline: its calls, unless they are in a row
     """
 
     schedule: str
@@ -26,3 +36,4 @@ class ScheduleFacts:
     critical_us: float = 0.0
     width: int = 0
     reason: Reason | None = None
+    timeline: tuple[ScheduledCall, ...] = ()
