@@ -697,7 +697,7 @@ class SchedulesTest(SelectTestCase):
             times: on host and device; unlike others, NO_GRAPH keeps the device waiting
             rest: what the program does besides
             waits: for the device in each call
-            fails: what becomes of the recording of a candidate: "refused", "held", "chain", or None
+            fails: what becomes of the recording of a candidate: "refused", "not_captured", "held", "chain", or None
         """
         controller = new_controller("f")
         controller.added("id")
@@ -712,8 +712,8 @@ class SchedulesTest(SelectTestCase):
                 return run(NO_GRAPH)(inputs)
             state.outdated.cell_contents = False
             state.recordings += 1
-            if what == "refused":
-                refuse(controller)
+            if what in ("refused", "not_captured"):
+                refuse(controller, is_capturable=what == "refused")
                 self.recorded.append("none")
                 return run(NO_GRAPH)(inputs)
             schedule = CHAIN if what == "chain" else state.schedule
@@ -806,7 +806,7 @@ class SchedulesTest(SelectTestCase):
         self.assertEqual(self.select(self.PRELUDES | {"node_update,lanes4": (70, 689)}), "prelude,lanes4")
         self.assertEqual(self.recorded[-2:], ["node_update,lanes4", "prelude,lanes4"])
 
-    @parametrize("what", ("refused", "held", "chain"))
+    @parametrize("what", ("refused", "not_captured", "held", "chain"))
     def test_a_schedule_that_is_not_recorded(self, what):
         "What was the fastest before is deployed, in the end by another recording."
         def fails(candidate: str) -> str | None:

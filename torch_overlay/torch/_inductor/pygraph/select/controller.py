@@ -222,12 +222,14 @@ class Controller:
 
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         self._apply(refused.facts)
+        error = refused.reason.text
+        if self.state.schedule != CHAIN:
+            # The next recording, a chain, shows whether the schedule is the cause: it may need more memory.
+            self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=error)))
+            _leave_recording(manager)
+            return
         self.state.is_capturable &= refused.is_capturable
-        if self.state.schedule != CHAIN and self.state.is_capturable:
-            # The next recording, a chain, shows whether the schedule is the cause.
-            self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=refused.reason.text)))
-        elif refused.facts.has_prelude:
-            error = refused.reason.text
+        if refused.facts.has_prelude:
             self._bind_by_host(Reason.of(Code.NO_PRELUDE, binding=self.state.binding, error=error))
         else:
             self._unbind(refused.reason)

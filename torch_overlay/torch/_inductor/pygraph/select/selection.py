@@ -239,7 +239,7 @@ class Selection:
         if not self.state.is_capturable:
             self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
         elif self.state.binding == Candidate.parse(remembered.choice).binding:
-            self._decide(remembered.choice, *remembered.reasons)
+            self._decide(self.controller.candidate, *remembered.reasons)
         else:
             self._reselect()
 
