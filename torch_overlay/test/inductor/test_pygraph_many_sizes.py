@@ -528,6 +528,8 @@ class ManySizesTest(ManySizesTestCase):
         program = self.program(lambda x: x.sort(0).values, (37, 8))
         self.check(program, (37, 37, 5))
         self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
+        for entry in report():
+            self.assertIn("a recording for each size: what aten.sort", text.facts(entry))
 
     def test_cudnn_attention(self) -> None:
         """cuDNN builds a plan for each size: the log names the setting that avoids it."""

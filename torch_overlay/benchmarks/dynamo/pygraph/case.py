@@ -63,6 +63,8 @@ class Case:
     in_tf32: bool = False
     # They are not in TF32, as rounding would decide its gradients.
     without_tf32: bool = False
+    # PyTorch chooses another attention, as with TORCH_CUDNN_SDPA_DEPRIORITIZED=1: cuDNN builds a plan for each new size.
+    without_cudnn_attention: bool = False
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True
     quick: bool = False

@@ -293,7 +293,8 @@ def missed(case: Case, row: Row) -> list[str]:
     if gain and "stock_cg" in ratios and gain * ratios["stock_cg"][0] > 1:
         found.append(f"{1 / ratios['stock_cg'][1]:.2f} x faster than stock CG, not {gain} x")
     choice = row["choice"] or "undecided"
-    if "undecided" in choice:
+    # With a recording for each size, no size comes often enough.
+    if "undecided" in choice and case.suite != "sizes":
         found.append("no choice was made")
     elif case.must_capture and "no_graph" in choice:
         found.append("not captured")
@@ -348,6 +349,8 @@ def _missed_sizes(case: Case, row: Row) -> list[str]:
             found += [f"{gain:.2f} x as fast as {other} with recordings for many sizes, not {least}"] * (gain < least)
     if (share := captured_share(row)) is None or share < MIN_CAPTURED:
         found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
+    reasons = filter(None, (f["by_size"] for f in row.get("many_sizes", ())))
+    found += [f"a recording for each size: {reason}" for reason in dict.fromkeys(reasons)]
     return found
 
 

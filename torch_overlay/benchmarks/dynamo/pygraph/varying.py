@@ -121,6 +121,7 @@ sizes(
     dtype=torch.float16,
     about="own; BERT base, 8 sentences, padded to 16 to 512 tokens",
     obstacle="a size for each length",
+    ring=40,
     min_sizes_gain=2.5,
 )
 sizes(
@@ -137,5 +138,7 @@ sizes(
     dtype=torch.float16,
     about="own; a 1B Llama-like decoder reads prompts of 16 to 1024 tokens",
     obstacle="a size for each prompt",
+    ring=40,
+    without_cudnn_attention=True,
     gib=4.0,
 )

@@ -158,6 +158,8 @@ class CaseRun:
         torch._dynamo.config.recompile_limit = 64
         if case.without_tf32:
             torch.backends.cudnn.allow_tf32 = False
+        if case.without_cudnn_attention:
+            torch.backends.cuda.enable_cudnn_sdp(False)
         self.original = build(case, self.device, small)
         weights = self.original.named_parameters() if case.mode == "training" else ()
         self.state = {n: t.detach().clone() for n, t in [*weights, *self.original.named_buffers()]}
@@ -745,7 +747,8 @@ def hardly_called(entry: dict[str, Any]) -> bool:
 
 def _sizes(entry: Any) -> dict[str, Any]:
     """The sizes of a function that came, the buckets of its recordings, and its calls once it was recorded."""
-    return {key: getattr(entry, key) for key in ("choice", "num_sizes", "buckets", "calls", "captured_calls")}
+    keys = "choice", "num_sizes", "buckets", "calls", "captured_calls", "by_size"
+    return {key: getattr(entry, key) for key in keys}
 
 
 def _schedule(entry: dict[str, Any]) -> dict[str, Any]:

@@ -121,6 +121,8 @@ def facts(f: FunctionReport) -> str:
         buckets = ", ".join(" x ".join(map(str, sizes)) for sizes in f.buckets)
         share = f"{f.captured_calls / f.calls:.0%} of {plural(f.calls, 'call')} captured"
         parts.append(f"one recording for many sizes: {plural(f.num_sizes, 'size')} came, up to {buckets}, {share}")
+    if f.by_size:
+        parts.append(f"a recording for each size: {f.by_size}")
     parts += f.collectives
     return ", ".join(parts)
 

@@ -114,8 +114,8 @@ def deploy(
     return deployment.start(inputs)
 
 
-# Functions that cannot be recorded for many sizes, of those for which it was tried.
-_not_for_many_sizes: weakref.WeakSet[ModelType] = weakref.WeakSet()
+# Why functions cannot be recorded for many sizes, of those for which it was tried.
+_not_for_many_sizes: weakref.WeakKeyDictionary[ModelType, Reason] = weakref.WeakKeyDictionary()
 
 
 def may_be_for_many_sizes(deployment: Deployment, inputs: Sequence[InputType]) -> bool:
@@ -128,7 +128,7 @@ def may_be_for_many_sizes(deployment: Deployment, inputs: Sequence[InputType]) -
         return False
     if (reason := not_for_many_sizes(spec, inputs)) is None:
         return True
-    _not_for_many_sizes.add(model)
+    _not_for_many_sizes[model] = reason
     deployment.log_sizes(reason)
     return False
 
@@ -159,6 +159,8 @@ class Deployment:
         source, compile_id = info.report.source, spec.compile_id
         report = FunctionReport(info.name, spec.mode, source=source, compile_id=compile_id, sizes=self.sizes)
         report.collectives = agreement.describe(info.collectives)
+        if (why := _not_for_many_sizes.get(self.model)) is not None:
+            report.by_size = f"{why.text} ({why.code.name})"
         journal.add(report)
         return Controller(spec, report)
 
@@ -196,7 +198,7 @@ class Deployment:
 
         def give_up(reason: Reason) -> None:
             fns.clear()
-            _not_for_many_sizes.add(self.model)
+            _not_for_many_sizes[self.model] = reason
             journal.drop([self.controller.report])
             self.log_sizes(reason)
 

@@ -51,6 +51,7 @@ class FunctionReport:
         timeline: the first calls of its schedule, unless they are in a row
         pool_bytes: what the graphs' pool reserves with each candidate, if schedules were timed
         buckets: the largest sizes of its recordings for many sizes
+        by_size: why a function whose sizes vary has a recording for each
         num_sizes, calls, captured_calls: of a function that is recorded so, how many sizes came, and
             how many calls once it was recorded
     """
@@ -78,6 +79,7 @@ class FunctionReport:
     pool_bytes: dict[str, int] = dataclasses.field(default_factory=dict, repr=False)
     number: int = dataclasses.field(default_factory=lambda: next(_numbers), repr=False)
     buckets: list[list[int]] = dataclasses.field(default_factory=list, repr=False)
+    by_size: str = dataclasses.field(default="", repr=False)
     num_sizes: int = dataclasses.field(default=0, repr=False)
     calls: int = dataclasses.field(default=0, repr=False)
     captured_calls: int = dataclasses.field(default=0, repr=False)
