@@ -73,6 +73,7 @@ class Case:
         shards: "ddp", "fsdp", "tp", "moe"; FSDP and TP on a mesh are "fsdp_tp"
         mesh: ranks in each dimension
         accumulates: micro-batches in a step
+        width: of a token; with 512 the decoder has 21 M parameters, with 2048 it has 336 M
     """
 
     about: str
@@ -81,6 +82,7 @@ class Case:
     reshards: bool = True
     accumulates: int = 1
     trains: bool = True
+    width: int = 512
 
 
 CASES = {
@@ -93,6 +95,8 @@ CASES = {
     "fsdp_tp_2x1": Case("fully_shard of tensor-parallel blocks, mesh 2 x 1", "fsdp_tp", mesh=(RANKS, 1)),
     "fsdp_tp_1x2": Case("fully_shard of tensor-parallel blocks, mesh 1 x 2", "fsdp_tp", mesh=(1, RANKS)),
     "moe": Case("experts on ranks, tokens exchanged by all-to-all", "moe"),
+    "fsdp_large": Case("fully_shard of each block, 336 M parameters", "fsdp", width=2048),
+    "tp_large": Case("tensor and sequence parallel, 336 M parameters", "tp", width=2048),
 }
 
 
@@ -154,7 +158,7 @@ class Run:
     def __init__(self, case: Case, device: torch.device, name: str, *, small: bool) -> None:
         self.case, self.device = case, device
         options = BY_RANKS if name == "pygraph" else VARIANTS[name].compile
-        self.width, self.batch, self.length = (128, 2, 16) if small else (512, 4, 256)
+        self.width, self.batch, self.length = (128, 2, 16) if small else (case.width, 4, 256)
         seed()
         names = ("fsdp", "tp") if len(case.mesh) == 2 else ("ranks",)
         mesh = init_device_mesh(device.type, case.mesh, mesh_dim_names=names)
