@@ -7,7 +7,9 @@ run on the CPU, and the times are those of a simulated host and device.
 from __future__ import annotations
 
 import contextlib
+import statistics
 import threading
+from random import Random
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -51,8 +53,10 @@ from torch.testing._internal.pygraph_simulation import (
     ENOUGH,
     launching,
     new_controller,
+    NoisySimulation,
     refuse,
     SelectTestCase,
+    Simulation,
     TIMED,
 )
 from torch.utils._ordered_set import OrderedSet
@@ -743,13 +747,28 @@ class SchedulesTest(SelectTestCase):
         )
         while not deployed:
             selection([])
-            self.simulation.work(*rest)
-            if waits:
-                self.simulation.synchronize()
+            self.rest(self.simulation, rest, waits)
         self.report = controller.report
-        if controller.report.choice != NO_GRAPH:
+        if self.report.choice != NO_GRAPH:
             self.assertEqual(self.report.candidate, self.recorded[-1])
         return self.report.candidate
+
+    def rest(self, simulation: Simulation, rest: tuple[float, float], waits: bool) -> None:
+        simulation.work(*rest)
+        if waits:
+            simulation.synchronize()
+
+    def steady(self, times: tuple[float, float], rest: tuple[float, float], waits: bool) -> float:
+        """Return the microseconds of a call of the program with a graph."""
+        simulation = Simulation()
+        for i in range(60):
+            simulation.replay(*times)
+            self.rest(simulation, rest, waits)
+            if i == 29:
+                simulation.synchronize()
+                start = simulation.host
+        simulation.synchronize()
+        return (simulation.host - start) / 30
 
     # Of a mixture of experts on an H100. Branches take the host longer to launch.
     EXPERTS = {
@@ -772,6 +791,37 @@ class SchedulesTest(SelectTestCase):
         times = {name: (by * host, device) for name, (host, device) in self.EXPERTS.items()}
         self.assertEqual(self.select(times, (rest, 5)), NODE_UPDATE)
         self.assertEqual(self.recorded[-1], NODE_UPDATE)
+
+    def test_a_program_that_waits_for_the_device_gains(self):
+        "The host takes longer than the device."
+        times = {name: (3 * host, device) for name, (host, device) in self.EXPERTS.items()}
+        self.assertEqual(self.select(times, waits=True), "node_update,lanes2")
+        self.assertEqual(self.select(times), NODE_UPDATE)
+
+    def test_any_program(self):
+        "No choice takes a noisy program much longer than the best candidate does, or than the chain."
+        random = Random(0)
+        self.simulation = NoisySimulation(random)
+        regrets, losses = [], []
+        with self.simulation.patched():
+            for _ in range(100):
+                host, device = (10 ** random.uniform(1, 3) for _ in range(2))
+                times = {
+                    NODE_UPDATE: (host, device),
+                    "node_update,lanes2": (host * random.uniform(1, 1.3), device * random.uniform(0.5, 1.05)),
+                    "node_update,dag": (host * random.uniform(1, 1.5), device * random.uniform(0.4, 1.1)),
+                }
+                rest = (10 ** random.uniform(0, 3), 10 ** random.uniform(0, 3))
+                waits = random.random() < 0.5
+                chosen = self.select({NO_GRAPH: (10 * host, 1.5 * device), **times}, rest, waits, width=3)
+                if chosen == NO_GRAPH:
+                    continue
+                takes = {name: self.steady(us, rest, waits) for name, us in times.items()}
+                regrets.append(takes[chosen] / min(takes.values()))
+                losses.append(takes[chosen] / takes[NODE_UPDATE])
+        self.assertLess(statistics.geometric_mean(regrets), 1.01)
+        self.assertLess(statistics.geometric_mean(losses), 0.95)
+        self.assertLess(max(losses), 1.05)
 
     @parametrize(
         "width,tried",

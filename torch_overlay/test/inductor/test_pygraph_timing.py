@@ -429,6 +429,29 @@ class SamplesTest(SelectTestCase):
 instantiate_parametrized_tests(SamplesTest)
 
 
+class CallTimesTest(SelectTestCase):
+    @parametrize("host", (5, 50))
+    def test_what_a_launch_takes_is_no_part_of_a_call(self, host):
+        "Each kernel takes 6 us more between two events than in a graph, beside what a node takes there."
+        launch, calls = 6, (0, 3, 40, 0.5)
+        simulation, sleep = self.simulation, self.simulation.sleep
+
+        def sleep_or_launch(cycles: int) -> None:
+            sleep(cycles) if cycles else simulation.work(host, launch)
+
+        times = timing.CallTimes(0)
+        with mock.patch("torch.cuda._sleep", sleep_or_launch):
+            times.begin(host * len(calls), len(calls))
+            for number, us in enumerate(calls):
+                simulation.work(host, launch + us)
+                times(number)
+        found = times.us()
+        self.assertEqual([*found.values()], [us + timing.NODE_US for us in calls], atol=1e-6, rtol=0)
+
+
+instantiate_parametrized_tests(CallTimesTest)
+
+
 class BestTest(SelectTestCase):
     """
     Whether what is chosen is what takes the whole program least, once it is all that runs.

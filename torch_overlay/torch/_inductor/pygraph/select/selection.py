@@ -323,7 +323,7 @@ class Selection:
             found = yield from self._time_as(candidate)
             if found is None:
                 break
-            if improves(found, chain) and found.call.us < cost.call.us:
+            if improves(found, chain) and (cost is chain or found.call.us < cost.call.us):
                 best, cost = candidate, found
         binding, schedule = Candidate.parse(best)
         if binding == PRELUDE and schedule != CHAIN and cost.device.us > cost.host.us:
