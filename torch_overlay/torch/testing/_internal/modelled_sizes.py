@@ -192,15 +192,35 @@ class SizedDriver(ModelledDriver):
             self.holds[i] = int(params.dst), params.width * params.elementSize
         return (status,)
 
+    def cuGraphCreate(self, flags: int) -> Any:
+        return self.success, cu.CUgraph(self.add_graph())
+
+    def cuGraphDestroy(self, graph: Any) -> Any:
+        return (self.success,)
+
+    def cuGraphAddKernelNode(self, graph: Any, behind: list[Any], count: int, params: Any) -> Any:
+        kernel, grid, values = self._read_kernel(0, params)
+        node = SizedNode(kernel, grid, values)
+        node.cluster = 1
+        return self._add(graph, node, behind)
+
+    def cuGraphAddMemsetNode(self, graph: Any, behind: list[Any], count: int, params: Any, context: Any) -> Any:
+        return self._add(graph, FillNode(int(params.dst), params.width * params.elementSize), behind)
+
+    def _add(self, graph: Any, node: Node, behind: list[Any]) -> Any:
+        if self.refuses(len(self.nodes)):
+            return self.invalid, None
+        return self.success, cu.CUgraphNode(self.add_node(int(graph), node, map(int, behind)))
+
     def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
         if not isinstance(known := self.nodes[int(node)], SizedNode):
             return super().cuGraphKernelNodeSetParams(node, params)
         if int(node) in self.refused or self.refuses(int(node)):
             return (self.invalid,)
         kernel, grid, values = self._read_kernel(int(node), params)
-        cluster = known.cluster
-        self.nodes[int(node)] = new = SizedNode(kernel, grid, values)
-        new.cluster = cluster
+        if kernel.cluster != known.cluster:
+            return (cu.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE,)
+        self.nodes[int(node)] = SizedNode(kernel, grid, values)
         return (self.success,)
 
     def cuGraphMemsetNodeSetParams(self, node: Any, params: Any) -> Any:
@@ -208,17 +228,24 @@ class SizedDriver(ModelledDriver):
         return (self.success,)
 
     def cuGraphKernelNodeCopyAttributes(self, to: Any, source: Any) -> Any:
-        self.nodes[int(to)].cluster = self.nodes[int(source)].cluster
+        node, cluster = self.nodes[int(to)], self.nodes[int(source)].cluster
+        if node.kernel.cluster != cluster:
+            return (cu.CUresult.CUDA_ERROR_INVALID_CLUSTER_SIZE,)
+        node.cluster = cluster
         return (self.success,)
 
     def cuGraphExecUpdate(self, executable: Any, graph: Any) -> Any:
         self.updates += 1
+        own, sources = self.graphs[self.executables[int(executable)]], self.graphs[int(graph)]
+        if [type(self.nodes[i]) for i in own] != [type(self.nodes[i]) for i in sources]:
+            return cu.CUresult.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, None
         # Nodes that are off stay off, or not: nothing says so.
-        self.disabled -= {*self.graphs[int(graph)]}
-        self._take_over(int(graph))
-        for i in self.graphs[int(graph)]:
+        self.disabled -= {*own}
+        for i, source in zip(own, sources):
             self.held[i] = self._captured(i)
-            if isinstance(node := self.nodes[i], SizedNode) and node.cluster != node.kernel.cluster:
+            if (held := self._captured_by(node := self.nodes[source])) is not None:
+                self.holds[i] = held
+            if isinstance(node, SizedNode) and node.cluster != node.kernel.cluster:
                 return cu.CUresult.CUDA_ERROR_GRAPH_EXEC_UPDATE_FAILURE, None
         return self.success, None
 

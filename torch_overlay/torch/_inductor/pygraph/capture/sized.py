@@ -145,8 +145,8 @@ class SizedRecording:
         if kept is None:
             raise differs(at, "an operator launches other kernels alone")
         self.compare(self.capture, kept.at)
-        graph = bindings().CUgraph(self.graph.raw_cuda_graph())
-        self.nodes = SizedNodes(graph, self.executable, len(self._numbers(self.addresses, at)), kept.launches)
+        order = [node.node for node in self.capture.nodes]
+        self.nodes = SizedNodes(order, self.executable, len(self._numbers(self.addresses, at)), kept.launches)
         # Its addresses, which a call sets.
         del self.capture
 
@@ -342,8 +342,7 @@ class SizedRecording:
         for event, traced, nodes in capture.pairs():
             if isinstance(event, LaunchOf):
                 launch = next(launches)
-                for word in launch.update.words:
-                    word.value.value = numbers[word.input] + word.offset
+                launch.update.write(numbers)
                 if nodes and not launches_same(launch.node, nodes[0]):
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:

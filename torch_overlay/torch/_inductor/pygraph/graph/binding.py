@@ -192,7 +192,12 @@ class NodeUpdate(NamedTuple):
     words: list[Word]
     set: Callable[..., Any]
     args: tuple[Any, ...]
-    keep: object = None
+    keep: Any = None
+
+    def write(self, pointers: Sequence[int]) -> None:
+        """Write the words for inputs that lie at ``pointers``."""
+        for word in self.words:
+            word.value.value = pointers[word.input] + word.offset
 
 
 def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate:
@@ -271,8 +276,7 @@ class Nodes:
         """Set some of the nodes. Afterwards all inputs lie at ``pointers``."""
         for i in changed:
             update = self.updates[i]
-            for word in update.words:
-                word.value.value = pointers[word.input] + word.offset
+            update.write(pointers)
             if update.set(*update.args)[0] != 0:
                 # Unknown what the graph holds now: no address may count as unchanged.
                 self.pointers = [-1] * len(pointers)
