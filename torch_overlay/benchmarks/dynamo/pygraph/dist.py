@@ -13,6 +13,7 @@ import argparse
 import gc
 import itertools
 import logging
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .compare import compare, Difference, snapshot
 from .program import seed, VARIANTS
 from .report import write_rows
-from .timing import fields, time_interleaved
+from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
 from .tp import measure, run_on_rank
 from .worker import report, reset_report, summary, totals, undecided
 
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from .report import Row
+    from .timing import Timing
 
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ MAX_CASE_S = 150.0
 NAMES = ("no_cg", "stock_cg", "pygraph")
 # Collectives are bound, and all ranks select together.
 BY_RANKS = {"options": {"pygraph": True, "pygraph_ranks": True}}
+# PyGraph's memory to that of stock.
+MAX_MEMORY = 1.05
 # Different tokens, in turn.
 RING = 4
 
@@ -249,15 +253,15 @@ def settle(run: Run) -> None:
             run.step()
 
 
-def reserved_mib(device: torch.device) -> int:
-    """What the allocator has reserved at most since the last call."""
+def reserved_mib(device: torch.device) -> tuple[int, int]:
+    """What the allocator reserves, without what it caches, and what it reserved at most since the last call."""
     if device.type != "cuda":
-        return 0
+        return 0, 0
     most = torch.cuda.max_memory_reserved(device)
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
-    return most >> 20
+    return torch.cuda.memory_reserved(device) >> 20, most >> 20
 
 
 def row(name: str, args: argparse.Namespace) -> Row:
@@ -267,13 +271,13 @@ def row(name: str, args: argparse.Namespace) -> Row:
     failed: dict[str, str] = {}
     late: dict[str, int] = {}
     seconds: dict[str, list[float]] = {}
-    memory: dict[str, int] = {}
+    reserved: dict[str, int] = {}
+    peak: dict[str, int] = {}
     entries: list[dict[str, Any]] = []
     reference, of_pygraph = None, Difference()
     for variant in args.variants.split(","):
         reset_report()
-        reserved_mib(device)
-        others = torch.cuda.memory_reserved(device) >> 20 if device.type == "cuda" else 0
+        others, _ = reserved_mib(device)
         clock = [time.monotonic()]
         try:
             run = Run(case, device, variant, small=args.small)
@@ -284,7 +288,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
             before = len(recorded)
             for _ in range(STEPS):
                 run.step()
-            memory[variant] = reserved_mib(device) - others
+            reserved[variant], peak[variant] = (mib - others for mib in reserved_mib(device))
         except Exception as error:
             log.exception("%s, %s", name, variant)
             failed[variant] = summary(error)
@@ -312,21 +316,40 @@ def row(name: str, args: argparse.Namespace) -> Row:
     loops = {variant: loop(run) for variant, run in runs.items()}
     timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=slowest)
     missed = [f"{variant}: {reason}" for variant, reason in failed.items()]
-    if late.get("pygraph"):
-        missed.append(f"{late['pygraph']} recordings after warm-up")
+    missed += misses(timings, reserved, late)
     return {
         **described(name, RANKS),
         **fields(timings),
         **totals(entries),
         "graphs": entries,
         "late_recordings": late,
-        "memory_mib": memory,
+        "memory_mib": reserved,
+        "reserved_mib": reserved.get("pygraph"),
+        "stock_reserved_mib": reserved.get("stock_cg"),
+        "peak_reserved_mib": peak.get("pygraph"),
+        "peak_stock_reserved_mib": peak.get("stock_cg"),
         "seconds": seconds,
         "equal": "pygraph" in runs and "pygraph" not in failed,
         "bitwise": "pygraph" in runs and of_pygraph.bitwise,
         "failed": failed,
         "missed": missed,
     }
+
+
+def misses(timings: dict[str, Timing], memory: dict[str, int], late: dict[str, int]) -> list[str]:
+    """Where PyGraph is worse than it must be."""
+    found = []
+    if late.get("pygraph"):
+        found.append(f"{late['pygraph']} recordings after warm-up")
+    others = {variant: timing for variant, timing in timings.items() if variant != "pygraph"}
+    if "pygraph" in timings and others:
+        best = min(others, key=lambda variant: others[variant].median_us)
+        slower = ratio(timings["pygraph"], others[best])
+        if slower.low > MAX_SLOWDOWN:
+            found.append(f"{slower.median:.2f} of {best}'s time")
+    if "pygraph" in memory and memory["pygraph"] > MAX_MEMORY * memory.get("stock_cg", math.inf):
+        found.append(f"{memory['pygraph']} MiB, stock {memory['stock_cg']}")
+    return found
 
 
 def described(name: str, ranks: int) -> Row:
