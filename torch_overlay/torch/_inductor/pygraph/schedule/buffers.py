@@ -13,7 +13,7 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.placeholder import round_up, storage_extent
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.schedule.dag import dependencies, reached
 from torch._inductor.pygraph.schedule.notes import Apart, declared_call
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.schedule.notes import CallLog, Note
     from torch._inductor.utils import InputType
     from torch.multiprocessing.reductions import StorageWeakRef
-
-# The caching allocator rounds sizes up to these.
-BLOCK_BYTES = 512
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -48,6 +45,17 @@ class Held:
     def is_dead(self) -> bool:
         # The other reference is this one.
         return torch._C._storage_Use_Count(self.storage._cdata) == 1
+
+
+def _tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    metadata = {
+        "size": like.shape,
+        "stride": like.stride(),
+        "dtype": like.dtype,
+        "device": storage.device,
+        "storage_offset": 0,
+    }
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 class Buffers:
@@ -77,12 +85,12 @@ class Buffers:
         self.ends: dict[StorageWeakRef, int] = {}
 
     def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        extent = storage_extent(torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta"))
-        nbytes = round_up(extent, BLOCK_BYTES)
+        like = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
+        nbytes = storage_extent(like)
         before = self.behind[self.number] if self.number < len(self.behind) else 0
-        heir = next((held for held in self.by_size[nbytes] if not held.users & ~before and held.is_dead), None)
-        if heir is not None:
-            self._release(heir)
+        for held in self.by_size[nbytes]:
+            if not held.users & ~before and held.is_dead:
+                return _tensor_in(held.storage, like)
         for held in [*self.held.values()] if self.nbytes + nbytes > self.limit else ():
             if self.nbytes + nbytes > self.limit and held.is_dead:
                 self._release(held)
@@ -97,9 +105,8 @@ class Buffers:
                 # A tensor that calls only read is a constant.
                 if use.storage in self.inputs or not use.operand.writes:
                     continue
-                start, end = use.extent
                 storage = torch.UntypedStorage._new_with_weak_ptr(use.storage.cdata)
-                held = self.held[use.storage] = Held(use.storage, storage, round_up(end - start, BLOCK_BYTES))
+                held = self.held[use.storage] = Held(use.storage, storage, storage.nbytes())
                 self.by_size[held.nbytes].append(held)
                 self.nbytes += held.nbytes
             held.users |= 1 << note.number
