@@ -659,6 +659,23 @@ class DeployTest(RecordTestCase):
         self.assertEqual((found.choice, found.schedule, found.timeline), ("node_update", CHAIN, []))
         self.assertEqual(self.edges(), 3)
 
+    def test_a_further_recording_has_the_schedule(self):
+        "An input is less aligned than those before."
+        given = [self.randn() for _ in range(20)] + [self.randn(12)[4:] for _ in range(8)]
+        with self.selects_at_once(100, 50, 30):
+            self.check(
+                self.body(*range(4)),
+                lambda: [given.pop(0), self.randn(24)],
+                force=None,
+                described=self.CALLS,
+                calls=len(given),
+                returned=(0, 1),
+            )
+        (entry,) = report()
+        # The chain, the DAG, and the DAG again.
+        self.assertEqual((entry.candidate, sum(map(bool, self.device.driver.graphs.values()))), ("node_update,dag", 3))
+        self.assertEqual(self.edges(), 2)
+
     def replayed(self, times: Sequence[float], described: tuple[CallInfo, ...]) -> Any:
         """Return what the last recording is like, what five replays of it set, and what memory is reserved."""
         trees.reset_cudagraph_trees()

@@ -25,6 +25,7 @@ from torch._inductor.pygraph.select.selection import (
     DEVICE_BOUND,
     MAX_WAITING_CALLS,
     RETIRE_CALLS,
+    ROUND_CALLS,
     Selection,
 )
 from torch._inductor.pygraph.select.store import Decision
@@ -706,6 +707,7 @@ class SchedulesTest(SelectTestCase):
         controller = new_controller("f")
         controller.added("id")
         self.recorded: list[str] = []
+        self.recorded_at: list[int] = []
         state, deployed = controller.state, []
         if "prelude" not in times:
             controller.bind_as(NODE_UPDATE)
@@ -724,6 +726,7 @@ class SchedulesTest(SelectTestCase):
             facts = ScheduleFacts(schedule, calls_us=100, critical_us=50, width=width)
             captured(controller, has_prelude=state.binding == PRELUDE, schedule=facts)
             self.recorded.append(controller.candidate)
+            self.recorded_at.append(selection.calls)
             self.simulation.work(10_000, 10_000)
             return []
 
@@ -785,6 +788,8 @@ class SchedulesTest(SelectTestCase):
         self.assertEqual(self.select(self.EXPERTS, rest, waits), "node_update,lanes2")
         self.assertEqual(self.recorded, [*self.EXPERTS][1:] + ["node_update,lanes2"])
         self.assertEqual(self.report.timings_us.keys(), self.EXPERTS.keys())
+        # Functions of a path record in the same calls.
+        self.assertEqual([call % ROUND_CALLS for call in self.recorded_at[1:]], [0] * 4)
 
     @parametrize("by,rest", ((2, 5), (1, 100)))
     def test_a_program_that_waits_for_the_host_keeps_the_chain(self, by, rest):

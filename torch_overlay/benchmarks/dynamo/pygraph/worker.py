@@ -752,8 +752,9 @@ def _sizes(entry: Any) -> dict[str, Any]:
 
 
 def _schedule(entry: dict[str, Any]) -> dict[str, Any]:
-    """The order of a function's calls, and what it can gain."""
-    return {key: entry.get(key) for key in ("schedule", "calls_us", "critical_us", "width")}
+    """The order of a function's calls, what was timed, and what it can gain."""
+    keys = ("choice", "schedule", "timings_us", "calls_us", "critical_us", "width", "pool_bytes")
+    return {key: entry.get(key) for key in keys}
 
 
 def totals(entries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from torch._inductor.pygraph import report
 from torch._inductor.pygraph.graph.placeholder import (
     tensor_at,
 )
-from torch._inductor.pygraph.select import store, timing
+from torch._inductor.pygraph.select import selection, store, timing
 from torch._inductor.pygraph.types import candidate
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.values import deliver
@@ -604,6 +604,7 @@ class RecordTestCase(TestCase):
         few = dict(WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1)
         with (
             mock.patch.multiple(timing, **few),
+            mock.patch.object(selection, "ROUND_CALLS", 1),
             mock.patch.object(timing.Samples, "cost", lambda _: next(times)),
         ):
             yield

@@ -77,6 +77,10 @@ MAX_WAITING_CALLS = 200
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
 
+# A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So
+# functions of a path, which are called equally often, record again in the same calls.
+ROUND_CALLS = 32
+
 # How many sizes of a function are kept that came once, and how many that were not recorded.
 MAX_SEEN_ONCE = 256
 MAX_UNRECORDED = 2048
@@ -335,10 +339,17 @@ class Selection:
         for _ in range(RETIRE_CALLS):
             if controller.candidate == best or not controller.binds_inputs:
                 break
+            yield from self._next_round()
             yield from self._recorded_as(best)
+
+    def _next_round(self) -> Iterator[ModelType]:
+        """Go on until a call in which other functions record again, too."""
+        while self.calls % ROUND_CALLS:
+            yield self._chosen()
 
     def _time_as(self, candidate: str) -> Generator[ModelType, None, Cost | None]:
         """Record and time the graph as a candidate. Return None if it cannot be recorded so."""
+        yield from self._next_round()
         yield from self._recorded_as(candidate)
         if self.controller.candidate != candidate:
             return None
