@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import gc
@@ -397,14 +398,28 @@ class ManySizesTest(ManySizesTestCase):
             self.check_captured(self.program(mlp), (37, 37, 5, 6, 7, 9, 10, 11, 9, 5, 37))
 
     def test_undefined_parameters(self) -> None:
-        """What a library leaves undefined differs between captures of one call, or between its callers."""
-        for undefined in ("calls", "callers"):
-            with self.subTest(undefined):
+        """
+        What a library leaves undefined differs between captures of one call, or between its callers; or it is an
+        address of the host.
+        """
+        kept = []
+
+        def address(device: SizedDevice) -> int:
+            # Alone it is the same each time.
+            if len(device.driver.graphs[device.captured.handle]) == 0:
+                return ctypes.addressof(kept[0])
+            kept.append(ctypes.create_string_buffer(8))
+            return ctypes.addressof(kept[-1])
+
+        kept.append(ctypes.create_string_buffer(8))
+        modes = {"calls": lambda device: device.calls, "callers": lambda device: stack_depth(), "address": address}
+        for name, undefined in modes.items():
+            with self.subTest(name):
                 trees.reset_cudagraph_trees()
                 reset_report()
                 program = self.program(mlp)
                 device = program.device
-                device.undefined = stack_depth if undefined == "callers" else lambda device=device: device.calls
+                device.undefined = functools.partial(undefined, device)
                 self.check_captured(program, (37, 37, 5, 6, 7, 9))
 
     def test_other_parameters(self) -> None:

@@ -10,6 +10,7 @@ calls of the device share, because the calls of one manager follow one another.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -194,7 +195,13 @@ class Memo(Scratch):
         self.entries.move_to_end(signature)
         return entry
 
-    def captured(self, signature: Signature, spec: TreeSpec) -> Entry:
+    def captured(
+        self, signature: Signature, spec: TreeSpec, around: Callable[[Callable[[], Any]], Any] | None = None
+    ) -> Entry:
+        """
+        Args:
+            around: runs what it is called with: the operator
+        """
         sizes = [(storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
         places = arena(self.device, ZERO).place(sizes)
         operands = [
@@ -206,7 +213,8 @@ class Memo(Scratch):
         args, kwargs = pytree.tree_unflatten(leaves, spec)
 
         def run() -> list[tuple[int, int]]:
-            results = new_tensors(signature.op(*args, **kwargs), leaves)
+            call = functools.partial(signature.op, *args, **kwargs)
+            results = new_tensors(call() if around is None else around(call), leaves)
             return [(t.data_ptr(), storage_extent(t)) for t in results]
 
         graph, results = self.capture(run, self.pool)

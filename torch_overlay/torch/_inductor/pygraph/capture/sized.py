@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import itertools
 import logging
 from collections import OrderedDict
@@ -373,7 +374,7 @@ class SizedRecording:
             address=address,
             is_temporary=PoolRanges(self.memo.pool),
             is_elsewhere=capture.pool,
-            capture=lambda: self.memo.captured(self._signature(call, at), call.call.spec),
+            capture=functools.partial(self.memo.captured, self._signature(call, at), call.call.spec),
         )
         if (difference := comparison.difference()) is not None:
             raise differs(at, f"{traced.op} {difference}")

@@ -13,7 +13,10 @@ import ctypes
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.binding import read_host_memory
+from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.placeholder import tensor_at
+from torch._inductor.pygraph.types.reason import RefusedError
 
 
 if TYPE_CHECKING:
@@ -56,6 +59,19 @@ class PoolRanges:
         """Return the segment that an address lies in, or None."""
         i = bisect.bisect_right(self.bounds, address)
         return (self.bounds[i - 1], self.bounds[i]) if i % 2 else None
+
+
+def is_pageable(address: int) -> bool:
+    """Return whether an address is of memory of the host that CUDA does not know."""
+    cu = bindings()
+    status, _ = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    if int(status) == 0:
+        return False
+    try:
+        read_host_memory(address, 1)
+    except (RefusedError, OverflowError):
+        return False
+    return True
 
 
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
