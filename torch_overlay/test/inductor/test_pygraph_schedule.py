@@ -33,6 +33,7 @@ from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
+from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.timing import NODE_US
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
@@ -42,7 +43,7 @@ from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.modelled_cuda import KernelNode, on_host, PreludeNode
-from torch.testing._internal.pygraph_functions import RecordTestCase
+from torch.testing._internal.pygraph_functions import new_generation, RecordTestCase
 
 
 # Make the helper files in test/ importable
@@ -675,6 +676,74 @@ class DeployTest(RecordTestCase):
         # The chain, the DAG, and the DAG again.
         self.assertEqual((entry.candidate, sum(map(bool, self.device.driver.graphs.values()))), ("node_update,dag", 3))
         self.assertEqual(self.edges(), 2)
+
+    def test_training(self):
+        "A forward and its backward select at the same time. A recording of the forward drops that of the backward."
+        forward = f"""
+            x, w = args; args.clear()
+            a = new(); launch(sin, a, x)
+            if {NOTE} is not None: {NOTE}(0, x, a)
+            b = new(); launch(mul, b, x, w)
+            if {NOTE} is not None: {NOTE}(1, x, w, b)
+            return (b, a, w)
+        """
+        backward = f"""
+            a, w, t = args; args.clear()
+            c = new(); launch(mul, c, a, t)
+            if {NOTE} is not None: {NOTE}(0, a, t, c)
+            d = new(); launch(mul, d, w, t)
+            if {NOTE} is not None: {NOTE}(1, w, t, d)
+            return (c, d)
+        """
+
+        def describe(*calls: tuple[str, ...]) -> tuple[CallInfo, ...]:
+            (*inputs,) = dict.fromkeys(name for *read, _ in calls for name in read)
+            return tuple(
+                CallInfo("k", (*(Operand(n, False, inputs.index(n)) for n in read), Operand(to, writes=True)))
+                for *read, to in calls
+            )
+
+        timed: collections.Counter[Any] = collections.Counter()
+
+        def cost(samples: timing.Samples) -> timing.Cost:
+            timed[samples.state] += 1
+            us = 100 if timed[samples.state] == 1 else 30 if samples.state.schedule == DAG else 50
+            return timing.Cost(*[timing.Estimate(us)] * 3)
+
+        first = second = None
+        w = self.randn()
+        with self.selects_at_once(), mock.patch.object(timing.Samples, "cost", cost):
+            for _ in range(30):
+                x, t = self.randn(), self.randn()
+                new_generation()
+                first = first or self.deploy(
+                    forward,
+                    [x, w],
+                    mode="forward",
+                    force=None,
+                    static=[1],
+                    names=["primals_1", "primals_2"],
+                    described=describe(("x", "a"), ("x", "w", "b")),
+                )
+                b, a, saved = first.call([x, w])
+                second = second or self.deploy(
+                    backward,
+                    [a, saved, t],
+                    mode="backward",
+                    force=None,
+                    returned=[0, 1],
+                    static=[0, 1],
+                    names=["sin", "primals_2", "tangents_1"],
+                    described=describe(("a", "t", "c"), ("w", "t", "d")),
+                )
+                inputs = [a, saved, t]
+                wanted = [on_host(x) * on_host(w), on_host(x).sin() * on_host(t), on_host(w) * on_host(t)]
+                del a, saved
+                c, d = second.call(inputs)
+                self.assertEqual(self.values([b, c, d]), wanted)
+                del b, c, d, inputs
+        times = {"no_graph": 100, "node_update": 50, "node_update,dag": 30}
+        self.assertEqual([(f.candidate, f.timings_us) for f in report()], [("node_update,dag", times)] * 2)
 
     def replayed(self, times: Sequence[float], described: tuple[CallInfo, ...]) -> Any:
         """Return what the last recording is like, what five replays of it set, and what memory is reserved."""
