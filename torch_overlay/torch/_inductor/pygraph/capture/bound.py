@@ -41,7 +41,7 @@ from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
-from torch._inductor.pygraph.schedule.buffers import Buffers
+from torch._inductor.pygraph.schedule.buffers import Buffers, buffers_apart
 from torch._inductor.pygraph.schedule.notes import CallLog
 from torch._inductor.pygraph.schedule.plan import Graph, schedule_graph
 from torch._inductor.pygraph.schedule.pointers import Memory
@@ -273,10 +273,11 @@ class BoundGraphNode(CopyGraphNode):
 
     def _buffers(self) -> Buffers | None:
         """Return what allocates for calls that are to run side by side, given their rehearsal."""
-        if self.calls is None or not self.calls.is_complete:
+        if self.calls is None:
             return None
-        limit = self.rehearsal.needed_bytes + int(MORE_MEMORY * torch.cuda.memory_reserved(self.device))
-        return Buffers(self.calls, self.bound_input_idxs, allocation.empty_strided_cuda, limit)
+        more = int(MORE_MEMORY * (torch.cuda.memory_reserved(self.device) + self.rehearsal.needed_bytes))
+        times = self.request.call_times_us
+        return buffers_apart(self.calls, self.bound_input_idxs, times, allocation.empty_strided_cuda, more)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())

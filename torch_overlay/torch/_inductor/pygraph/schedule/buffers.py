@@ -3,28 +3,35 @@ Memory of a function's buffers while it is captured for a schedule.
 
 The caching allocator hands the memory of a dead buffer to the next one. Calls that do not depend on
 one another then wait for each other, because they use the same memory. Buffers keeps what died
-until a call allocates as much that comes behind all calls that used it.
+until a call allocates as much that comes behind all calls that used it. More memory makes less of
+it stay in the caches of the device, so that buffers lie apart only where calls wait for memory.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.graph.placeholder import storage_extent
-from torch._inductor.pygraph.schedule.dag import dependencies, reached
-from torch._inductor.pygraph.schedule.notes import Apart, declared_call
+from torch._inductor.pygraph.schedule.dag import critical_path, dependencies, reached
+from torch._inductor.pygraph.schedule.notes import Apart, declared_call, NODE_US
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.schedule.dag import Waits
     from torch._inductor.pygraph.schedule.notes import CallLog, Note
     from torch._inductor.utils import InputType
     from torch.multiprocessing.reductions import StorageWeakRef
+
+
+# Buffers lie apart if that makes the critical path so many times shorter.
+MIN_GAIN = 1.1
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -58,21 +65,60 @@ def _tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tenso
     return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
+def buffers_apart(
+    rehearsed: CallLog,
+    moving: Collection[int],
+    times_us: Mapping[int, float],
+    allocate: Callable[..., torch.Tensor],
+    more: int,
+) -> Buffers | None:
+    """
+    Return what allocates while a function is captured, or None if its calls wait for little memory.
+
+    Args:
+        rehearsed: an earlier run of the function
+        moving: inputs that lie elsewhere in another call
+        times_us: time of each call that was timed
+        more: bytes that buffers take at most beyond those of the rehearsal
+    """
+    if not rehearsed.is_complete:
+        return None
+    together, apart = (
+        dependencies([declared_call(n, c, moving, apart=place) for n, c in zip(rehearsed.notes, rehearsed.calls)])
+        for place in (None, Apart(rehearsed.notes))
+    )
+    times = [times_us.get(note.number, NODE_US) for note in rehearsed.notes]
+    if critical_path(together, times) < MIN_GAIN * critical_path(apart, times):
+        return None
+    return Buffers(apart, allocate, peak_bytes(rehearsed.notes) + more)
+
+
+def peak_bytes(notes: Sequence[Note]) -> int:
+    """Return the most bytes of buffers that live at once."""
+    inputs = {use.storage for note in notes for use in note.uses if use.operand.input is not None}
+    change: collections.Counter[int] = collections.Counter()
+    lives: dict[StorageWeakRef, tuple[int, int, int]] = {}
+    for note in notes:
+        for use in note.uses:
+            if use.storage not in inputs:
+                first, *_ = lives.get(use.storage, (note.number,))
+                lives[use.storage] = first, note.number + 1, use.extent[1] - use.extent[0]
+    for first, end, nbytes in lives.values():
+        change[first] += nbytes
+        change[end] -= nbytes
+    return max(itertools.accumulate(change[number] for number in range(len(notes))), default=0)
+
+
 class Buffers:
     """
     Args:
-        rehearsed: notes of an earlier run of the function, which tell what depends on what
-        moving: inputs that lie elsewhere in another call
+        waits: what calls wait for besides memory
         allocate: takes size, stride and dtype
         limit: bytes that live and dead buffers take at most
     """
 
-    def __init__(
-        self, rehearsed: CallLog, moving: Collection[int], allocate: Callable[..., torch.Tensor], limit: int
-    ) -> None:
-        apart = Apart(rehearsed.notes)
-        calls = [declared_call(n, c, moving, apart=apart) for n, c in zip(rehearsed.notes, rehearsed.calls)]
-        self.behind = reached(dependencies(calls))
+    def __init__(self, waits: Waits, allocate: Callable[..., torch.Tensor], limit: int) -> None:
+        self.behind = reached(waits)
         self.allocate = allocate
         self.limit = limit
         # The call that comes next.
@@ -88,7 +134,8 @@ class Buffers:
         like = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
         nbytes = storage_extent(like)
         before = self.behind[self.number] if self.number < len(self.behind) else 0
-        for held in self.by_size[nbytes]:
+        # What was used last may lie in the caches.
+        for held in reversed(self.by_size[nbytes]):
             if not held.users & ~before and held.is_dead:
                 return _tensor_in(held.storage, like)
         for held in [*self.held.values()] if self.nbytes + nbytes > self.limit else ():

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 
+# What a node is taken to take if it was not timed.
+NODE_US = 3.0
+
 # No device memory lies behind it.
 APART = 1 << 60
 

@@ -16,7 +16,7 @@ from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.edges import chain_of, change_edges
 from torch._inductor.pygraph.schedule.dag import Call, critical_path, dependencies, width
 from torch._inductor.pygraph.schedule.lanes import order
-from torch._inductor.pygraph.schedule.notes import Apart, declared_call
+from torch._inductor.pygraph.schedule.notes import Apart, declared_call, NODE_US
 from torch._inductor.pygraph.schedule.pointers import undeclared
 from torch._inductor.pygraph.schedule.timeline import timeline
 from torch._inductor.pygraph.types.candidate import CHAIN
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.schedule.pointers import Memory, Range
     from torch._inductor.pygraph.types.calls import CallInfo
     from torch.multiprocessing.reductions import StorageWeakRef
-
-# What a node is taken to take if it was not timed.
-NODE_US = 3.0
 
 
 class Unit(NamedTuple):
