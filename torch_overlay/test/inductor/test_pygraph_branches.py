@@ -184,6 +184,53 @@ class LayerDrop(torch.nn.Module):
         return x
 
 
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(4)
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        y = torch.nn.functional.gelu(self.up(self.norm(x)))
+        for i in range(3):
+            y = y + y.sin() / (i + 1)
+        return x + self.down(torch.nn.functional.dropout(y, 0.5, self.training))
+
+
+class Encoder(torch.nn.Module):
+    """The encoder, or the decoder, of BART."""
+
+    def __init__(self, is_decoder: bool, layers: int = 6, layerdrop: float = 0.3) -> None:
+        super().__init__()
+        self.is_decoder, self.layerdrop = is_decoder, layerdrop
+        self.first, self.last = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(layers))
+
+    def forward(self, x):
+        x = self.first(x)
+        return self.last(self.decode(x) if self.is_decoder else self.encode(x))
+
+    def encode(self, x):
+        for i, layer in enumerate(self.layers):
+            to_drop = False
+            if self.training:
+                probability = torch.rand([])
+                if probability < self.layerdrop:
+                    to_drop = True
+            if not to_drop:
+                x = layer(x)
+        return x
+
+    def decode(self, x):
+        for i, layer in enumerate(self.layers):
+            if self.training:
+                probability = torch.rand([])
+                if probability < self.layerdrop:
+                    continue
+            x = layer(x)
+        return x
+
+
 class Started(torch.nn.Module):
     """Sets its scale at the first call, as ActNorm."""
 
@@ -240,6 +287,22 @@ class HostTest(BranchTestCase):
             model.zero_grad()
             compiled(torch.ones(3, 4)).sum().backward()
             self.assertEqual([i for i in range(4) if model.layers[i].weight.grad is not None], model.used)
+
+    @parametrize("is_decoder", (False, True))
+    def test_encoder(self, is_decoder):
+        """All layers run one graph. Gradients of dropped layers are None, and random numbers are those of eager mode."""
+        with torch._inductor.config.patch(fallback_random=True):
+            eager, compiled = Encoder(is_decoder), Encoder(is_decoder)
+            compiled.load_state_dict(eager.state_dict())
+            forward = torch.compile(compiled, options={"pygraph": True})
+            args = (torch.randn(3, 4, requires_grad=True),)
+            torch.manual_seed(1)
+            expected = [outcome_of(eager, eager, args) for _ in range(12)]
+            torch.manual_seed(1)
+            found = [outcome_of(forward, compiled, args) for _ in range(12)]
+        self.assertEqual(found, expected)
+        # Before the loop, a layer, a layer that is dropped, and after the loop
+        self.assertEqual(number_of_graphs(), 4)
 
     def test_buffer(self):
         eager, compiled = Started(), Started()

@@ -20,14 +20,18 @@ from __future__ import annotations
 import contextlib
 from typing import Any, TYPE_CHECKING
 
+import torch
+import torch.fx
 from torch._dynamo.capabilities import BackendCapabilities
-from torch._dynamo.exc import RestartAnalysis, SkipFrame, Unsupported
+from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAnalysis, Unsupported
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.dynamo.branches import Branches
-from torch._inductor.pygraph.dynamo.breaks import Call
+from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
+from torch._inductor.pygraph.dynamo.effects import nodes_after
 from torch._inductor.pygraph.dynamo.items import break_at, Items
+from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
 from torch._inductor.pygraph.dynamo.loops import Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.sharded import release_gathered
@@ -71,6 +75,8 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         kwargs: dict[str, VariableTracker],
     ) -> VariableTracker | None:
         call = Call(fn, args, kwargs)
+        if (items := self.enumerate_items(tx, call)) is not None:
+            return items
         for trace, code in (
             (self.copy_object, Code.COPIED_BY_DYNAMO),
             (self.bool_of_call, Code.BOOL_IN_GRAPH),
@@ -94,6 +100,18 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         else:
             self.repair(tx, Reason.of(code))
         return code is not None
+
+    def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        try:
+            return super().decide(tx, node)
+        except UnspecializeRestartAnalysis as e:
+            # The next analysis would trace a path, to find that it does not become torch.where.
+            if len([*nodes_after(next(iter(self.decided)))]) > MAX_OPERATORS * len(self.decided):
+                self.outline(tx)
+                if torch.is_grad_enabled():
+                    site = tx.indexof[tx.current_instruction]
+                    broken(tx.f_code)[site] = Reason.of(Code.BRANCH_STAYS, why=e.restart_reason)
+            raise
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
         super().on_failure(tx, error)

@@ -35,7 +35,8 @@ import sys
 import types
 from typing import Any, TYPE_CHECKING
 
-from torch._dynamo import exc
+import torch
+from torch._dynamo import exc, variables
 from torch._dynamo.bytecode_analysis import HASLOCAL, JUMP_OPCODES, remove_dead_code
 from torch._dynamo.bytecode_transformation import (
     create_call_function,
@@ -46,7 +47,7 @@ from torch._dynamo.bytecode_transformation import (
 )
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
-from torch._dynamo.variables import ConstDictVariable
+from torch._dynamo.variables.base import VariableTracker
 from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch, union
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
@@ -58,8 +59,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
+    from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.exc import Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.breaks import Call
     from torch._inductor.pygraph.dynamo.flow import Flow, Loop
 
 
@@ -90,25 +93,56 @@ class StaysError(Exception):
     """Raised with the reason why a loop stays as it is."""
 
 
+class Enumerate(VariableTracker):
+    """enumerate() of what can be iterated again. Dynamo's own is a generator, which no bytecode can make."""
+
+    def __init__(self, args: list[VariableTracker], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.args = args
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.add_push_null(lambda: codegen.load_import_from("builtins", "enumerate"))
+        codegen.foreach(self.args)
+        codegen.extend_output(create_call_function(len(self.args), False))
+
+
 class Loops(FrameExtension):
+    def enumerate_items(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
+        """Return what the loop of a replaced frame iterates, if a call makes it with enumerate()."""
+        following = (inst for inst in tx.instructions[tx.instruction_pointer :] if inst.opname != "NOP")
+        if next(following).argval != FIRST or len(call.values) != 1:
+            return None
+        fn, items = call.fn.realize(), call.values[0].realize()
+        is_enumerate = getattr(fn, "fn", None) is enumerate
+        return Enumerate([items]) if is_enumerate and has_items(items) else None
+
     def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
         """
         Raises:
             exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function.
         """
         super().on_graph_break(tx, error)
-        if error.gb_type not in READS or tx is not tx.output.root_tx:
-            return
+        if error.gb_type in READS and (why := self.outline(tx)) is not None:
+            refuse(tx, Code.LOOP_STAYS, why=why)
+            add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=why), is_repaired=False)
+
+    def outline(self, tx: InstructionTranslatorBase) -> str | None:
+        """
+        Return why a loop around the current instruction stays as it is. None if there is no loop in the frame.
+
+        Raises:
+            exc.ReplacedCodeRestartAnalysis: the body of the loop can be a function.
+        """
+        if tx is not tx.output.root_tx:
+            return None
         position = tx.indexof[tx.current_instruction]
         found = with_function(tx.f_code, position)
-        if isinstance(found, types.CodeType) and (name := changed_dictionary(tx, position)) is not None:
-            found = f"{name} is a dictionary that it changes"
-        if isinstance(found, str):
-            refuse(tx, Code.LOOP_STAYS, why=found)
-            add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=found), is_repaired=False)
-        elif found is not None:
+        if isinstance(found, types.CodeType):
+            if (name := changed_dictionary(tx, position)) is not None:
+                return f"{name} is a dictionary that it changes"
             add(place_of(tx), Reason.of(Code.BODY_COMPILED), is_repaired=True)
             raise exc.ReplacedCodeRestartAnalysis(found, restart_reason="a loop breaks the graph")
+        return found
 
 
 def with_function(code: types.CodeType, position: int) -> types.CodeType | str | None:
@@ -164,9 +198,16 @@ def changed_dictionary(tx: InstructionTranslatorBase, position: int) -> str | No
         container = flow.instructions[i - 2]
         if flow.instructions[i].opname == "STORE_SUBSCR" and container.opname.startswith("LOAD_FAST"):
             value = known.get(container.argval)
-            if value is not None and isinstance(value.realize(), ConstDictVariable):
+            if value is not None and isinstance(value.realize(), variables.ConstDictVariable):
                 return container.argval
     return None
+
+
+def has_items(value: VariableTracker) -> bool:
+    """Return whether iterating a value runs nothing of the program."""
+    if isinstance(value, variables.UnspecializedNNModuleVariable):
+        return type(value.value) is torch.nn.ModuleList
+    return isinstance(value, (variables.BaseListVariable, variables.NNModuleVariable))
 
 
 def is_for(flow: Flow, loop: Loop) -> bool:
