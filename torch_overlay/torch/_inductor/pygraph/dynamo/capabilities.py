@@ -30,6 +30,7 @@ from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.effects import nodes_after
+from torch._inductor.pygraph.dynamo.hosts import ancestors_of, is_draw
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
 from torch._inductor.pygraph.dynamo.loops import Loops
@@ -67,6 +68,11 @@ class PyGraphFrame(Items):
 
 
 class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
+    def __init__(self) -> None:
+        super().__init__()
+        # By code and instruction, the first value that decided there
+        self.decided_at: dict[tuple[types.CodeType, int], torch.fx.Node] = {}
+
     def defer(
         self,
         tx: InstructionTranslatorBase,
@@ -102,16 +108,23 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         return code is not None
 
     def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        site = tx.indexof[tx.current_instruction]
+        first = self.decided_at.get((tx.f_code, site))
+        # Paths of so many operators do not become torch.where.
+        is_large = first is not None and len([*nodes_after(first)]) > MAX_OPERATORS * len(self.decided)
+        if is_large and any(map(is_draw, ancestors_of(node))):
+            # Each turn has two outcomes, and each of their combinations would have a graph.
+            self.outline(tx)
         try:
-            return super().decide(tx, node)
+            outcome = super().decide(tx, node)
         except UnspecializeRestartAnalysis as e:
-            # The next analysis would trace a path, to find that it does not become torch.where.
-            if len([*nodes_after(next(iter(self.decided)))]) > MAX_OPERATORS * len(self.decided):
-                self.outline(tx)
-                if torch.is_grad_enabled():
-                    site = tx.indexof[tx.current_instruction]
-                    broken(tx.f_code)[site] = Reason.of(Code.BRANCH_STAYS, why=e.restart_reason)
+            if is_large and torch.is_grad_enabled():
+                # torch.cond gives gradients of zeros. The next analysis need not trace the paths.
+                broken(tx.f_code)[site] = Reason.of(Code.BRANCH_STAYS, why=e.restart_reason)
             raise
+        if outcome is not None:
+            self.decided_at.setdefault((tx.f_code, site), node)
+        return outcome
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
         super().on_failure(tx, error)

@@ -23,7 +23,7 @@ import functools
 import logging
 import types
 import warnings
-from typing import Any, TYPE_CHECKING
+from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
@@ -42,11 +42,12 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from typing_extensions import Self
 
     from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.exc import Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.breaks import Call
 
@@ -154,6 +155,27 @@ class Effects(Breaks):
     def __init__(self) -> None:
         super().__init__()
         self.queue: list[Effect] = []
+        # The graph's last node before the frame's latest call
+        self.before_call: torch.fx.Node | None = None
+
+    def on_call(self, tx: InstructionTranslatorBase, fn: VariableTracker) -> None:
+        super().on_call(tx, fn)
+        if self.queue and tx is tx.output.root_tx:
+            self.before_call = last_node(tx.output.graph)
+
+    def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
+        """
+        Raises:
+            RestartAnalysis: a call cannot be made behind this graph. Dynamo need not trace up to here again.
+        """
+        if self.before_call is not None:
+            for effect in self.queue:
+                nodes = (node for node in nodes_after(effect.last) if node <= self.before_call)
+                check_nodes(effect, nodes, self._copies())
+        super().on_graph_break(tx, error)
+
+    def _copies(self) -> OrderedSet[torch.fx.Node]:
+        return OrderedSet(text.copy.as_proxy().node for effect in self.queue for text in effect.texts)
 
     def call_behind(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what the call returns, or None if it cannot be made behind the graph."""
@@ -218,19 +240,13 @@ class Effects(Breaks):
             RestartAnalysis: a call cannot be made behind the graph.
         """
         graph = tx.output.graph
-        copies = OrderedSet(text.copy.as_proxy().node for effect in self.queue for text in effect.texts)
+        copies = self._copies()
         for effect in self.queue:
             written = versions_of(graph) != effect.versions
             leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
-            later = (node for node in nodes_after(effect.last) if node not in copies)
-            reason = None
             if (written and effect.may_raise) or any(t.value(written) is t.copy for t in leaves):
-                reason = Reason.of(Code.BEFORE_A_WRITE)
-            elif (node := next((n for n in later if not effect.allows(n)), None)) is not None:
-                reason = Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node) or node.name)
-            if reason is not None:
-                broken(effect.code)[effect.instruction] = reason
-                raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
+                break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
+            check_nodes(effect, nodes_after(effect.last), copies)
             effect.values += [make(written) for make in effect.makers]
         for effect in self.queue:
             effect.complete(tx, copies)
@@ -241,6 +257,21 @@ class Effects(Breaks):
                 if text.value(written) is text.tensor and not node.users:
                     graph.erase_node(node)
         self.queue = []
+
+
+def check_nodes(effect: Effect, nodes: Iterable[torch.fx.Node], copies: OrderedSet[torch.fx.Node]) -> None:
+    """
+    Raises:
+        RestartAnalysis: the call cannot be made behind one of the nodes.
+    """
+    for node in nodes:
+        if node not in copies and not effect.allows(node):
+            break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node) or node.name))
+
+
+def break_before(effect: Effect, reason: Reason) -> NoReturn:
+    broken(effect.code)[effect.instruction] = reason
+    raise RestartAnalysis(restart_reason="a call cannot be made behind the graph")
 
 
 def may_defer(tx: InstructionTranslatorBase, *, may_raise: bool) -> bool:
