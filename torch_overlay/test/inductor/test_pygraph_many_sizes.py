@@ -50,6 +50,7 @@ from torch.testing._internal.modelled_sizes import (
     stack_depth,
     symbols,
 )
+from torch.testing._internal.pygraph_common import ByPython
 
 
 if TYPE_CHECKING:
@@ -205,6 +206,16 @@ class ManySizesTestCase(TestCase):
             ran += 1
         return ran
 
+    def program(self, fn: Callable[..., Any], *shapes: tuple[int, ...], force: str | None = "node_update") -> SizedProgram:
+        return SizedProgram(self.device(), compiled_of(fn, *(shapes or MLP_SHAPES)), force)
+
+    def check_captured(self, program: SizedProgram, sizes: Sequence[int]) -> None:
+        """All calls from the second on are replays of recordings for many sizes."""
+        self.check(program, sizes)
+        self.assertEqual([str(r) for r in self.refused], [])
+        for entry in report():
+            self.assertEqual((entry.calls, entry.captured_calls), (len(sizes) - 2, len(sizes) - 2))
+
 
 class RandomProgramsTest(ManySizesTestCase):
     def run_program(self, seed: int, totals: collections.Counter[str]) -> None:
@@ -243,16 +254,6 @@ class RandomProgramsTest(ManySizesTestCase):
 
 
 class ManySizesTest(ManySizesTestCase):
-    def program(self, fn: Callable[..., Any], *shapes: tuple[int, ...], force: str | None = "node_update") -> SizedProgram:
-        return SizedProgram(self.device(), compiled_of(fn, *(shapes or MLP_SHAPES)), force)
-
-    def check_captured(self, program: SizedProgram, sizes: Sequence[int]) -> None:
-        """All calls from the second on are replays of recordings for many sizes."""
-        self.check(program, sizes)
-        self.assertEqual([str(r) for r in self.refused], [])
-        for entry in report():
-            self.assertEqual((entry.calls, entry.captured_calls), (len(sizes) - 2, len(sizes) - 2))
-
     def test_sizes_of_a_bucket(self) -> None:
         """One recording serves all sizes up to the next power of two."""
         program = self.program(mlp)
@@ -394,7 +395,7 @@ class ManySizesTest(ManySizesTestCase):
 
     def test_memo_is_bounded(self) -> None:
         """Entries that were dropped are captured again, and what a graph holds stays."""
-        with mock.patch.object(library, "MAX_MEMO_BYTES", 1), mock.patch.object(sized, "MAX_KEPT_SIZES", 2):
+        with mock.patch.object(library, "MAX_MEMO_BYTES", 1), mock.patch.object(sized, "MAX_ROWS", 2):
             self.check_captured(self.program(mlp), (37, 37, 5, 6, 7, 9, 10, 11, 9, 5, 37))
 
     def test_undefined_parameters(self) -> None:
@@ -566,6 +567,16 @@ class ManySizesTest(ManySizesTestCase):
             self.check(SizedProgram(self.device(), program, "node_update"), (37, 37, 5, 6))
         many.assert_not_called()
         self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])
+
+
+class PythonManySizesTest(ByPython, ManySizesTestCase):
+    """Replays where nothing is compiled."""
+
+    test_topologies = ManySizesTest.test_topologies
+    test_clusters = ManySizesTest.test_clusters
+    test_switched_off_across_an_update = ManySizesTest.test_switched_off_across_an_update
+    test_outputs = ManySizesTest.test_outputs
+    test_node_that_refuses = ManySizesTest.test_node_that_refuses
 
 
 def incomplete(size_map: SizeMap) -> Iterator[tuple[str, SizeMap]]:

@@ -55,6 +55,8 @@ class Shape:
         managed: for each output of the graph before that is an input, whether it is dropped
         others: outputs of that graph that are no inputs, dead before this one
         last_outputs: of the other graph that a root may come after
+        alignments: of the bound inputs
+        numbers: of the calls of a recording for many sizes: a size, a stride, an offset in bytes, and one more
     """
 
     statics: int
@@ -62,34 +64,41 @@ class Shape:
     others: int
     last_outputs: int
     bound: int
-    alignment: int
+    alignments: tuple[int, ...]
     allocators: int
     words: tuple[int, ...] | None
     pending: bool | None
     kinds: tuple[str, ...]
+    numbers: tuple[int, ...] | None = None
+
+    @property
+    def tensors(self) -> int:
+        return self.bound + self.allocators
 
 
 @st.composite
 def shapes(draw: Any) -> Shape:
     managed = tuple(draw(st.lists(st.booleans(), max_size=2)))
+    numbers = st.tuples(st.integers(0, 2), st.integers(1, 2), st.sampled_from((0, 8)), st.integers(-9, 9))
     return Shape(
         statics=draw(st.integers(0, 2)),
         managed=managed,
         others=draw(st.integers(0, 2)) if managed else 0,
         last_outputs=draw(st.integers(0, 2)),
         bound=draw(st.integers(0, 3)),
-        alignment=draw(st.sampled_from((16, 64))),
+        alignments=tuple(draw(st.lists(st.sampled_from((4, 16, 64)), min_size=3, max_size=3))),
         allocators=draw(st.integers(0, 2)),
         words=draw(st.none() | st.tuples(st.integers(0, 2**64 - 1))),
         pending=draw(st.sampled_from((True, False, None))),
         kinds=tuple(
             draw(
                 st.lists(
-                    st.sampled_from(("bound", "input", "constant", "empty", "cached")),
+                    st.sampled_from(("bound", "input", "constant", "empty", "cached", "number")),
                     max_size=5,
                 )
             )
         ),
+        numbers=None if managed else draw(st.none() | numbers),
     )
 
 
@@ -180,7 +189,7 @@ class World:
         first = shape.statics + num_managed
         pool = self.memory.data_ptr() + self.start + 512 * 16
         return ReplayPlan(
-            node=self.itself,  # type: ignore[arg-type]
+            node=self.itself if shape.numbers is None else None,  # type: ignore[arg-type]
             graph=self.graph,
             is_outdated=self.is_outdated,
             manager=self.manager,
@@ -199,24 +208,30 @@ class World:
             num_inputs=first + shape.bound,
             static=tuple(static),
             bound=tuple(range(first, first + shape.bound)),
-            alignment=shape.alignment,
+            alignments=shape.alignments[: shape.bound],
             pool=(pool, pool + 512),
             dropped=tuple(i for i, dies in zip(managed, shape.managed) if dies),
             restore=self.restore,
             allocators=tuple(
-                lambda i=i: self.allocate(i) for i in range(shape.allocators)
+                lambda *numbers, i=i: self.allocate(i, *numbers) for i in range(shape.allocators)
             ),
-            words=None if shape.words is None else self.words,
+            views=tuple((i, (0, 1), (1, 0), 2, 4) for i in range(self.views())),
+            words=None if shape.words is None or shape.numbers is not None else self.words,
             nodes=self.update,
             launch=self.launch,
             cached=self.cached,
             outputs=tuple(map(self.output, range(len(shape.kinds)), shape.kinds)),
         )
 
+    def views(self) -> int:
+        return 0 if self.shape.numbers is None else self.shape.tensors
+
     def output(self, i: int, kind: str) -> Output:
         shape = self.shape
-        if kind == "bound" and shape.bound + shape.allocators > 0:
-            return Output("bound", i % (shape.bound + shape.allocators))
+        if kind == "bound" and shape.tensors > 0:
+            return Output("bound", i % (shape.tensors + self.views()))
+        if kind == "number" and shape.numbers is not None:
+            return Output("number", i % len(shape.numbers))
         if kind == "input" and shape.statics > 0:
             return Output("input", i % shape.statics)
         if kind == "empty":
@@ -228,8 +243,8 @@ class World:
 
     # What the replay calls.
 
-    def general(self, inputs: Any) -> list[str]:
-        self.events.append(("general", type(inputs), [*map(self.name, inputs)]))
+    def general(self, inputs: Any, *numbers: Any) -> list[str]:
+        self.events.append(("general", type(inputs), [*map(self.name, inputs)], numbers))
         return ["general"]
 
     def restore(self, inputs: list[Any]) -> None:
@@ -237,8 +252,8 @@ class World:
             self.events.append(("restore", self.name(inputs[i])))
             inputs[i] = "restored"
 
-    def allocate(self, i: int) -> torch.Tensor:
-        self.events.append(("allocate", i))
+    def allocate(self, i: int, *numbers: Any) -> torch.Tensor:
+        self.events.append(("allocate", i, numbers))
         return self.place(f"allocated{i}", 24 + i)
 
     def words(self) -> list[int]:
@@ -248,9 +263,9 @@ class World:
         return [*self.shape.words]  # type: ignore[misc]
 
     def update(self, pointers: list[int]) -> bool:
-        count = self.shape.bound + self.shape.allocators
+        count = self.shape.tensors
         named = [self.names[p] for p in pointers[:count]]
-        self.events.append(("update", named, pointers[count:]))
+        self.events.append(("update", named, [word % (1 << 64) for word in pointers[count:]]))
         return not self.refuses
 
     def launch(self, graph: str) -> None:
@@ -264,7 +279,7 @@ class World:
         if not isinstance(value, torch.Tensor):
             return value
         name = self.names.get(value.data_ptr(), "unknown")
-        return name, type(value), value.is_conj(), value.is_neg()
+        return name, type(value), value.shape, value.stride(), value.is_conj(), value.is_neg()
 
     def trees(self) -> list[Any]:
         manager = self.manager
@@ -391,7 +406,8 @@ class World:
         try:
             with self.changed_caches(changes), around:
                 try:
-                    result: Any = [*map(self.name, self.replay(inputs))]
+                    numbers = () if self.shape.numbers is None else (self.shape.numbers,)
+                    result: Any = [*map(self.name, self.replay(inputs, *numbers))]
                 except (RuntimeError, ValueError) as e:
                     result = type(e), str(e)
                 caches = self.caches()
@@ -445,7 +461,7 @@ class PlanTest(TestCase):
         others=0,
         last_outputs=1,
         bound=2,
-        alignment=16,
+        alignments=(16, 16),
         allocators=1,
         words=(5,),
         pending=True,
@@ -487,6 +503,16 @@ class PlanTest(TestCase):
 
     def test_static_input_that_moved(self):
         self.assertEqual(self.check(self.FORWARD, [[], [("moved", 0)]]), [True, False])
+
+    def test_many_sizes(self):
+        "The path stays as it is, whatever it is, and views and numbers are those of the call."
+        kinds = ("bound",) * 8 + ("number",) * 4
+        sized = dataclasses.replace(self.FORWARD, statics=0, kinds=kinds, numbers=(2, 1, 8, -3))
+        for change in OF_THE_PATH:
+            self.assertEqual(self.check(sized, [[], [(change, 1)]]), [True, True])
+        world = World(sized, COMPILED.Replay, COMPILED.TreeState)
+        result, *_ = world.call({"parent": 0})
+        self.assertEqual([t[2] for t in result[:6]], [(8,)] * 3 + [(2, 1)] * 3)
 
 
 if __name__ == "__main__":

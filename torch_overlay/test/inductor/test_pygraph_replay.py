@@ -303,7 +303,7 @@ class CompiledReplayTest(Compiled, ReplayTest):
         function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
         address = ctypes.cast(function, ctypes.c_void_p).value
         nodes = [
-            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), k, 16 * k)])
+            (address, 8, 10 + k, 9, None, [(ctypes.addressof(w), 8, k, 16 * k, None)])
             for k, w in enumerate(self.words)
         ]
         compiled = native.compiled.Nodes([1, 2], nodes, function)  # keeps the function

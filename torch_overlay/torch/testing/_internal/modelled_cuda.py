@@ -797,30 +797,29 @@ class ModelledDriver:
 
     def cuGetProcAddress(self, name: bytes, version: int, flags: int) -> Any:
         found = {
-            b"cuGraphExecKernelNodeSetParams": (cu.CUDA_KERNEL_NODE_PARAMS,),
-            b"cuGraphExecMemcpyNodeSetParams": (cu.CUDA_MEMCPY3D, cu.CUcontext),
-            b"cuGraphExecMemsetNodeSetParams": (
-                cu.CUDA_MEMSET_NODE_PARAMS,
-                cu.CUcontext,
-            ),
+            b"cuGraphExecKernelNodeSetParams": (int, int, cu.CUDA_KERNEL_NODE_PARAMS),
+            b"cuGraphExecMemcpyNodeSetParams": (int, int, cu.CUDA_MEMCPY3D, cu.CUcontext),
+            b"cuGraphExecMemsetNodeSetParams": (int, int, cu.CUDA_MEMSET_NODE_PARAMS, cu.CUcontext),
+            b"cuGraphKernelNodeSetParams": (int, cu.CUDA_KERNEL_NODE_PARAMS),
+            b"cuGraphMemsetNodeSetParams": (int, cu.CUDA_MEMSET_NODE_PARAMS),
+            b"cuGraphNodeSetEnabled": (int, int, int),
+            b"cuGraphExecUpdate": (int, int),
         }.get(name)
         if found is None:
             return self.success, 0, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
-        struct, *contexts = found
-        set_params = getattr(self, name.decode())
+        function = getattr(self, name.decode())
 
-        def called(executable: int, node: int | None, params: int, *rest: int) -> int:
+        def called(*arguments: int | None) -> int:
             # Of a null pointer, ctypes makes None.
-            context = [t(c) for t, c in zip(contexts, rest)]
-            (status,) = set_params(executable, node or 0, struct(params), *context)
+            status, *_ = function(*(type_(a or 0) for type_, a in zip(found, arguments)))
             return int(status)
 
-        arguments = [ctypes.c_void_p] * (3 + len(contexts))
-        function = ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(called)
-        self.functions.append(function)
-        address = ctypes.cast(function, ctypes.c_void_p).value
-        found = cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
-        return self.success, address, found
+        # The last argument of an update is where the result goes.
+        num_arguments = len(found) + (name == b"cuGraphExecUpdate")
+        pointer = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * num_arguments)(called)
+        self.functions.append(pointer)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        return self.success, address, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS
 
     # Memory
 

@@ -50,6 +50,9 @@ if TYPE_CHECKING:
 # What generated code allocates with, on the current device: (size, stride, dtype).
 empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 
+# Generated code makes views by it.
+reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
+
 
 # A recording accepts external inputs of one alignment in bytes: the largest of these that
 # divides all of their addresses. So at most this many recordings differ in alignment.
@@ -80,6 +83,27 @@ class Allocation(NamedTuple):
             return functools.partial(empty_strided_cuda, *self)
         device = torch.device("cuda", device_index)
         return functools.partial(torch.empty_strided, *self[:2], dtype=self.dtype, device=device)
+
+
+def allocator_at(
+    size: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, device_index: int
+) -> Callable[[Sequence[int]], torch.Tensor]:
+    """Return what allocates a tensor, given numbers. ``size`` and ``stride`` are places in these."""
+    if native.compiled is not None:
+        return native.compiled.Allocator(size, stride, dtype, device_index, True)
+
+    def allocate(numbers: Sequence[int]) -> torch.Tensor:
+        layout = (tuple(numbers[n] for n in places) for places in (size, stride))
+        return Allocation(*layout, dtype).allocator(device_index)()
+
+    return allocate
+
+
+def view_at(tensors: Sequence[torch.Tensor], view: tuple[Any, ...], numbers: Sequence[int]) -> torch.Tensor:
+    """Return a view of one of some tensors; see ReplayPlan.views."""
+    k, size, stride, offset, itemsize = view
+    layout = (tuple(numbers[n] for n in places) for places in (size, stride))
+    return reinterpret_tensor(tensors[k], *layout, numbers[offset] // itemsize)
 
 
 def with_allocator(model: ModelType, info: PartitionInfo, allocate: Callable[..., torch.Tensor]) -> ModelType:

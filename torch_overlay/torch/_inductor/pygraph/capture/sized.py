@@ -14,13 +14,12 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import itertools
 import logging
 from collections import OrderedDict
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.capture.allocation import Allocation, allocator_at, view_at
 from torch._inductor.pygraph.capture.at_sizes import differs, FunctionCapture, unknown
 from torch._inductor.pygraph.capture.compared import CallComparison, launches_same
 from torch._inductor.pygraph.capture.library import alignment_of, cublas_workspaces, settings, Signature
@@ -28,7 +27,7 @@ from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedNodes
+from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedGraph
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
@@ -36,7 +35,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.capture.at_sizes import SizedModel
@@ -50,21 +49,24 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Sizes of a recording that are kept.
-MAX_KEPT_SIZES = 128
-
-# Generated code makes views by it.
-reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
+# Of a recording.
+MAX_ROWS = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """A Triton kernel of a recording: the update of its node, and the one that switches it on or off."""
+    """
+    A Triton kernel of a recording.
+
+    Args:
+        node: as it was captured, with the words that are compared
+        updates: set the executable graph's node, and switch it on or off
+    """
 
     event: LaunchOf
     node: CapturedNode
-    update: NodeUpdate
-    switch: NodeUpdate
+    words: list[Word]
+    updates: list[NodeUpdate]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,13 +74,13 @@ class LibraryCall:
     """
     Args:
         tensors: operands, then results; None is no tensor of the function
-        indices: of these, among the numbers of a call: (index, offset)
+        indices: of these, among what a replay sets: (address, offset, number that is added)
         nodes: of the recording
     """
 
     call: TracedCall
     tensors: tuple[TensorOf | None, ...]
-    indices: tuple[tuple[int, int] | None, ...]
+    indices: tuple[tuple[int, int, int | None] | None, ...]
     nodes: list[CapturedNode]
 
     @property
@@ -86,23 +88,11 @@ class LibraryCall:
         return [node.is_kernel for node in self.nodes]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class KeptSizes:
-    """
-    What a replay does at some sizes.
-
-    Args:
-        entries, updates: what each library call launches
-        allocators: of the memory that is returned
-        outputs: (kind, number, layout); see SizedRecording.launch
-    """
+class KeptSizes(NamedTuple):
+    """A recording at some sizes."""
 
     at: AtSizes
-    entries: list[Entry]
-    updates: list[list[NodeUpdate]]
     launches: Launches
-    allocators: list[Callable[[], torch.Tensor]]
-    outputs: list[tuple[str, Any, Any]]
 
 
 class SizedRecording:
@@ -110,7 +100,12 @@ class SizedRecording:
     A recording for all sizes up to ``top``.
 
     What a replay sets are numbers by their place: addresses of inputs, of the memory of outputs, and
-    of the recording's own, then what SizedFunction computes from the sizes, then sums of both.
+    of the recording's own, then what SizedFunction computes from the sizes.
+
+    Attributes:
+        bound_alignments: of the inputs, in bytes
+        allocators: of the memory of outputs
+        views, outputs: see ReplayPlan
 
     Raises:
         RefusedError: there is none.
@@ -122,7 +117,8 @@ class SizedRecording:
         self.model = model
         self.memo = memo
         self.pool = pool
-        self.kept: OrderedDict[tuple[int, ...], KeptSizes | None] = OrderedDict()
+        # By what library calls depend on, the most recently used one last.
+        self.rows: OrderedDict[tuple[int, ...], Launches | None] = OrderedDict()
         # Kernels of library calls that its nodes did not take, and why.
         self.refused: list[list[Any]] = []
         self.refusal: Reason | None = None
@@ -134,7 +130,6 @@ class SizedRecording:
         self.capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, memo, pool)
         self.graph = self.capture.graph
         self.returned = self.capture.returned
-        self.input_of = {name: i for i, name in model.inputs.items()}
         self._index()
         try:
             self.graph.instantiate()
@@ -142,12 +137,15 @@ class SizedRecording:
             raise RefusedError(Reason.of(Code.INSTANTIATE_FAILED, error=str(e).partition("\n")[0])) from e
         self.executable = bindings().CUgraphExec(self.graph.raw_cuda_graph_exec())
         self._units()
+        self.of_libraries = [*OrderedSet(n for call in self.calls for n in self._numbers_of(call))]
+        order = [node.node for node in self.capture.nodes]
+        attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
+        self.sized = SizedGraph(order, self.executable, attributes)
+        self._outputs()
         kept = self.at_sizes(sizes)
         if kept is None:
             raise differs(at, "an operator launches other kernels alone")
         self.compare(self.capture, kept.at)
-        order = [node.node for node in self.capture.nodes]
-        self.nodes = SizedNodes(order, self.executable, len(self._numbers(self.addresses, at)), kept.launches)
         # Its addresses, which a call sets.
         del self.capture
 
@@ -174,25 +172,24 @@ class SizedRecording:
         self.fixed = self.addresses[bound:]
         self.alignments.update((o, alignment_of(a)) for o, a in zip(self.owners[bound:], self.fixed))
         self.alignments.update((owner, MAX_ALIGNMENT) for owner in model.returned)
-        own = [owner for owner in self.owners[bound:] if owner in model.memory]
+        own = [owner for owner in self.owners[bound:] if owner in model.memory and self._varies(model.memory[owner])]
         self.reserved = {o: max(reserve.extent(model.memory[o]), capture.at.extent(model.memory[o])) for o in own}
-        self.num_numbers = len(capture.at.numbers)
-        self.sums: dict[tuple[int, int], int] = {}
+        self.bound_alignments = tuple(self.alignments[owner] for owner in model.inputs.values())
+
+    def _varies(self, t: TensorOf) -> bool:
+        return any(self.model.function.known(n) is None for n in (*t.size, *t.stride))
 
     def _number(self, place: int) -> int:
         return len(self.owners) + place
 
-    def _address(self, owner: str, offset: int) -> tuple[int, int]:
-        """Return (index, offset) of an address. ``offset`` is the place of a number."""
+    def _address(self, owner: str, offset: int) -> tuple[int, int, int | None]:
+        """Return (address, offset, number that is added) of an address. ``offset`` is the place of a number."""
         base, known = self.places[owner], self.model.function.known(offset)
-        if known is not None:
-            return base, known
-        first = len(self.owners) + self.num_numbers
-        return self.sums.setdefault((base, offset), first + len(self.sums)), 0
+        return (base, 0, self._number(offset)) if known is None else (base, known, None)
 
-    def _numbers(self, addresses: list[int], at: AtSizes) -> list[int]:
-        numbers = at.numbers
-        return [*addresses, *numbers, *(addresses[base] + numbers[offset] for base, offset in self.sums)]
+    def numbers(self, at: AtSizes) -> tuple[int, ...]:
+        """Return what a replay sets, behind the addresses of a call."""
+        return *self.fixed, *at.numbers
 
     # Nodes
 
@@ -210,48 +207,47 @@ class SizedRecording:
                 tensors = (*next(operands), *next(results))
                 indices = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
                 self.calls.append(LibraryCall(call, tensors, indices, nodes))
-        self.fixed_updates = [u for launch in self.launches for u in (launch.update, launch.switch)]
+        self.fixed_updates = [update for launch in self.launches for update in launch.updates]
         del self.units, self.operands
 
     def _launch(self, event: LaunchOf, node: CapturedNode) -> Launch:
         functions = [int(launcher.kernel.function) for launcher in self.model.spec.objects[event.kernel].launchers]
         if not node.is_kernel or node.function not in functions:
             raise differs(self.capture.at, f"{event.kernel} is another kernel")
-        words: list[Word] = []
-        known = OrderedSet[tuple[int, int]]()
-        for parameter, owner, offset in event.pointers:
-            known.add((parameter, 0))
-            # The address of a constant stays.
-            if owner in self.places:
-                words.append(Word(*self._address(owner, offset), _word(node.buffers[parameter], 0, WORD_BYTES)))
-        for parameter, nbytes, number in event.words:
-            words.append(Word(self._number(number), 0, _word(node.buffers[parameter], 0, nbytes)))
-        words += [Word(self._number(n), 0, p) for n, p in zip(event.grid, node.grid_places())]
+        known = OrderedSet((parameter, 0) for parameter, *_ in event.pointers)
         for buffer, offset, value in node.words():
             if self.capture.placeholders.find(value) is not None and (buffer, offset) not in known:
                 raise unknown(event.kernel)
+        # What is compared is not what the executable graph's node holds.
+        held = node.copied()
         switch = Word(self._number(event.is_launched), 0, _word(bytearray(4), 0, 4))
-        return Launch(
-            event,
-            node,
-            node.update(self.executable, node.node, words),
+        updates = [
+            held.update(self.executable, node.node, self._words(event, held)),
             enabled_update(self.executable, node.node, switch),
-        )
+        ]
+        return Launch(event, node, self._words(event, node), updates)
+
+    def _words(self, event: LaunchOf, node: CapturedNode) -> list[Word]:
+        words: list[Word] = []
+        for parameter, owner, offset in event.pointers:
+            # The address of a constant stays.
+            if owner in self.places:
+                base, delta, plus = self._address(owner, offset)
+                words.append(Word(base, delta, _word(node.buffers[parameter], 0, WORD_BYTES), plus))
+        for parameter, nbytes, number in event.words:
+            words.append(Word(self._number(number), 0, _word(node.buffers[parameter], 0, nbytes)))
+        return words + [Word(self._number(n), 0, p) for n, p in zip(event.grid, node.grid_places())]
+
+    def _numbers_of(self, call: LibraryCall) -> Iterator[int]:
+        """Yield the places of the numbers that decide on what a library call launches."""
+        for t in call.tensors[: len(call.call.operands)]:
+            if t is not None:
+                yield from (n for n in (*t.size, *t.stride, t.offset) if self.model.function.known(n) is None)
 
     # Sizes
 
     def at_sizes(self, sizes: tuple[int, ...]) -> KeptSizes | None:
-        """Return what a replay does at these sizes, None if the recording cannot do it."""
-        if sizes in self.kept:
-            self.kept.move_to_end(sizes)
-            return self.kept[sizes]
-        last = next((kept for kept in reversed(self.kept.values()) if kept is not None), None)
-        kept = self.kept[sizes] = self._made_for(sizes, last)
-        while len(self.kept) > MAX_KEPT_SIZES:
-            self.kept.popitem(last=False)
-        return kept
-
-    def _made_for(self, sizes: tuple[int, ...], last: KeptSizes | None) -> KeptSizes | None:
+        """Return the recording at these sizes, None if it cannot do them."""
         if any(n > top for n, top in zip(sizes, self.top)):
             return None
         try:
@@ -260,24 +256,28 @@ class SizedRecording:
             return None
         if any(at.extent(self.model.memory[owner]) > nbytes for owner, nbytes in self.reserved.items()):
             return None
+        key = tuple(at.numbers[n] for n in self.of_libraries)
+        if key not in self.rows:
+            self.rows[key] = self._launches(at)
+            if len(self.rows) > MAX_ROWS:
+                self.rows.popitem(last=False)
+        self.rows.move_to_end(key)
+        return None if (launches := self.rows[key]) is None else KeptSizes(at, launches)
+
+    def _launches(self, at: AtSizes) -> Launches | None:
         with cublas_workspaces():
             entries = [self._entry(call, at) for call in self.calls]
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
-        updates = [
-            last.updates[i] if last is not None and last.entries[i] is entry else self._updates(call, entry)
-            for i, (call, entry) in enumerate(zip(self.calls, entries))
-        ]
-        nodes = [
-            (node.node, launched)
-            for call, entry in zip(self.calls, entries)
-            for node, launched in zip(call.nodes, entry.nodes)
-        ]
-        launches = Launches([*self.fixed_updates, *itertools.chain(*updates)], nodes)
-        if launches.kernels in self.refused:
-            return None
-        return KeptSizes(at, entries, updates, launches, *self._outputs(at))
+        updates = [*self.fixed_updates]
+        nodes = []
+        for call, entry in zip(self.calls, entries):
+            updates += self._updates(call, entry)
+            nodes += [(node.node, launched) for node, launched in zip(call.nodes, entry.nodes)]
+        count = len(self.owners) + len(at.numbers)
+        launches = Launches(self.sized, count, updates, nodes, keep=entries)
+        return None if launches.kernels in self.refused else launches
 
     def _entry(self, call: LibraryCall, at: AtSizes) -> Entry:
         return self.memo.entry(self._signature(call, at), call.call.spec)
@@ -293,40 +293,44 @@ class SizedRecording:
     def _updates(self, call: LibraryCall, entry: Entry) -> list[NodeUpdate]:
         updates = []
         for node, launched, slots in zip(call.nodes, entry.nodes, entry.slots):
+            # Layers share the entry.
+            held = launched.copied()
             words = []
             for buffer, offset, tensor, delta in slots:
                 # Results that the function does not use stay where the memo has them.
                 if (index := call.indices[tensor]) is not None:
-                    word = _word(launched.buffers[buffer], offset, WORD_BYTES)
-                    words.append(Word(index[0], index[1] + delta, word))
-            updates.append(launched.update(self.executable, node.node, words))
+                    base, first, plus = index
+                    words.append(Word(base, first + delta, _word(held.buffers[buffer], offset, WORD_BYTES), plus))
+            updates.append(held.update(self.executable, node.node, words))
         return updates
 
-    def _outputs(self, at: AtSizes) -> tuple[list[Callable[[], torch.Tensor]], list[tuple[str, Any, Any]]]:
-        model, device = self.model, self.memo.device
-        layouts: dict[str, Any] = {}
-        for o in model.function.outputs:
-            # An output that fills the memory is the tensor that is allocated.
-            if isinstance(o, TensorOf) and o.owner in model.memory and at.offset(o) == 0:
-                if at.extent(o) == at.extent(model.memory[o.owner]):
-                    layouts.setdefault(o.owner, at.layout(o))
-        allocated = [layouts.get(owner, at.layout(model.memory[owner])) for owner in model.returned]
-        outputs: list[tuple[str, Any, Any]] = []
+    # Outputs
+
+    def _outputs(self) -> None:
+        model = self.model
+        memory = [model.memory[owner] for owner in model.returned]
+        numbers = [(self._in_numbers(t.size), self._in_numbers(t.stride), t.dtype) for t in memory]
+        self.allocators = [allocator_at(*layout, self.memo.device) for layout in numbers]
+        self.views: list[tuple[Any, ...]] = []
+        self.outputs: list[tuple[str, Any]] = []
         for o, i in zip(model.function.outputs, self.returned, strict=True):
             if not isinstance(o, TensorOf):
-                outputs.append(("number", None if o is None else at.numbers[o], None))
+                self.outputs.append(("constant", None) if o is None else ("number", *self._in_numbers([o])))
             elif i is not None:
-                outputs.append(("input", i, None))
+                self.outputs.append(("input", i))
+            elif o in memory:
+                self.outputs.append(("bound", len(model.inputs) + memory.index(o)))
             else:
-                size, stride, dtype = layout = at.layout(o)
-                view = size, stride, at.offset(o) // dtype.itemsize
-                if o.owner in model.returned:
-                    k = model.returned.index(o.owner)
-                    is_whole = at.offset(o) == 0 and layout == allocated[k]
-                    outputs.append(("memory", k, None if is_whole else view))
-                else:
-                    outputs.append(("input", self.input_of[o.owner], view))
-        return [Allocation(*layout).allocator(device) for layout in allocated], outputs
+                layout = self._in_numbers(o.size), self._in_numbers(o.stride), *self._in_numbers([o.offset])
+                view = self.places[o.owner], *layout, o.dtype.itemsize
+                if view not in self.views:
+                    self.views.append(view)
+                first = len(model.inputs) + len(memory)
+                self.outputs.append(("bound", first + self.views.index(view)))
+
+    def _in_numbers(self, places: Iterable[int]) -> tuple[int, ...]:
+        """Return where the numbers at these places are in ``numbers``."""
+        return tuple(len(self.fixed) + place for place in places)
 
     # Proof
 
@@ -338,12 +342,13 @@ class SizedRecording:
             RefusedError: they differ.
         """
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
-        numbers = self._numbers(addresses, at)
+        numbers = [*addresses, *at.numbers]
         launches, calls = iter(self.launches), iter(self.calls)
         for event, traced, nodes in capture.pairs():
             if isinstance(event, LaunchOf):
                 launch = next(launches)
-                launch.update.write(numbers)
+                for word in launch.words:
+                    word.write(numbers)
                 if nodes and not launches_same(launch.node, nodes[0]):
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
@@ -365,8 +370,8 @@ class SizedRecording:
             first = slot.tensor - len(traced.operands)
             if first >= 0:
                 return results[first] + slot.delta
-            index, delta = call.indices[slot.tensor]
-            return numbers[index] + delta + slot.delta
+            index, delta, plus = call.indices[slot.tensor]
+            return numbers[index] + delta + slot.delta + (0 if plus is None else numbers[plus])
 
         comparison = CallComparison(
             entry=self._entry(call, at),
@@ -388,46 +393,36 @@ class SizedRecording:
 
     def bind(self, inputs: Sequence[InputType], kept: KeptSizes) -> list[torch.Tensor] | None:
         """
-        Set the nodes to what they launch in a call. Return the memory of its outputs, or None if the
-        recording cannot be bound: the graph must not be launched then.
+        Set the nodes to what they launch in a call. Return the inputs and the memory of the outputs, or
+        None if the recording cannot be bound: the graph must not be launched then.
         """
         tensors: list[torch.Tensor] = [inputs[i] for i in self.model.inputs]  # type: ignore[misc]
         addresses = [t.data_ptr() for t in tensors]
-        if any(a % self.alignments[n] for a, n in zip(addresses, self.owners)) or any(map(is_lazy, tensors)):
+        if any(a % n for a, n in zip(addresses, self.bound_alignments)) or any(map(is_lazy, tensors)):
             return None
-        memory = [allocate() for allocate in kept.allocators]
-        addresses += [t.data_ptr() for t in memory]
-        addresses += self.fixed
+        numbers = self.numbers(kept.at)
+        tensors += [allocate(numbers) for allocate in self.allocators]
         try:
-            self.nodes.move(self._numbers(addresses, kept.at), kept.launches)
+            kept.launches.move([*(t.data_ptr() for t in tensors), *numbers])
         except DriverError as e:
             self.refuse(kept, str(e))
             return None
-        return memory
+        return tensors
 
     def refuse(self, kept: KeptSizes, error: str) -> None:
         """Do without this recording where its nodes have to launch what they refused."""
         log.info("a recording for many sizes cannot be set to %s: %s", kept.at.sizes, error)
         self.refusal = Reason.of(Code.DRIVER, error=error)
         self.refused.append(kept.launches.kernels)
-        self.kept.clear()
+        self.rows.clear()
 
-    def launch(self, inputs: Sequence[InputType], kept: KeptSizes, memory: list[torch.Tensor]) -> OutputType:
+    def launch(self, inputs: Sequence[InputType], kept: KeptSizes, tensors: list[torch.Tensor]) -> OutputType:
         """Launch the graph in a call for which ``bind`` has set it."""
         self.graph.replay()
-        made: dict[tuple[Any, ...], torch.Tensor] = {}
-        outputs: list[Any] = []
-        for kind, value, view in kept.outputs:
-            if kind == "number":
-                outputs.append(value)
-                continue
-            t = memory[value] if kind == "memory" else inputs[value]
-            if view is not None:
-                if (key := (kind, value, view)) not in made:
-                    made[key] = reinterpret_tensor(t, *view)
-                t = made[key]
-            outputs.append(t)
-        return outputs
+        numbers = self.numbers(kept.at)
+        tensors = [*tensors, *(view_at(tensors, view, numbers) for view in self.views)]
+        given = {"input": inputs, "bound": tensors, "number": numbers}
+        return [value if kind == "constant" else given[kind][value] for kind, value in self.outputs]  # type: ignore[index]
 
 
 def _word(buffer: Any, offset: int, nbytes: int) -> ctypes.c_uint64 | ctypes.c_uint32:

@@ -45,12 +45,19 @@ WORD_BYTES = 8
 class Word(NamedTuple):
     """
     A parameter word that holds the address of an input plus an offset, or a number that depends
-    on the sizes of a call.
+    on the sizes of a call. Another number is added if there is a ``plus``.
     """
 
     input: int
     offset: int
     value: ctypes.c_uint64 | ctypes.c_uint32
+    plus: int | None = None
+
+    def write(self, inputs: Sequence[int]) -> bool:
+        """Return whether the word changed."""
+        before, value = self.value.value, inputs[self.input] + self.offset
+        self.value.value = value if self.plus is None else value + inputs[self.plus]
+        return self.value.value != before
 
 
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
@@ -194,10 +201,10 @@ class NodeUpdate(NamedTuple):
     args: tuple[Any, ...]
     keep: Any = None
 
-    def write(self, pointers: Sequence[int]) -> None:
-        """Write the words for inputs that lie at ``pointers``."""
-        for word in self.words:
-            word.value.value = pointers[word.input] + word.offset
+    def write(self, inputs: Sequence[int]) -> bool:
+        """Write the words of a call. Return whether one changed."""
+        # Not by any, which stops at the first one.
+        return sum(word.write(inputs) for word in self.words) > 0
 
 
 def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate:
@@ -289,17 +296,28 @@ def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
     """Return native.compiled.Nodes of these updates, or None where there is none."""
     if native.compiled is None:
         return None
-    nodes = []
     try:
-        for update in updates:
-            executable, node, params, *context = update.args
-            handles = entry_point(update.set.__name__), int(executable), int(node), int(params.getPtr())
-            words = [(ctypes.addressof(w.value), w.input, w.offset) for w in update.words]
-            nodes.append((*handles, int(context[0]) if context else None, words))
+        return native.compiled.Nodes(pointers, [*map(description, updates)], updates)
     except DriverError as e:
         log.info("nodes are set by Python: %s", e)
         return None
-    return native.compiled.Nodes(pointers, nodes, updates)
+
+
+def description(update: NodeUpdate) -> tuple[Any, ...]:
+    """
+    Return an update as compiled code takes it.
+
+    Raises:
+        DriverError: the driver lacks a function.
+    """
+    executable, node, params, *context = update.args
+    address = params.getPtr() if hasattr(params, "getPtr") else ctypes.addressof(params)
+    words = [(ctypes.addressof(w.value), ctypes.sizeof(w.value), w.input, w.offset, w.plus) for w in update.words]
+    handles = entry_point(update.set.__name__), int(executable), int(node), int(address)
+    if isinstance(params, ctypes.c_uint32):
+        # It is the flag that switches a node on.
+        return *handles, False, words
+    return *handles, int(context[0]) if context else None, words
 
 
 class NodeUpdateBinding:

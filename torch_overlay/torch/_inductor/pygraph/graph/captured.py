@@ -46,6 +46,8 @@ FUNCTION_ATTRIBUTES = ("REQUIRED_CLUSTER_WIDTH", "REQUIRED_CLUSTER_HEIGHT", "REQ
 # sizeof(CUlaunchAttributeValue)
 ATTRIBUTE_BYTES = 64
 
+# sizeof(CUDA_KERNEL_NODE_PARAMS)
+KERNEL_BYTES = 72
 # Where CUDA_KERNEL_NODE_PARAMS has gridDimX, gridDimY and gridDimZ.
 GRID_OFFSETS = (8, 12, 16)
 
@@ -100,6 +102,20 @@ class CapturedNode:
     def grid_places(self) -> list[ctypes.c_uint32]:
         address = int(self.params.getPtr())
         return [ctypes.c_uint32.from_address(address + offset) for offset in GRID_OFFSETS]
+
+    def copied(self) -> CapturedNode:
+        """Return a copy, with parameters of its own."""
+        cu = bindings()
+        new, nbytes = (
+            (cu.CUDA_KERNEL_NODE_PARAMS(), KERNEL_BYTES) if self.is_kernel else (cu.CUDA_MEMSET_NODE_PARAMS(), MEMSET_BYTES)
+        )
+        ctypes.memmove(int(new.getPtr()), int(self.params.getPtr()), nbytes)
+        if not self.is_kernel:
+            (content,), buffer = self.captured, struct_buffer(new, nbytes)
+            buffer[:] = content
+            return dataclasses.replace(self, params=new, buffers=(buffer,), keep=new)
+        buffers = tuple(ctypes.create_string_buffer(content, len(content)) for content in self.captured)
+        return dataclasses.replace(self, params=new, buffers=buffers, keep=set_kernel_parameters(new, buffers))
 
     def update(self, executable: Any, node: Any, words: list[Word]) -> NodeUpdate:
         """Return the update that lets ``node`` of an executable graph launch the same."""

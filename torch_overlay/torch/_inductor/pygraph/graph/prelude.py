@@ -317,7 +317,7 @@ class Prelude:
                 log.info("%s is updated by the host: %s", name.decode(), e)
                 continue
             self.nodes.add(int(reader.node))
-            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, _) in reader.words]
+            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words]
         return writes
 
     def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:

@@ -11,15 +11,14 @@ sizes.
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import itertools
+import logging
 import weakref
 from collections import OrderedDict
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import Nodes, NodeUpdate
-from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
-from torch.utils._ordered_set import OrderedSet
+from torch._inductor.pygraph import native
+from torch._inductor.pygraph.graph.binding import description, NodeUpdate
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
 
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.graph.captured import CapturedNode
 
 
+log = logging.getLogger(__name__)
+
 # Of one graph, one for each set of attributes.
 MAX_SOURCES = 32
 
@@ -37,95 +38,169 @@ def set_enabled(executable: Any, node: Any, flag: ctypes.c_uint32) -> tuple[Any,
     return bindings().cuGraphNodeSetEnabled(executable, node, flag.value)
 
 
+# As entry_point has it.
+set_enabled.__name__ = "cuGraphNodeSetEnabled"
+
+
 def enabled_update(executable: Any, node: Any, word: Word) -> NodeUpdate:
     """Return the update that switches a node on or off, as a word of the call says."""
     return NodeUpdate([word], set_enabled, (executable, node, word.value))
 
 
-@dataclasses.dataclass(eq=False)
-class Launches:
+class SizedGraph:
     """
-    What the nodes launch at some sizes.
+    An executable graph, and what its nodes were set to last.
 
-    Args:
-        updates: of all nodes
-        of_libraries: for each node of a library call (node, what it launches). Other nodes launch
-            the same function at all sizes
-
-    Attributes:
-        nodes_of: for each number of a call the updates that hold it
-    """
-
-    updates: list[NodeUpdate]
-    of_libraries: list[tuple[Any, CapturedNode]]
-
-    def __post_init__(self) -> None:
-        self.nodes_of: dict[int, list[int]] = {}
-        for i, update in enumerate(self.updates):
-            for index in OrderedSet(word.input for word in update.words):
-                self.nodes_of.setdefault(index, []).append(i)
-        self.attributes = [launched.attributes for _, launched in self.of_libraries]
-        self.kernels = [(launched.launch, launched.attributes) for _, launched in self.of_libraries]
-
-
-class SizedNodes(Nodes):
-    """
     Args:
         order: nodes of the graph that ``executable`` was made of, in a row
-        count: of the numbers of a call
-        launches: of the sizes of the capture
+        attributes: of the nodes of library calls
+
+    Attributes:
+        updates: of each node the last one; empty if it is not known what the nodes hold
+        attributes: None if they are not known
+        sources: by attributes, the least recently used one first
+        native: the last one of compiled code, which has ``updates`` and ``attributes`` then
     """
 
-    def __init__(self, order: Sequence[Any], executable: Any, count: int, launches: Launches) -> None:
-        super().__init__([-1] * count, launches.updates, [])
+    def __init__(self, order: Sequence[Any], executable: Any, attributes: tuple[Any, ...]) -> None:
         self.order = [*map(int, order)]
         self.executable = executable
-        # The least recently used one first.
+        self.updates: list[NodeUpdate] = []
+        self.attributes: tuple[Any, ...] | None = attributes
         self.sources: OrderedDict[tuple[Any, ...], SourceGraph] = OrderedDict()
-        # None was set yet.
-        self.launches: Launches | None = Launches([], launches.of_libraries)
+        self.native: Any = None
+        self.numbers: dict[tuple[Any, ...], int] = {attributes: 0}
 
-    def move(self, numbers: Sequence[int], launches: Launches) -> None:
+
+class Launches:
+    """
+    What the nodes of a graph launch, as far as it does not depend on what words refer to. A call of ``set``
+    sets them, unless a node refuses or a source is needed: it returns False then.
+
+    Args:
+        count: of what words refer to: addresses, then numbers of the call's sizes
+        updates: of all nodes. No two have parameters in the same memory
+        of_libraries: for each node of a library call (node, what it launches). Other nodes launch
+            the same function at all sizes
+        keep: owns the graphs of what library calls launch
+
+    Attributes:
+        source: the source of the attributes, once it was needed
+        replay: a Replay of these launches, or None
+    """
+
+    def __init__(
+        self,
+        of: SizedGraph,
+        count: int,
+        updates: list[NodeUpdate],
+        of_libraries: list[tuple[Any, CapturedNode]],
+        *,
+        keep: object,
+    ) -> None:
+        self.of = of
+        self.updates = updates
+        self.keep = keep
+        self.attributes = tuple(launched.attributes for _, launched in of_libraries)
+        self.kernels = [(launched.launch, launched.attributes) for _, launched in of_libraries]
+        self.source: SourceGraph | None = None
+        self.replay: Any = None
+        self.set: Any = self._compiled(count) or self._set
+
+    def _compiled(self, count: int) -> Any:
+        """Return native.compiled.Nodes of these updates, or None where there is none."""
+        if native.compiled is None:
+            return None
+        of = self.of
+        attributes = of.numbers.setdefault(self.attributes, len(of.numbers))
+        try:
+            nodes = [*map(description, self.updates)]
+        except DriverError as e:
+            log.info("nodes are set by Python: %s", e)
+            return None
+        of.native = native.compiled.Nodes([0] * count, nodes, self.updates, attributes, of.native)
+        return of.native
+
+    def move(self, inputs: Sequence[int]) -> None:
         """
         Set the nodes to what they launch in a call.
 
         Args:
-            numbers: addresses, and numbers of the call's sizes, to which the words refer
+            inputs: addresses and numbers to which words refer
 
         Raises:
             DriverError: a node refused. The graph must not be launched then.
         """
-        before, self.launches = self.launches, None
-        self.updates = launches.updates
-        if before is None or before.attributes != launches.attributes:
-            self._update_graph(numbers, launches)
-            switches = [i for i, update in enumerate(self.updates) if update.set not in set_in_graph()]
-            self._set(switches, numbers)
-        else:
-            moved = (k for k, (a, b) in enumerate(zip(self.pointers, numbers)) if a != b)
-            changed = OrderedSet(i for k in moved for i in launches.nodes_of.get(k, ()))
-            if before is not launches:
-                updates = itertools.zip_longest(before.updates, launches.updates)
-                changed |= OrderedSet(i for i, (a, b) in enumerate(updates) if a is not b)
-            self._set(sorted(changed), numbers)
-        self.launches = launches
+        if self.set(inputs):
+            return
+        if self.source is None:
+            self._add_source(inputs)
+            if self.set(inputs):
+                return
+        raise DriverError(self._refusal(inputs))
 
-    def _set(self, changed: Sequence[int], numbers: Sequence[int]) -> None:
-        if not self.set(changed, numbers):
-            raise DriverError(refusal([self.updates[i] for i in changed], numbers))
+    def _set(self, inputs: Sequence[int]) -> bool:
+        of, source = self.of, self.source
+        has_attributes = of.attributes == self.attributes
+        if not has_attributes and source is None:
+            return False
+        before = of.updates or [None] * len(self.updates)
+        # Unknown until all are set.
+        of.updates, of.attributes = [], None
+        changed = [update for update, held in zip(self.updates, before) if update.write(inputs) or update is not held]
+        try:
+            if not has_attributes:
+                self._take_over()
+                # Nodes that were off may be on.
+                changed = [update for update in self.updates if update.set not in set_in_graph()]
+            for update in changed:
+                _check(update.set, update.args, update.keep)
+        except DriverError:
+            return False
+        of.updates, of.attributes = self.updates, self.attributes
+        return True
 
-    def _update_graph(self, numbers: Sequence[int], launches: Launches) -> None:
+    def _in_order(self) -> list[NodeUpdate]:
         updates = {int(update.args[1]): update for update in self.updates if update.set in set_in_graph()}
-        in_order = [updates[node] for node in self.order]
-        key = tuple(launches.attributes)
-        if (source := self.sources.get(key)) is None:
-            source = self.sources[key] = SourceGraph(in_order, numbers)
-            if len(self.sources) > MAX_SOURCES:
-                self.sources.popitem(last=False)
-        else:
-            source.set(in_order, numbers)
-        self.sources.move_to_end(key)
-        _check(bindings().cuGraphExecUpdate, (self.executable, source.graph), "the graph")
+        return [updates[node] for node in self.of.order]
+
+    def _add_source(self, inputs: Sequence[int]) -> None:
+        sources, in_order = self.of.sources, self._in_order()
+        if (source := sources.get(self.attributes)) is None:
+            source = sources[self.attributes] = SourceGraph(in_order, inputs)
+            if len(sources) > MAX_SOURCES:
+                sources.popitem(last=False)
+        sources.move_to_end(self.attributes)
+        self.source = source
+        if self.set == self._set:
+            return
+        nodes = {int(update.args[1]): int(node) for update, node in zip(in_order, source.nodes)}
+        functions = set_in_graph()
+        setters = [
+            (entry_point(functions[update.set].__name__), nodes[int(update.args[1])])
+            if update.set in functions
+            else None
+            for update in self.updates
+        ]
+        # It owns the source.
+        self.set.add_source(int(source.graph), entry_point("cuGraphExecUpdate"), setters, source)
+
+    def _take_over(self) -> None:
+        """Raises DriverError"""
+        self.source.set(self._in_order())  # type: ignore[union-attr]
+        _check(bindings().cuGraphExecUpdate, (self.of.executable, self.source.graph), "the graph")  # type: ignore[union-attr]
+
+    def _refusal(self, inputs: Sequence[int]) -> str:
+        """Set all nodes again, and return which refuses and how."""
+        for update in self.updates:
+            update.write(inputs)
+        try:
+            self._take_over()
+            for update in self.updates:
+                _check(update.set, update.args, update.keep)
+        except DriverError as e:
+            return str(e)
+        return "a node of the graph could not be set"
 
 
 class SourceGraph:
@@ -137,16 +212,16 @@ class SourceGraph:
 
     Args:
         updates: of the nodes of the executable graph, in their order
-        numbers: to which the words refer
+        inputs: to which the words refer
     """
 
-    def __init__(self, updates: Sequence[NodeUpdate], numbers: Sequence[int]) -> None:
+    def __init__(self, updates: Sequence[NodeUpdate], inputs: Sequence[int]) -> None:
         cu = bindings()
         self.graph = check(cu.cuGraphCreate(0))
         weakref.finalize(self, cu.cuGraphDestroy, self.graph)
         self.nodes: list[Any] = []
         for update in updates:
-            update.write(numbers)
+            update.write(inputs)
             behind = self.nodes[-1:]
             add = cu.cuGraphAddKernelNode if update.keep.is_kernel else cu.cuGraphAddMemsetNode
             # A memset's parameters are followed by the context.
@@ -155,10 +230,9 @@ class SourceGraph:
                 _check(cu.cuGraphKernelNodeCopyAttributes, (node, update.keep.node), update.keep)
             self.nodes.append(node)
 
-    def set(self, updates: Sequence[NodeUpdate], numbers: Sequence[int]) -> None:
-        """Set the nodes to what they launch in a call."""
+    def set(self, updates: Sequence[NodeUpdate]) -> None:
+        """Set the nodes to what they launch in a call, of which the words have been written."""
         for node, update in zip(self.nodes, updates):
-            update.write(numbers)
             _check(set_in_graph()[update.set], (node, update.args[2]), update.keep)
 
 
@@ -169,17 +243,6 @@ def set_in_graph() -> dict[Any, Any]:
         cu.cuGraphExecKernelNodeSetParams: cu.cuGraphKernelNodeSetParams,
         cu.cuGraphExecMemsetNodeSetParams: cu.cuGraphMemsetNodeSetParams,
     }
-
-
-def refusal(updates: Sequence[NodeUpdate], numbers: Sequence[int]) -> str:
-    """Set nodes again, and return which refuses and how."""
-    for update in updates:
-        update.write(numbers)
-        try:
-            _check(update.set, update.args, update.keep)
-        except DriverError as e:
-            return str(e)
-    return "a node of the graph could not be set"
 
 
 def _check(call: Any, args: tuple[Any, ...], what: object) -> Any:

@@ -186,7 +186,7 @@ class Table:
         if parameter_layout(function) != layout:
             raise NoIndirectForm("it has other parameters")
         values = [value.raw for _, value in reader.parameters]
-        for i, _, (k, delta, _) in reader.words:
+        for i, _, (k, delta, *_) in reader.words:
             values[i] = self._slot(k, delta).to_bytes(WORD_BYTES, "little")
         params.func = function
         params.sharedMemBytes = compiled.metadata.shared

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import operator
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.capture.allocation import view_at
 from torch._inductor.pygraph.graph.memory import lies_within
 from torch._inductor.pygraph.replay.plan import replay_plan
-from torch._inductor.pygraph.trees.cached import are_aligned, is_lazy, renew
+from torch._inductor.pygraph.trees.cached import is_lazy, renew
 
 
 if TYPE_CHECKING:
@@ -47,19 +49,20 @@ class Replay:
         self._last_seen: CUDAGraphNode | None = None
         self._live_of_last: tuple[PathOutput, ...] = ()
 
-    def __call__(self, inputs: list[InputType]) -> OutputType:
+    def __call__(self, inputs: list[InputType], *numbers: tuple[int, ...]) -> OutputType:
+        """``numbers`` are those of the call, if the plan is for many sizes."""
         plan, state = self.plan, self.state
         if self._fits(inputs) and not plan.is_capturing() and plan.containers() is plan.owner and state.acquire():
             try:
                 state.follow()
-                outputs = self._run(inputs)
+                outputs = self._run(inputs, *numbers)
             finally:
                 state.release()
             if outputs is not None:
                 return outputs
             if plan.dropped and inputs[plan.dropped[0]] is None:
                 plan.restore(inputs)
-        return self.general(inputs)
+        return self.general(inputs, *numbers)
 
     def _fits(self, inputs: list[InputType]) -> bool:
         """Return whether the static inputs are those of the recording."""
@@ -68,10 +71,10 @@ class Replay:
             return False
         return all(isinstance(t := inputs[i], torch.Tensor) and t.data_ptr() == address for i, address in plan.static)
 
-    def _run(self, inputs: list[InputType]) -> OutputType | None:
+    def _run(self, inputs: list[InputType], *numbers: tuple[int, ...]) -> OutputType | None:
         """Return the outputs, or None if the general path has to be taken."""
         plan = self.plan
-        last = plan.manager._current_node
+        last = None if plan.node is None else plan.manager._current_node
         if not self._may_follow(last) or not all(o.describes(plan.cached[i]) for i, o in self._cached):
             return None
         tensors: list[torch.Tensor] = [inputs[i] for i in plan.bound]  # type: ignore[misc]
@@ -82,9 +85,9 @@ class Replay:
         # other values.
         words = [] if plan.words is None else plan.words()
         for allocate in plan.allocators:
-            tensors.append(t := allocate())
+            tensors.append(t := allocate(*numbers))
             pointers.append(t.data_ptr())
-        pointers += words
+        pointers += [*words, *itertools.chain(*numbers)]
         if not are_dead(plan.dead_before):
             return None
         for i in plan.dropped:
@@ -92,15 +95,17 @@ class Replay:
         if not are_dead(plan.dead_after) or not plan.nodes(pointers):
             return None
         manager = plan.manager
-        if last is not plan.node:
-            manager.current_node = plan.node
-            if last is None:
-                manager.path_state = plan.executing
-        manager.update_generation()
+        if plan.node is not None:
+            if last is not plan.node:
+                manager.current_node = plan.node
+                if last is None:
+                    manager.path_state = plan.executing
+            manager.update_generation()
         plan.launch(plan.graph.cell_contents)
         if plan.pending_backward is not None:
             manager.running_forwards_with_pending_backwards = plan.pending_backward
-        outputs = self._outputs(inputs, tensors)
+        tensors += [view_at(tensors, view, *numbers) for view in plan.views]
+        outputs = self._outputs(inputs, tensors, *numbers)
         inputs.clear()
         return outputs
 
@@ -130,15 +135,19 @@ class Replay:
             if pool and lies_within(pool, pointer):
                 return None
             pointers.append(pointer)
-        return pointers if are_aligned(pointers, self.plan.alignment) else None
+        return pointers if not any(map(operator.mod, pointers, self.plan.alignments)) else None
 
-    def _outputs(self, inputs: list[InputType], tensors: list[torch.Tensor]) -> OutputType:
+    def _outputs(
+        self, inputs: list[InputType], tensors: list[torch.Tensor], numbers: tuple[int, ...] = ()
+    ) -> OutputType:
         outputs: OutputType = self.plan.cached.copy()
         for i, (kind, value) in enumerate(self.plan.outputs):
             if kind == "bound":
                 outputs[i] = tensors[value]
             elif kind == "input":
                 outputs[i] = inputs[value]  # type: ignore[call-overload]
+            elif kind == "number":
+                outputs[i] = numbers[value]
             elif kind == "empty":
                 outputs[i] = value()
             elif kind == "constant":

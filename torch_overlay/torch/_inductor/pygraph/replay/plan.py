@@ -9,6 +9,10 @@ trees', if something else changed, as the attributes of ReplayPlan say, or:
 - a cached tensor was changed by its last owner
 - a bound input is a conjugate or a negative that is not computed
 
+A recording for many sizes is none of trees': its plan has no ``node``, and leaves the path as it is.
+A call of such a plan has numbers besides the inputs. The numbers are further words, and what outputs
+have for sizes and strides.
+
 A recording implies that mutated inputs are bound and that the function was warmed up. A new
 generation does not end the path: trees try the children first too. Where several recordings
 would do, any of them is right.
@@ -33,6 +37,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from types import CellType
 from typing import Any, Literal, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -45,10 +50,11 @@ from torch._inductor.utils import GPU_ALIGN_BYTES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from types import CellType
 
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager, PathOutputIndex
     from torch._inductor.pygraph.capture.bound import BoundGraphNode
+    from torch._inductor.pygraph.capture.sized import SizedRecording
+    from torch._inductor.pygraph.graph.sized import Launches
     from torch._inductor.utils import InputType
 
 
@@ -56,14 +62,15 @@ class Output(NamedTuple):
     """
     An output of a replay. By kind, ``value`` is:
 
-    - bound: the position of the tensor, bound inputs first and then allocations
+    - bound: the position of the tensor: bound inputs first, then allocations, then views
     - cached: the CachedTensor that lies at the output's position in ``cached``
     - constant: the output, the same in each call: a number, a view of a weight, None
     - input: the position of the static input that the output is
     - empty: a function that makes a tensor without elements
+    - number: the position among the numbers of the call
     """
 
-    kind: Literal["bound", "cached", "constant", "input", "empty"]
+    kind: Literal["bound", "cached", "constant", "input", "empty", "number"]
     value: Any
 
 
@@ -98,13 +105,15 @@ class ReplayPlan:
         num_inputs: a call has at least so many
         static: (position, address) of inputs that may not move
         bound: positions of inputs that may
-        alignment: of their addresses in bytes
+        alignments: of their addresses in bytes
         pool: bounds of the segments of the graphs' memory, where no bound input may lie: starts
             and ends in turn
         dropped: positions of inputs that earlier graphs of the path returned. The replay lets
             go of them
         restore: rebuilds these, given the inputs, where the call takes the general path
-        allocators: each makes memory for an output
+        allocators: each makes memory for an output, given the numbers of the call if it has some
+        views: of bound inputs and allocations, each as (position, size, stride, offset in bytes,
+            itemsize). Size, stride and offset are positions in the numbers
         words: returns the words of CPU values
         nodes: sets the addresses of bound inputs and allocations, and the words. Returns False
             if a node refused
@@ -112,7 +121,7 @@ class ReplayPlan:
         cached: tensors that the node caches, by output
     """
 
-    node: BoundGraphNode
+    node: BoundGraphNode | None
     graph: CellType
     is_outdated: CellType
     manager: CUDAGraphTreeManager
@@ -122,21 +131,22 @@ class ReplayPlan:
     local: Any = cudagraph_trees.local
     containers: Callable[[], object]
     owner: object
-    parent: CUDAGraphNode | None
+    parent: CUDAGraphNode | None = None
     live_outputs: Callable[[CUDAGraphNode], tuple[PathOutput, ...]]
-    dead_before: tuple[PathOutput, ...]
-    dead_after: tuple[PathOutput, ...]
-    pending_backward: bool | None
+    dead_before: tuple[PathOutput, ...] = ()
+    dead_after: tuple[PathOutput, ...] = ()
+    pending_backward: bool | None = None
     is_capturing: Callable[[], bool]
     num_inputs: int
-    static: tuple[tuple[int, int], ...]
+    static: tuple[tuple[int, int], ...] = ()
     bound: tuple[int, ...]
-    alignment: int
-    pool: tuple[int, ...]
-    dropped: tuple[int, ...]
+    alignments: tuple[int, ...]
+    pool: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
     restore: Callable[[list[InputType]], None]
-    allocators: tuple[Callable[[], torch.Tensor], ...]
-    words: Callable[[], list[int]] | None
+    allocators: tuple[Callable[..., torch.Tensor], ...]
+    views: tuple[tuple[Any, ...], ...] = ()
+    words: Callable[[], list[int]] | None = None
     nodes: Callable[[list[int]], bool]
     launch: Callable[[Any], None]
     cached: list[torch.Tensor | None]
@@ -172,7 +182,7 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
         num_inputs=1 + max((*static_idxs, *node.bound_input_idxs), default=-1),
         static=tuple((i, node.static_input_data_ptrs[i]) for i in static_idxs),  # type: ignore[misc]
         bound=tuple(node.bound_input_idxs),
-        alignment=max(node.alignment, GPU_ALIGN_BYTES),
+        alignments=(max(node.alignment, GPU_ALIGN_BYTES),) * len(node.bound_input_idxs),
         pool=tuple(node.pool_ranges.bounds),
         dropped=tuple(i for i in managed if not node.preserved_aliased_inputs[i]),
         restore=node.restore_managed,
@@ -182,6 +192,38 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
         launch=graph_type.replay,
         cached=node.cached_tensor_outputs,
         outputs=outputs_of(node),
+    )
+
+
+def sized_plan(
+    recording: SizedRecording, launches: Launches, manager: CUDAGraphTreeManager, owner: object
+) -> ReplayPlan:
+    """Return the plan of a recording for the sizes at which its nodes launch ``launches``."""
+
+    def nothing(of: object) -> tuple[()]:
+        return ()
+
+    base: type[Any] = torch._C._CUDAGraph
+    graph = recording.graph
+    return ReplayPlan(
+        node=None,
+        graph=CellType(graph),
+        is_outdated=CellType(False),
+        manager=manager,
+        containers=thread_containers,
+        owner=owner,
+        live_outputs=nothing,
+        is_capturing=torch._C._cuda_isCurrentStreamCapturing,
+        num_inputs=1 + max(recording.model.inputs, default=-1),
+        bound=tuple(recording.model.inputs),
+        alignments=recording.bound_alignments,
+        restore=nothing,  # type: ignore[arg-type]
+        allocators=tuple(recording.allocators),
+        views=tuple(recording.views),
+        nodes=launches.set,
+        launch=(base if isinstance(graph, base) else type(graph)).replay,
+        cached=[None] * len(recording.outputs),
+        outputs=tuple(Output(kind, value) for kind, value in recording.outputs),  # type: ignore[arg-type]
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import weakref
 from typing import Any, TYPE_CHECKING
 
@@ -20,6 +21,8 @@ from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import room
 from torch._inductor.pygraph.graph.placeholder import take_damage
+from torch._inductor.pygraph.replay.interpreter import make_replay
+from torch._inductor.pygraph.replay.plan import sized_plan
 from torch._inductor.pygraph.trees.manager import manager_of, state_of
 from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
@@ -48,6 +51,9 @@ PROVEN_SIZES = 3
 MAX_RECORDINGS = 8
 # How many are made at most.
 MAX_CAPTURES = 32
+
+# At how many sizes a call is replayed without a look at the recordings.
+MAX_KNOWN_SIZES = 1024
 
 
 class SizedMemory:
@@ -97,6 +103,9 @@ class ManySizes:
         self.sized: SizedModel | None = None
         # The most recently used one last.
         self.recordings: list[SizedRecording] = []
+        # What replays at these sizes, and the numbers that it takes.
+        self.known: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
         self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
         # In this call.
@@ -119,10 +128,10 @@ class ManySizes:
             self.state.release()
         if outputs is None:
             return None, self.deployment.uncaptured(inputs)
-        return (self.deployment.realigned(self.replay) if self.recordings else None), outputs
+        return (self.deployment.realigned(self.replay()) if self.recordings else None), outputs
 
     def forget(self, function_id: FunctionID | None) -> bool:
-        self.recordings.clear()
+        self._drop(self.recordings)
         return True
 
     def around(self, function_id: FunctionID | None) -> OrderedSet[Any]:
@@ -131,9 +140,29 @@ class ManySizes:
 
     # Calls
 
-    def replay(self, inputs: list[InputType]) -> OutputType:
-        report, uncaptured = self.report, self.deployment.uncaptured
-        report.calls += 1
+    def replay(self) -> ModelType:
+        """Return what replays the recordings."""
+        report, known, sizes_of, manager = self.report, self.known, self.sizes_of, self.manager
+
+        def replay(inputs: list[InputType]) -> OutputType:
+            report.calls += 1
+            found = known.get(sizes_of(inputs))
+            # torch._dynamo.reset drops graphs.
+            if found is None or manager.roots is None:
+                return self.general(inputs)
+            run, numbers = found
+            report.captured_calls += 1
+            return run(inputs, numbers)
+
+        return replay
+
+    def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...]) -> OutputType:
+        """Take the general path in a call that was counted as a replay."""
+        self.report.captured_calls -= 1
+        return self.general(inputs)
+
+    def general(self, inputs: list[InputType]) -> OutputType:
+        uncaptured = self.deployment.uncaptured
         if (
             thread_containers() is not self.deployment.owner
             or self.manager.roots is None
@@ -155,6 +184,7 @@ class ManySizes:
         return uncaptured(inputs) if outputs is None else outputs
 
     def _sizes(self, inputs: Sequence[InputType]) -> tuple[int, ...]:
+        """Return the sizes of a call, and take note of them. A call at known sizes does not come here."""
         sizes = tuple(inputs[size.input] for size in self.spec.info.sizes.sizes)  # type: ignore[union-attr]
         if len(self.sizes_seen) < 1 << 16:
             self.sizes_seen.add(sizes)  # type: ignore[arg-type]
@@ -164,24 +194,42 @@ class ManySizes:
     def _replay(self, inputs: list[InputType]) -> OutputType | None:
         """Return None if the call has to run uncaptured."""
         sizes = self._sizes(inputs)
+        # What replays at these sizes may have refused.
+        self.known.pop(self.sizes_of(inputs), None)
         for recording in reversed(self.recordings):
             if (kept := recording.at_sizes(sizes)) is None:
                 continue
             if sizes not in self.proven and len(self.proven) <= PROVEN_SIZES:
                 outputs = self._proven(recording, kept, inputs, self._rehearse(inputs), is_new=False)
-            elif (memory := recording.bind(inputs, kept)) is None:
+            elif (tensors := recording.bind(inputs, kept)) is None:
                 outputs = None
             else:
                 self.may_have_run = True
-                outputs = recording.launch(inputs, kept, memory)
+                outputs = recording.launch(inputs, kept, tensors)
             if outputs is not None:
                 if recording is not self.recordings[-1]:
                     self.recordings.remove(recording)
                     self.recordings.append(recording)
+                self._know(recording, kept, self.sizes_of(inputs))
                 self.report.captured_calls += 1
                 inputs.clear()
                 return outputs
         return self._record(inputs)
+
+    def _know(self, recording: SizedRecording, kept: KeptSizes, sizes: Any) -> None:
+        """Replay further calls at these sizes without this object."""
+        if len(self.known) >= MAX_KNOWN_SIZES:
+            self.known.clear()
+        launches = kept.launches
+        if launches.replay is None:
+            plan = sized_plan(recording, launches, self.manager, self.deployment.owner)
+            launches.replay = make_replay(plan, self.state, self.not_replayed)
+        self.known[sizes] = launches.replay, recording.numbers(kept.at)
+
+    def _drop(self, recordings: Sequence[SizedRecording]) -> None:
+        self.known.clear()
+        for recording in [*recordings]:
+            self.recordings.remove(recording)
 
     # Recording
 
@@ -231,8 +279,7 @@ class ManySizes:
         """Drop recordings of smaller buckets, or the least recently used one if there are too many."""
         top = self.sized.top(sizes)
         smaller = [r for r in self.recordings if r.top != top and all(a <= b for a, b in zip(r.top, top))]
-        for recording in smaller or self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)]:
-            self.recordings.remove(recording)
+        self._drop(smaller or self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)])
 
     def _check_memory(self, rehearsal: Rehearsal, sizes: tuple[int, ...], memory: SizedMemory) -> None:
         factor = functools.reduce(lambda f, pair: f * pair[0] / max(pair[1], 1), zip(self.sized.top(sizes), sizes), 1.0)
@@ -278,13 +325,13 @@ class ManySizes:
             recording.compare(recording.scratch(inputs, kept.at), kept.at)
         # Forget the damage of others.
         take_damage(self.spec.device_index)
-        if (memory := recording.bind(inputs, kept)) is None:
+        if (tensors := recording.bind(inputs, kept)) is None:
             return None
-        for t in memory:
+        for t in tensors[len(recording.model.inputs) :]:
             # So that it shows what the graph does not write.
             mark_unwritten(t)
         try:
-            outputs = recording.launch(inputs, kept, memory)
+            outputs = recording.launch(inputs, kept, tensors)
             failure = verify(rehearsal, recording.graph.replay, outputs, recording.pool).reason
         except RuntimeError as e:
             failure = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
@@ -296,7 +343,7 @@ class ManySizes:
         return outputs
 
     def _give_up(self, reason: Reason) -> None:
-        self.recordings.clear()
+        self._drop(self.recordings)
         self.give_up(reason)
 
 

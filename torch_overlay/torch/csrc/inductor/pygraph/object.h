@@ -140,6 +140,18 @@ inline Pointers as_words(PyObject* values) {
   return words;
 }
 
+// Of numbers that may be negative.
+inline Pointers as_numbers(PyObject* values) {
+  Pointers words;
+  for_each(values, [&](PyObject* number) {
+    words.push_back(PyLong_AsUnsignedLongLongMask(number));
+  });
+  if (PyErr_Occurred()) {
+    throw Error();
+  }
+  return words;
+}
+
 inline std::vector<int64_t> as_sizes(PyObject* values) {
   auto words = as_words(values);
   return {words.begin(), words.end()};

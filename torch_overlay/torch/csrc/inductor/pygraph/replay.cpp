@@ -17,19 +17,46 @@ Node::Node(PyObject* description) {
   executable = as_address(executable_);
   node = as_address(node_);
   params = as_address(params_);
-  if (context_ != Py_None) {
+  is_switch = context_ == Py_False;
+  if (context_ != Py_None && !is_switch) {
     context = as_address(context_);
   }
   for_each(words_, [&](PyObject* word) {
-    auto [place, input, offset] = members<3>(word);
+    auto [place, nbytes, input, offset, plus] = members<5>(word);
     words.push_back(
-        {static_cast<uint64_t*>(as_address(place)),
+        {as_address(place),
+         as_word(nbytes) == sizeof(uint32_t),
          as_word(input),
-         PyLong_AsUnsignedLongLongMask(offset)});
+         PyLong_AsUnsignedLongLongMask(offset),
+         plus == Py_None ? std::nullopt : std::optional(as_word(plus))});
   });
 }
 
+bool Node::Word::write(const uint64_t* inputs) const {
+  const uint64_t value =
+      inputs[input] + offset + (plus.has_value() ? inputs[*plus] : 0);
+  if (is_short) {
+    auto* to = static_cast<uint32_t*>(place);
+    return std::exchange(*to, static_cast<uint32_t>(value)) !=
+        static_cast<uint32_t>(value);
+  }
+  return std::exchange(*static_cast<uint64_t*>(place), value) != value;
+}
+
+bool Node::write(const uint64_t* inputs) const {
+  bool has_changed = false;
+  for (const Word& word : words) {
+    has_changed |= word.write(inputs);
+  }
+  return has_changed;
+}
+
 bool Node::call() const {
+  if (is_switch) {
+    using Set = int (*)(void*, void*, unsigned);
+    const unsigned flag = *static_cast<const uint32_t*>(params);
+    return reinterpret_cast<Set>(set)(executable, node, flag) == 0;
+  }
   if (context.has_value()) {
     using Set = int (*)(void*, void*, const void*, void*);
     return reinterpret_cast<Set>(set)(executable, node, params, *context) == 0;
@@ -39,15 +66,56 @@ bool Node::call() const {
 }
 
 Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
-  auto [held, descriptions, owner] = members<3>(args);
-  pointers = as_words(held);
+  const bool is_sized = PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 5;
+  Ref first = checked(PyTuple_GetSlice(args, 0, 3));
+  auto [known, descriptions, owner] = members<3>(first.get());
+  pointers = as_words(known);
   for_each(descriptions, [&](PyObject* item) { nodes.emplace_back(item); });
   keep = Ref::share(owner);
+  source = Ref::share(Py_None);
+  if (!is_sized) {
+    held = std::make_shared<Held>();
+    for (const Node& node : nodes) {
+      held->params.push_back(node.params);
+    }
+    held->last = number = ++held->count;
+    return;
+  }
+  auto [a, b, c, attributes_, like] = members<5>(args);
+  attributes = as_word(attributes_);
+  if (like == Py_None) {
+    held = std::make_shared<Held>();
+    held->params.resize(nodes.size());
+    held->attributes = 0;
+  } else {
+    held = Boxed<Nodes>::of(Boxed<Nodes>::share(like).get()).held;
+  }
+  number = ++held->count;
+  if (held->params.size() != nodes.size()) {
+    raise(PyExc_ValueError, "expected all nodes of the graph");
+  }
+}
+
+void Nodes::add_source(PyObject* args) {
+  auto [graph_, update_, setters, owner] = members<4>(args);
+  size_t i = 0;
+  for_each(setters, [&](PyObject* setter) {
+    Node& node = nodes.at(i++);
+    if (!node.is_switch) {
+      auto [function, node_] = members<2>(setter);
+      node.set_in_source =
+          reinterpret_cast<decltype(node.set_in_source)>(as_address(function));
+      node.node_of_source = as_address(node_);
+    }
+  });
+  graph = as_address(graph_);
+  exec_update = reinterpret_cast<decltype(exec_update)>(as_address(update_));
+  source = Ref::share(owner);
 }
 
 PyObject* Nodes::call(const Call& call) {
   return guarded([&]() -> PyObject* {
-    auto to = as_words(call.count() == 1 ? call.args[0] : Py_None);
+    auto to = as_numbers(call.count() == 1 ? call.args[0] : Py_None);
     if (to.size() != pointers.size()) {
       raise(PyExc_ValueError, "expected a pointer for each input");
     }
@@ -56,24 +124,59 @@ PyObject* Nodes::call(const Call& call) {
 }
 
 bool Nodes::update(const uint64_t* to) {
-  if (is_known && std::equal(pointers.begin(), pointers.end(), to)) {
+  if (is_known() && std::equal(pointers.begin(), pointers.end(), to)) {
     return true;
   }
-  for (auto& node : nodes) {
-    bool is_dirty = !is_known;
-    for (auto& word : node.words) {
-      uint64_t value = to[word.input] + word.offset;
-      is_dirty |= *word.place != value;
-      *word.place = value;
+  const bool has_attributes = attributes == held->attributes;
+  if (!has_attributes && exec_update == nullptr) {
+    return false;
+  }
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i].write(to)) {
+      held->params[i] = nullptr;
     }
-    if (is_dirty && !node.call()) {
-      // The next update sets every node.
-      is_known = false;
+  }
+  if (!(has_attributes ? set_changed() : take_over())) {
+    // The next update sets every node.
+    held->forget();
+    return false;
+  }
+  std::copy_n(to, pointers.size(), pointers.begin());
+  held->last = number;
+  held->attributes = attributes;
+  return true;
+}
+
+bool Nodes::set_changed() {
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (held->params[i] != nodes[i].params && !nodes[i].call()) {
+      return false;
+    }
+    held->params[i] = nodes[i].params;
+  }
+  return true;
+}
+
+// Sets the nodes of the source, from which the executable graph takes over all.
+// Nodes that were off may be on then.
+bool Nodes::take_over() {
+  for (const Node& node : nodes) {
+    if (!node.is_switch &&
+        node.set_in_source(node.node_of_source, node.params) != 0) {
       return false;
     }
   }
-  std::copy_n(to, pointers.size(), pointers.begin());
-  is_known = true;
+  // CUgraphExecUpdateResultInfo
+  uint64_t result[4] = {};
+  if (exec_update(nodes.at(0).executable, graph, result) != 0) {
+    return false;
+  }
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i].is_switch && !nodes[i].call()) {
+      return false;
+    }
+    held->params[i] = nodes[i].params;
+  }
   return true;
 }
 
@@ -82,7 +185,7 @@ namespace {
 PyObject* pointers(PyObject* self, void* /*closure*/) {
   return guarded([&]() -> PyObject* {
     const Nodes& nodes = Boxed<Nodes>::of(self);
-    if (nodes.is_known) {
+    if (nodes.is_known()) {
       return as_list(nodes.pointers).release();
     }
     Ref unknown = checked(Py_BuildValue("[i]", -1));
@@ -90,6 +193,16 @@ PyObject* pointers(PyObject* self, void* /*closure*/) {
   });
 }
 
+PyObject* add_source(PyObject* self, PyObject* args) {
+  return guarded([&]() -> PyObject* {
+    Boxed<Nodes>::of(self).add_source(args);
+    Py_RETURN_NONE;
+  });
+}
+
+PyMethodDef nodes_methods[] = {
+    {"add_source", add_source, METH_VARARGS, nullptr},
+    {}};
 PyGetSetDef nodes_getset[] = {
     {"pointers", pointers, nullptr, nullptr, nullptr},
     {}};
@@ -103,6 +216,17 @@ bool is_lazy(const at::TensorBase& tensor) {
   constexpr c10::DispatchKeySet LAZY(
       {c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
   return tensor.key_set().has_any(LAZY);
+}
+
+// The numbers at these places.
+c10::SmallVector<int64_t, 5> at_places(
+    const std::vector<int64_t>& places,
+    const uint64_t* numbers) {
+  c10::SmallVector<int64_t, 5> result;
+  for (int64_t i : places) {
+    result.push_back(static_cast<int64_t>(numbers[i]));
+  }
+  return result;
 }
 
 // Takes from a cached tensor what its last owner left; renew in Python.
@@ -129,19 +253,52 @@ void renew(PyObject* tensor) {
 } // namespace
 
 Allocator::Allocator(PyObject* args, PyObject* /*kwargs*/) {
-  auto [sizes, strides, dtype, index] = members<4>(args);
+  is_sized = PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 5;
+  Ref fixed = checked(PyTuple_GetSlice(args, 0, 4));
+  auto [sizes, strides, dtype, index] = members<4>(fixed.get());
   size = as_sizes(sizes);
   stride = as_sizes(strides);
   scalar_type = dtype_of(dtype);
   device.set_index(static_cast<c10::DeviceIndex>(as_word(index)));
 }
 
-at::TensorBase Allocator::allocate() const {
-  return at::detail::empty_strided_cuda(size, stride, scalar_type, device);
+at::TensorBase Allocator::allocate(const uint64_t* numbers) const {
+  if (!is_sized) {
+    return at::detail::empty_strided_cuda(size, stride, scalar_type, device);
+  }
+  return at::detail::empty_strided_cuda(
+      at_places(size, numbers), at_places(stride, numbers), scalar_type, device);
 }
 
-PyObject* Allocator::call(const Call& /*call*/) const {
-  return guarded([&]() { return THPVariable_Wrap(allocate()); });
+PyObject* Allocator::call(const Call& call) const {
+  return guarded([&]() {
+    Pointers numbers;
+    if (is_sized) {
+      numbers = as_numbers(call.count() == 1 ? call.args[0] : Py_None);
+    }
+    return THPVariable_Wrap(allocate(numbers.data()));
+  });
+}
+
+View::View(PyObject* description) {
+  auto [tensor_, size_, stride_, offset_, itemsize_] = members<5>(description);
+  tensor = as_word(tensor_);
+  size = as_sizes(size_);
+  stride = as_sizes(stride_);
+  offset = as_word(offset_);
+  itemsize = as_word(itemsize_);
+}
+
+// As torch::inductor::_reinterpret_tensor.
+Ref View::of(const at::TensorBase& base, const uint64_t* numbers) const {
+  auto view = at::detail::make_tensor_base<c10::TensorImpl>(
+      c10::Storage(base.storage()), base.key_set(), base.dtype());
+  c10::TensorImpl* impl = view.unsafeGetTensorImpl();
+  impl->set_storage_offset(
+      base.storage_offset() + static_cast<int64_t>(numbers[offset] / itemsize));
+  impl->set_sizes_and_strides(
+      at_places(size, numbers), at_places(stride, numbers));
+  return checked(THPVariable_Wrap(std::move(view)));
 }
 
 Replay::Replay(PyObject* args, PyObject* /*kwargs*/)
@@ -155,6 +312,7 @@ Replay::Replay(PyObject* args, PyObject* /*kwargs*/)
   for_each(of("allocators").get(), [&](PyObject* allocate) {
     allocators.push_back(Ref::share(allocate));
   });
+  for_each(of("views").get(), [&](PyObject* view) { views.emplace_back(view); });
   for_each(of("outputs").get(), [&](PyObject* output) { add_output(output); });
 }
 
@@ -164,9 +322,12 @@ void Replay::add_output(PyObject* output) {
     return PyUnicode_Check(kind) &&
         PyUnicode_CompareWithASCIIString(kind, name) == 0;
   };
-  if (is("bound") || is("input")) {
+  if (is("bound") || is("input") || is("number")) {
     outputs.push_back(
-        {is("bound") ? Output::BOUND : Output::INPUT, as_word(value)});
+        {is("bound")       ? Output::BOUND
+             : is("input") ? Output::INPUT
+                           : Output::NUMBER,
+         as_word(value)});
   } else if (is("constant") || is("empty")) {
     outputs.push_back(
         {is("empty") ? Output::EMPTY : Output::CONSTANT, 0, Ref::share(value)});
@@ -186,11 +347,14 @@ void Replay::add_output(PyObject* output) {
 PyObject* Replay::call(const Call& call) {
   bool has_dropped = false;
   auto replay = [&]() -> PyObject* {
-    if (!call.has_list() || !fits(call.args[0])) {
+    const bool has_numbers = call.count() == 2;
+    if (!(has_numbers || call.count() == 1) ||
+        !PyList_CheckExact(call.args[0]) || !fits(call.args[0])) {
       return nullptr;
     }
     check_not_captured(is_capturing);
-    return run(call.args[0], has_dropped);
+    PyObject* numbers = has_numbers ? call.args[1] : nullptr;
+    return run(call.args[0], has_dropped, {}, numbers);
   };
   return attempted(replay, [&]() -> PyObject* {
     bool is_whole = !has_dropped || Ref(call.pass_to(restore));
@@ -212,7 +376,8 @@ bool Replay::fits(PyObject* inputs) const {
 PyObject* Replay::run(
     PyObject* inputs,
     bool& has_dropped,
-    const Given& given) {
+    const Given& given,
+    PyObject* numbers) {
   check_thread();
   TreeState& of_trees = Boxed<TreeState>::of(state.get());
   if (!of_trees.acquire()) {
@@ -221,26 +386,29 @@ PyObject* Replay::run(
   auto held = c10::make_scope_exit(
       [&of_trees, owner = Ref::share(state.get())]() { of_trees.is_held = false; });
   of_trees.follow();
-  Ref last = last_node();
+  // Without a node the recording is none of trees'.
+  const bool is_in_tree = node.get() != Py_None;
+  Ref last = is_in_tree ? last_node() : Ref::share(Py_None);
   check_path(last.get());
   check_caches();
 
   c10::SmallVector<Ref, 16> tensors;
   Pointers pointers;
-  uint64_t combined = 0;
-  for (size_t i : bound) {
+  uint64_t misaligned = 0;
+  for (size_t k = 0; k < bound.size(); ++k) {
     // Others may drop theirs while the launch lets them run.
-    tensors.push_back(Ref::share(PyList_GET_ITEM(inputs, i)));
+    tensors.push_back(Ref::share(PyList_GET_ITEM(inputs, bound[k])));
     const at::TensorBase& tensor = unpack(tensors.back().get());
     pointers.push_back(address_of(tensor));
-    combined |= pointers.back();
+    // Alignments are powers of two.
+    misaligned |= pointers.back() & (alignments[k] - 1);
     // Bounds alternate between the start and the end of a segment.
     auto above = std::upper_bound(pool.begin(), pool.end(), pointers.back());
     if ((above - pool.begin()) % 2 == 1 || is_lazy(tensor)) {
       throw Unusual();
     }
   }
-  if (combined % alignment != 0) {
+  if (misaligned != 0) {
     throw Unusual();
   }
   // Before the allocations: there the collector may run a finalizer that packs
@@ -252,10 +420,15 @@ PyObject* Replay::run(
     of_values = as_words(checked(PyObject_CallNoArgs(words.get())).get());
   }
   Given::check(given.packed);
+  if (numbers != nullptr) {
+    of_values = as_numbers(numbers);
+  }
   for (const Ref& allocate : allocators) {
     PyObject* allocated = Boxed<Allocator>::is(allocate.get())
-        ? THPVariable_Wrap(Boxed<Allocator>::of(allocate.get()).allocate())
-        : PyObject_CallNoArgs(allocate.get());
+        ? THPVariable_Wrap(Boxed<Allocator>::of(allocate.get())
+                               .allocate(of_values.data()))
+        : PyObject_Vectorcall(
+              allocate.get(), &numbers, numbers == nullptr ? 0 : 1, nullptr);
     tensors.push_back(checked(allocated));
     pointers.push_back(address_of(unpack(allocated)));
   }
@@ -269,14 +442,20 @@ PyObject* Replay::run(
   bind(pointers);
   Given::check(given.staged);
 
-  if (last.get() != node.get()) {
-    enter(node.get(), last.get() == Py_None);
+  if (is_in_tree) {
+    if (last.get() != node.get()) {
+      enter(node.get(), last.get() == Py_None);
+    }
+    update_generation();
   }
-  update_generation();
   Ref launched = checked(PyCell_Get(graph.get()));
   checked(PyObject_CallOneArg(launch.get(), launched.get()));
   note_backward();
-  Ref result = collect(inputs, tensors);
+  for (const View& view : views) {
+    const at::TensorBase& base = unpack(tensors[view.tensor].get());
+    tensors.push_back(view.of(base, of_values.data()));
+  }
+  Ref result = collect(inputs, tensors, numbers);
   checked(PyList_SetSlice(inputs, 0, PyList_GET_SIZE(inputs), nullptr));
   return result.release();
 }
@@ -352,7 +531,8 @@ void Replay::bind(const Pointers& pointers) const {
 // program's, whose finalizers run.
 Ref Replay::collect(
     PyObject* inputs,
-    const c10::SmallVector<Ref, 16>& tensors) const {
+    const c10::SmallVector<Ref, 16>& tensors,
+    PyObject* numbers) const {
   Ref result = checked(PyList_New(outputs.size()));
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Output& output = outputs[i];
@@ -368,6 +548,11 @@ Ref Replay::collect(
       value = item_of(cached.get(), output.index);
     } else if (output.kind == Output::INPUT) {
       value = item_of(inputs, output.index);
+    } else if (output.kind == Output::NUMBER) {
+      value = PyTuple_GetItem(numbers, static_cast<Py_ssize_t>(output.index));
+      if (value == nullptr) {
+        throw Error();
+      }
     }
     PyList_SET_ITEM(result.get(), i, Ref::share(value).release());
   }
@@ -393,6 +578,7 @@ PyMemberDef replay_members[] = {
 
 bool add_replay(PyObject* module) {
   Boxed<Nodes>::type.tp_getset = nodes_getset;
+  Boxed<Nodes>::type.tp_methods = nodes_methods;
   Boxed<Replay>::type.tp_members = replay_members;
   return Boxed<Allocator>::ready(module, "Allocator") &&
       Boxed<Nodes>::ready(module, "Nodes") &&

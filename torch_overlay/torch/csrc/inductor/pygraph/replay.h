@@ -15,17 +15,25 @@
 
 namespace torch::inductor::pygraph {
 
-// One node of an executable graph that holds inputs.
+// One node of an executable graph that holds inputs, or whether it is enabled.
 struct Node {
-  // A word of the node's parameters: the address of an input plus an offset,
-  // or a CPU value.
+  // A word of the node's parameters, of 8 or 4 bytes: the address of an input,
+  // or a number, plus an offset, plus another number if there is a `plus`.
   struct Word {
-    uint64_t* place;
+    // Returns whether the word changed.
+    bool write(const uint64_t* inputs) const;
+
+    void* place;
+    bool is_short;
     size_t input;
     uint64_t offset;
+    std::optional<size_t> plus;
   };
 
   explicit Node(PyObject* description);
+
+  // Returns whether a word changed.
+  bool write(const uint64_t* inputs) const;
 
   // Sets the node to `params`. False if the driver refused.
   bool call() const;
@@ -38,29 +46,75 @@ struct Node {
   void* params;
   std::optional<void*> context;
   std::vector<Word> words;
+  // `params` is the flag that switches the node on.
+  bool is_switch = false;
+  // Sets a node of the source.
+  int (*set_in_source)(void*, const void*) = nullptr;
+  void* node_of_source = nullptr;
+};
+
+// What the nodes of an executable graph were set to last.
+struct Held {
+  void forget() {
+    std::fill(params.begin(), params.end(), nullptr);
+    last = 0;
+    attributes.reset();
+  }
+
+  // Of each node, null if it is not known.
+  std::vector<const void*> params;
+  // The number of the Nodes that set them, 0 if none did.
+  uint64_t last = 0;
+  uint64_t count = 0;
+  // Of the kernels. Equal ones have equal numbers.
+  std::optional<uint64_t> attributes;
 };
 
 // Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
 // inputs, as graph/binding.py describes them. The graph holds `pointers` now.
 // `keep` owns the memory that the nodes point to. A call updates them.
+//
+// Nodes(pointers, nodes, keep, attributes, like): all nodes of an executable
+// graph, as graph/sized.py describes them, with the number of their attributes.
+// `like` is another one of the same graph, or None: what the nodes hold is not
+// known then, but for their attributes, whose number is 0.
 struct Nodes {
   Nodes(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call);
 
-  // Moves the inputs to new addresses. False if a node refused: the graph must
-  // not be launched then.
+  // Sets the nodes to these inputs. False if a node refused, or if the nodes
+  // have other attributes and there is no source: the graph must not be launched
+  // then.
   bool update(const uint64_t* to);
+
+  bool is_known() const {
+    return held->last == number;
+  }
 
   template <typename F>
   void visit(F&& f) {
-    f(keep);
+    f(keep, source);
   }
+
+  // add_source(graph, cuGraphExecUpdate, setters, owner): a graph whose nodes
+  // have the attributes, and for each node that is no switch the driver function
+  // that sets its node there, and that node.
+  void add_source(PyObject* args);
 
   std::vector<Node> nodes;
   Pointers pointers;
-  // False after a node refused: the graph holds unknown addresses.
-  bool is_known = true;
   Ref keep;
+  Ref source;
+  std::shared_ptr<Held> held;
+  uint64_t number = 0;
+
+ private:
+  bool set_changed();
+  bool take_over();
+
+  std::optional<uint64_t> attributes;
+  void* graph = nullptr;
+  int (*exec_update)(void*, void*, void*) = nullptr;
 };
 
 // TreeState(device_index, current_stream, wait): the lock of the trees of one
@@ -152,11 +206,13 @@ std::vector<PathOutput> path_outputs(const Ref& descriptions);
 void check_dead(const std::vector<PathOutput>& outputs);
 
 // Allocator(size, stride, dtype, device_index): a call makes a tensor.
+// Allocator(size, stride, dtype, device_index, True): size and stride are places
+// in the numbers that a call is given.
 struct Allocator {
   Allocator(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call) const;
 
-  at::TensorBase allocate() const;
+  at::TensorBase allocate(const uint64_t* numbers) const;
 
   template <typename F>
   void visit(F&&) {}
@@ -165,11 +221,26 @@ struct Allocator {
   std::vector<int64_t> stride;
   c10::ScalarType scalar_type;
   c10::Device device{c10::kCUDA};
+  bool is_sized = false;
+};
+
+// A view of a bound tensor. All but `tensor` and `itemsize` are places in the
+// numbers of a call; the offset is in bytes.
+struct View {
+  explicit View(PyObject* description);
+
+  Ref of(const at::TensorBase& base, const uint64_t* numbers) const;
+
+  size_t tensor;
+  std::vector<int64_t> size;
+  std::vector<int64_t> stride;
+  size_t offset;
+  uint64_t itemsize;
 };
 
 // What a replay returns; see replay/plan.py for the kinds.
 struct Output {
-  enum Kind { BOUND, CACHED, CONSTANT, INPUT, EMPTY } kind;
+  enum Kind { BOUND, CACHED, CONSTANT, INPUT, EMPTY, NUMBER } kind;
   size_t index = 0;
   // The constant, or the function that makes an empty tensor.
   Ref value = Ref();
@@ -200,8 +271,9 @@ struct Given {
   Times staged;
 };
 
-// Replay(plan, state, general): a call replays the recording if the plan allows
-// it, and else calls `general` with the same inputs.
+// Replay(plan, state, general): a call with inputs, and with numbers if the plan
+// is for many sizes, replays the recording if the plan allows it, and else calls
+// `general` with the same arguments.
 struct Replay : Trees {
   Replay(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call);
@@ -213,7 +285,11 @@ struct Replay : Trees {
   // Replays for inputs that fit, outside of captures. Throws Unusual if the
   // general path has to be taken; `has_dropped` says whether inputs are missing
   // then.
-  PyObject* run(PyObject* inputs, bool& has_dropped, const Given& given = {});
+  PyObject* run(
+      PyObject* inputs,
+      bool& has_dropped,
+      const Given& given = {},
+      PyObject* numbers = nullptr);
 
   template <typename F>
   void visit(F&& f) {
@@ -257,9 +333,10 @@ struct Replay : Trees {
   std::vector<std::pair<size_t, uint64_t>> static_inputs;
   Pointers bound = as_words(of("bound").get());
   Pointers dropped = as_words(of("dropped").get());
-  uint64_t alignment = as_word(of("alignment").get());
+  Pointers alignments = as_words(of("alignments").get());
   Pointers pool = as_words(of("pool").get());
   std::vector<Ref> allocators;
+  std::vector<View> views;
   std::vector<Output> outputs;
   size_t num_inputs = as_word(of("num_inputs").get());
 
@@ -268,7 +345,10 @@ struct Replay : Trees {
   void check_path(PyObject* last);
   void check_caches() const;
   void bind(const Pointers& pointers) const;
-  Ref collect(PyObject* inputs, const c10::SmallVector<Ref, 16>& tensors) const;
+  Ref collect(
+      PyObject* inputs,
+      const c10::SmallVector<Ref, 16>& tensors,
+      PyObject* numbers) const;
 };
 
 } // namespace torch::inductor::pygraph
