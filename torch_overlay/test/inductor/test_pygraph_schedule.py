@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import collections
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -31,6 +32,7 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
+from torch._inductor.pygraph.graph import prelude
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
 from torch._inductor.pygraph.select import timing
@@ -53,7 +55,7 @@ from inductor.test_pygraph_codegen import comparable, PROGRAMS as PROGRAMS_TO_CO
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 # Of each schedule, in a run of the tests, and orders of nodes for each.
 PROGRAMS = 8
@@ -677,6 +679,29 @@ class DeployTest(RecordTestCase):
         self.assertEqual((entry.candidate, sum(map(bool, self.device.driver.graphs.values()))), ("node_update,dag", 3))
         self.assertEqual(self.edges(), 2)
 
+    @contextlib.contextmanager
+    def selects_by(self, us: dict[str, float]) -> Iterator[None]:
+        """Time 100 us for each uncaptured function, and for graphs what is given by candidate. The host takes 10 us."""
+        timed: set[Any] = set()
+
+        def cost(samples: timing.Samples) -> timing.Cost:
+            state = samples.state
+            graph_us = us[str(Candidate(state.binding, state.schedule))] if state in timed else 100
+            timed.add(state)
+            estimates = [timing.Estimate(t) for t in (graph_us, graph_us if graph_us == 100 else 10, graph_us)]
+            return timing.Cost(*estimates)
+
+        with self.selects_at_once(), mock.patch.object(timing.Samples, "cost", cost):
+            yield
+
+    @parametrize("us", (25, 35))
+    def test_a_schedule_with_and_without_a_prelude(self, us):
+        times = {"prelude": 50, "prelude,dag": 30, "node_update,dag": us}
+        with mock.patch.object(prelude, "PAYS_FROM_KERNELS", 1), self.selects_by(times):
+            found = self.check_branches(force=None)
+        self.assertEqual(found.timings_us, {"no_graph": 100, **times})
+        self.assertEqual((found.candidate, found.updated_nodes), ("node_update,dag", 4) if us < 30 else ("prelude,dag", 1))
+
     def test_training(self):
         "A forward and its backward select at the same time. A recording of the forward drops that of the backward."
         forward = f"""
@@ -703,16 +728,9 @@ class DeployTest(RecordTestCase):
                 for *read, to in calls
             )
 
-        timed: collections.Counter[Any] = collections.Counter()
-
-        def cost(samples: timing.Samples) -> timing.Cost:
-            timed[samples.state] += 1
-            us = 100 if timed[samples.state] == 1 else 30 if samples.state.schedule == DAG else 50
-            return timing.Cost(*[timing.Estimate(us)] * 3)
-
         first = second = None
         w = self.randn()
-        with self.selects_at_once(), mock.patch.object(timing.Samples, "cost", cost):
+        with self.selects_by({"node_update": 50, "node_update,dag": 30}):
             for _ in range(30):
                 x, t = self.randn(), self.randn()
                 new_generation()
