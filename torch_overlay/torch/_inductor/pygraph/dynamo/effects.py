@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from torch._dynamo.codegen import PyCodegen
-    from torch._dynamo.exc import Unsupported
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.breaks import Call
 
@@ -155,24 +154,22 @@ class Effects(Breaks):
     def __init__(self) -> None:
         super().__init__()
         self.queue: list[Effect] = []
-        # The graph's last node before the frame's latest call
-        self.before_call: torch.fx.Node | None = None
+        # The graph's last node at the frame's latest call
+        self.checked: torch.fx.Node | None = None
 
     def on_call(self, tx: InstructionTranslatorBase, fn: VariableTracker) -> None:
-        super().on_call(tx, fn)
-        if self.queue and tx is tx.output.root_tx:
-            self.before_call = last_node(tx.output.graph)
-
-    def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
         """
         Raises:
-            RestartAnalysis: a call cannot be made behind this graph. Dynamo need not trace up to here again.
+            RestartAnalysis: a call cannot be made behind what follows it. Dynamo need not trace the rest of the frame.
         """
-        if self.before_call is not None:
-            for effect in self.queue:
-                nodes = (node for node in nodes_after(effect.last) if node <= self.before_call)
-                check_nodes(effect, nodes, self._copies())
-        super().on_graph_break(tx, error)
+        super().on_call(tx, fn)
+        # What a call made that still runs may be left to a frame of its own.
+        if not self.queue or tx is not tx.output.root_tx:
+            return
+        last = last_node(tx.output.graph)
+        for effect in self.queue:
+            check_nodes(effect, nodes_until((effect.last, self.checked), last), self._copies())
+        self.checked = last
 
     def _copies(self) -> OrderedSet[torch.fx.Node]:
         return OrderedSet(text.copy.as_proxy().node for effect in self.queue for text in effect.texts)
@@ -431,6 +428,13 @@ def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
 def nodes_after(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
     while (node := node.next).op != "root":
         yield node
+
+
+def nodes_until(first: Sequence[torch.fx.Node | None], last: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Yield ``last`` and the nodes before it, down to one of ``first``."""
+    while last not in first and last.op != "root":
+        yield last
+        last = last.prev
 
 
 def call_from(tx: InstructionTranslatorBase, call: Call) -> Callable[..., None]:
