@@ -33,8 +33,10 @@ from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.graph import prelude
+from torch._inductor.pygraph.schedule import buffers, plan
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
+from torch._inductor.pygraph.schedule.workspaces import spread
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.timing import NODE_US
@@ -219,6 +221,12 @@ class OrderTest(TestCase):
                 for mine, needed in zip(result, closure(waits)):
                     self.assertLessEqual(needed, mine)
 
+    def test_workspaces_are_spread(self):
+        "Each call takes the workspace in which it starts first, and of these that of a call in front of it."
+        waits = [set(), set(), {0}, {1}, {2, 3}]
+        self.assertEqual(spread(waits, {0, 1, 2, 3, 4}, [1.0] * 5, 2), {0: 0, 1: 1, 2: 0, 3: 1, 4: 0})
+        self.assertEqual(spread([set()] * 3, {0, 2}, [5.0, 1.0, 1.0], 1), {0: 0, 2: 0})
+
     def test_lanes_are_rows(self):
         "No more calls than lanes are independent of one another."
         draw = random.Random(3)
@@ -302,14 +310,18 @@ class Writer:
         self.lines.append(f"{name} = empty_strided_cuda(({size},), (1,), torch.float32)")
         self.size_of[name] = size
 
-    def note(self, name: str, reads: Iterable[str], *, is_declared: bool = True) -> None:
+    def note(
+        self, name: str, reads: Iterable[str], *, is_declared: bool = True, has_workspace: bool = False
+    ) -> None:
         number = len(self.calls)
         writes = {**dict.fromkeys(reads, False), name: True}
         operands = tuple(
             Operand(buffer, written, self.inputs.index(buffer) if buffer in self.inputs else None)
             for buffer, written in writes.items()
         )
-        self.calls.append(CallInfo(f"call{number}", operands if is_declared else (), is_declared=is_declared))
+        operands = operands if is_declared else ()
+        info = CallInfo(f"call{number}", operands, is_declared=is_declared, has_workspace=has_workspace)
+        self.calls.append(info)
         noted = ", ".join((str(number), *(o.buffer for o in self.calls[-1].operands)))
         self.lines.append(f"if {NOTE} is not None: {NOTE}({noted})")
 
@@ -337,7 +349,7 @@ class Writer:
         reads = [x, *draw.sample(others, draw.randint(0, min(2, len(others))))]
         target = self.target(f"t{n}", size)
         # Memory of an operator's own is declared nowhere.
-        own = draw.choice(("", "", "", "own", f"workspace{size}"))
+        own = draw.choice(("", "", "", "own", f"workspace{size}", f"pooled{size}"))
         if own == "own":
             self.new(own, size)
         if own:
@@ -347,10 +359,14 @@ class Writer:
             self.launch(target, *reads)
         if own == "own":
             self.lines.append("del own")
-        self.note(target, reads, is_declared=draw.random() > 0.03)
+        has_workspace = own.startswith("pooled")
+        self.note(target, reads, is_declared=draw.random() > 0.03, has_workspace=has_workspace)
 
     def program(self) -> Program:
         draw = self.draw
+        for size in {*self.sizes}:
+            # As cuBLAS's.
+            self.new(f"pooled{size}", size)
         for n in range(draw.randint(3, draw.choice((10, 30)))):
             self.call(n)
             dying = [t for t in self.alive if t not in self.inputs]
@@ -519,7 +535,11 @@ class ScheduleProgramsTest(RecordTestCase):
         program = Writer(draw).program()
         binding = draw.choice(("node_update", "prelude"))
         # Every other program is short of memory, so that branches use the same.
-        with mock.patch.object(bound, "MORE_MEMORY", 100.0 * (seed % 2)):
+        with (
+            mock.patch.object(bound, "MORE_MEMORY", 100.0 * (seed % 2)),
+            mock.patch.object(buffers, "MIN_GAIN", 1.0),
+            mock.patch.object(plan, "MIN_GAIN", 1.0),
+        ):
             runs = self.record_program(program, str(Candidate(binding, schedule)), seed)
         text = f"seed {seed} of {schedule}:\n{program.body}"
         self.check_orders(runs, draw, text)
@@ -595,6 +615,30 @@ class DeployTest(RecordTestCase):
             self.check(body, force="node_update,dag", described=self.CALLS, calls=6, returned=(0, 1))
         (entry,) = report()
         self.assertEqual((entry.width, self.edges()), (2, 2) if more > 0 else (1, 3))
+
+    @parametrize("case", ("workspaces", "no_memory", "other_memory"))
+    def test_matmuls_have_workspaces_of_their_own(self, case):
+        "Matmuls that name one workspace take several, if there is memory. Other memory may have to stay."
+        body = f"""
+            x, y = args; args.clear()
+            w, a, b = new(), new(), new()
+            launch(sin, w, x); launch(sin, a, w)
+            if {NOTE} is not None: {NOTE}(0, x, a)
+            launch(sin, w, y); launch(sin, b, w)
+            if {NOTE} is not None: {NOTE}(1, y, b)
+            return (a, b)
+        """
+        calls = tuple(
+            CallInfo("mm", (Operand(x, False, k), Operand(to, True)), has_workspace=case != "other_memory")
+            for k, (x, to) in enumerate(("xa", "yb"))
+        )
+        part = 0.0 if case == "no_memory" else 0.1
+        with mock.patch.multiple(bound, MORE_MEMORY=part, WORKSPACES=part):
+            self.check(body, force="node_update,dag", described=calls, returned=(0, 1))
+        (entry,) = report()
+        self.assertEqual((entry.schedule, entry.width), (DAG, 2 if case == "workspaces" else 1))
+        runs = Runs(self.device.driver, max(graph for graph, nodes in self.device.driver.graphs.items() if nodes))
+        self.assertEqual(len(runs.edges), 2 if case == "workspaces" else 3)
 
     @parametrize("cause", ("no_calls", "not_noted", "several_streams", "cuGraphGetEdges"))
     def test_a_graph_whose_calls_are_not_known_is_a_chain(self, cause):

@@ -45,6 +45,7 @@ from torch._inductor.pygraph.schedule.buffers import Buffers, buffers_apart
 from torch._inductor.pygraph.schedule.notes import CallLog
 from torch._inductor.pygraph.schedule.plan import Graph, schedule_graph
 from torch._inductor.pygraph.schedule.pointers import Memory
+from torch._inductor.pygraph.schedule.workspaces import Ring, ring_of
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.calls import NOTE
 from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE, TABLE
@@ -65,8 +66,10 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
 
 
-# What a schedule may take beyond the chain, as a part of all reserved memory.
+# What buffers of a schedule may take beyond the chain, as a part of all reserved memory. So may
+# workspaces, or as a part of the device's memory: programs that reserve little need them too.
 MORE_MEMORY = 0.1
+WORKSPACES = 0.00125
 
 
 class BoundGraphNode(CopyGraphNode):
@@ -103,6 +106,9 @@ class BoundGraphNode(CopyGraphNode):
     written_bound: OrderedSet[int]
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
     replay_graph: CellType
+
+    # Of kernels that run side by side.
+    workspaces: Ring | None = None
 
     # While it is recorded.
     collectives: Collectives | None = None
@@ -275,9 +281,18 @@ class BoundGraphNode(CopyGraphNode):
         """Return what allocates for calls that are to run side by side, given their rehearsal."""
         if self.calls is None:
             return None
-        more = int(MORE_MEMORY * (torch.cuda.memory_reserved(self.device) + self.rehearsal.needed_bytes))
         times = self.request.call_times_us
-        return buffers_apart(self.calls, self.bound_input_idxs, times, allocation.empty_strided_cuda, more)
+        allocate = allocation.empty_strided_cuda
+        return buffers_apart(self.calls, self.bound_input_idxs, times, allocate, self._more_bytes())
+
+    def _more_bytes(self) -> int:
+        """Return how many bytes a schedule may take beyond the chain."""
+        return int(MORE_MEMORY * (torch.cuda.memory_reserved(self.device) + self.rehearsal.needed_bytes))
+
+    def _take_workspaces(self, nbytes: int, count: int) -> list[int]:
+        self.workspaces = ring_of(self.device, self.cuda_graphs_pool)
+        _, total = torch.cuda.mem_get_info(self.device)
+        return self.workspaces.take(nbytes, count, max(self._more_bytes(), int(total * WORKSPACES)))
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())
@@ -340,7 +355,7 @@ class BoundGraphNode(CopyGraphNode):
                 raise ValueError("what they use is not known")
             memory = Memory(PoolRanges(self.cuda_graphs_pool), placeholders)
             captured = Graph(graph.raw_cuda_graph(), calls, memory, self.bound_input_idxs)
-            facts = schedule_graph(captured, request.schedule, request.call_times_us)
+            facts = schedule_graph(captured, request.schedule, request.call_times_us, self._take_workspaces)
         except (DriverError, ValueError) as e:
             facts = ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
         self._learned(schedule=facts)

@@ -44,6 +44,9 @@ READ_PARAMETERS = ("in_ptr", "arg_A", "arg_B", "arg_X", "arg_W")
 # aten operators of libraries that may keep an address in device memory, where no parameter shows it.
 LIBRARY_PREFIXES = ("linalg_", "_linalg_", "fft_", "_fft_", "sparse_", "_sparse_", "_cslt_", "_cufft_")
 
+# Operators that use cuBLAS's workspace.
+MATMULS = ("mm", "addmm", "bias_addmm", "bmm", "baddbmm", "_scaled_mm")
+
 # Kinds of operators whose tensors are all among their arguments and results. Subclasses differ.
 OPERATORS = (
     ir.ExternKernelAlloc,
@@ -154,7 +157,8 @@ def _operator(operation: ir.ExternKernel) -> CallInfo:
         return unknown
     if not isinstance(operation.layout, ir.NoneLayout):
         operands.append(Operand(operation.get_name(), writes=True))
-    return CallInfo(name, tuple(operands), tuple(_resources(op)))
+    has_workspace = (name.partition(".")[2] if op is None else op._opname) in MATMULS
+    return CallInfo(name, tuple(operands), tuple(_resources(op)), has_workspace=has_workspace)
 
 
 def _has_schema(operation: ir.ExternKernel, op: Any) -> bool:

@@ -185,3 +185,30 @@ def read_graph(graph: Any) -> list[CapturedNode]:
     if not is_plain or sorted(edges) != [(i, i + 1) for i in range(len(nodes) - 1)]:
         raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
     return [read_node(node, kind) for node, kind in nodes]
+
+
+def is_kernel(node: Any) -> bool:
+    cu = bindings()
+    return check(cu.cuGraphNodeGetType(node)) == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+
+
+def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
+    """
+    Let a captured kernel take other memory for a range.
+
+    Raises:
+        DriverError: the node is as it was.
+    """
+    cu = bindings()
+    params = check(cu.cuGraphKernelNodeGetParams(node))
+    buffers = [buffer for _, buffer in kernel_parameters(params)]
+    for buffer in buffers:
+        for offset in range(0, len(buffer) - WORD_BYTES + 1, WORD_BYTES):
+            word = ctypes.c_uint64.from_buffer(buffer, offset)
+            if memory[0] <= word.value < memory[1]:
+                word.value += to - memory[0]
+    keep = set_kernel_parameters(params, buffers)
+    result = cu.cuGraphKernelNodeSetParams(node, params)
+    # The node has a copy.
+    del keep
+    check(result)

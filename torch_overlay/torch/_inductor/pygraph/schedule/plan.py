@@ -9,23 +9,27 @@ all others.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
+from torch._inductor.pygraph.graph.captured import is_kernel, move_words
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.edges import chain_of, change_edges
+from torch._inductor.pygraph.schedule.buffers import MIN_GAIN
 from torch._inductor.pygraph.schedule.dag import Call, critical_path, dependencies, width
 from torch._inductor.pygraph.schedule.lanes import order
 from torch._inductor.pygraph.schedule.notes import Apart, declared_call, NODE_US
 from torch._inductor.pygraph.schedule.pointers import undeclared
 from torch._inductor.pygraph.schedule.timeline import timeline
-from torch._inductor.pygraph.types.candidate import CHAIN
-from torch._inductor.pygraph.types.reason import Code, first_line, Reason
+from torch._inductor.pygraph.schedule.workspaces import MAX_WORKSPACES, spread
+from torch._inductor.pygraph.types.candidate import CHAIN, LANES
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.schedule import ScheduleFacts
 
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch._inductor.pygraph.graph.edges import Edge
     from torch._inductor.pygraph.schedule.dag import Waits
@@ -84,23 +88,46 @@ class Graph:
     def _live(self, number: int) -> list[Range]:
         return [extent for first, end, extent in self.lives.values() if first <= number < end]
 
-    def calls(self, apart: Apart | None = None) -> list[Call]:
+    @functools.cached_property
+    def others(self) -> list[set[Range] | None]:
+        """What each unit uses besides what it declares, or None if that is not known."""
+        found: list[set[Range] | None] = []
+        for unit in self.units:
+            if unit.call is None or unit.note is None or not unit.call.is_declared:
+                found.append(None)
+            else:
+                declared = [use.memory for use in unit.note.uses]
+                found.append(undeclared(unit.nodes, declared, self.memory, self._live(unit.note.number)))
+        return found
+
+    def workspaces(self) -> dict[Range, list[int]]:
+        """Return the workspaces that several units use, and these units."""
+        users: dict[Range, list[int]] = {}
+        for i, (unit, others) in enumerate(zip(self.units, self.others)):
+            if unit.call is not None and unit.note is not None and unit.call.has_workspace:
+                known = {*self._live(unit.note.number)}
+                for memory in others or ():
+                    # Other memory is a placeholder's, or was there before the capture.
+                    if memory not in known and self.memory.pool.find(memory[0]) and all(map(is_kernel, unit.nodes)):
+                        users.setdefault(memory, []).append(i)
+        return {memory: units for memory, units in users.items() if len(units) > 1}
+
+    def calls(self, apart: Apart | None = None, places: Mapping[tuple[int, Range], Range | None] = {}) -> list[Call]:
         """
         Return what each unit uses.
 
         Args:
             apart: gives buffers memory of their own, if any does
+            places: where workspaces of units come to lie; None counts as no memory
         """
-        return [self._call(unit, apart) for unit in self.units]
-
-    def _call(self, unit: Unit, apart: Apart | None) -> Call:
-        if unit.call is None or unit.note is None or not unit.call.is_declared:
-            return Call(is_barrier=True)
-        declared = [use.memory for use in unit.note.uses]
-        others = undeclared(unit.nodes, declared, self.memory, self._live(unit.note.number))
-        if others is None:
-            return Call(is_barrier=True)
-        return declared_call(unit.note, unit.call, self.moving, others, apart)
+        found = []
+        for i, (unit, others) in enumerate(zip(self.units, self.others)):
+            if others is None or unit.note is None or unit.call is None:
+                found.append(Call(is_barrier=True))
+                continue
+            moved = (places.get((i, memory), memory) for memory in others)
+            found.append(declared_call(unit.note, unit.call, self.moving, {*filter(None, moved)}, apart))
+        return found
 
     def times(self, times_us: Mapping[int, float]) -> list[float]:
         """Return the time of each unit, given the times of calls."""
@@ -114,19 +141,34 @@ class Graph:
         return {(last[before], first[i]) for i, mine in enumerate(waits) for before in mine}
 
 
-def schedule_graph(graph: Graph, schedule: str, times_us: Mapping[int, float]) -> ScheduleFacts:
+def schedule_graph(
+    graph: Graph, schedule: str, times_us: Mapping[int, float], take: Callable[[int, int], list[int]]
+) -> ScheduleFacts:
     """
     Give a graph the order of a schedule, and return what is known of it.
 
     Args:
         times_us: time of each call that was timed
+        take: returns the addresses of at most so many workspaces: (bytes, number)
+
+    Raises:
+        RefusedError: the graph is of no use.
     """
     times = graph.times(times_us)
-    # Another schedule has other memory; see buffers.py.
-    waits = dependencies(graph.calls(Apart(graph.notes) if schedule == CHAIN else None))
-    facts = ScheduleFacts(CHAIN, sum(times), critical_path(waits, times), width(waits))
     if schedule == CHAIN:
-        return facts
+        # What another schedule could do; see buffers.py and workspaces.py.
+        none = {(i, memory): None for memory, users in graph.workspaces().items() for i in users}
+        waits = dependencies(graph.calls(Apart(graph.notes), none))
+        return ScheduleFacts(CHAIN, sum(times), critical_path(waits, times), width(waits))
+    places = _spread_workspaces(graph, schedule, times, take)
+    waits = dependencies(graph.calls(places=places))
+    facts = ScheduleFacts(CHAIN, sum(times), critical_path(waits, times), width(waits))
+    try:
+        for (i, memory), (start, _) in places.items():
+            for node in graph.units[i].nodes:
+                move_words(node, memory, start)
+    except DriverError as e:
+        raise RefusedError(Reason.of(Code.DRIVER, error=str(e))) from e
     chain = graph.edges(order(CHAIN, waits, times))
     ordered = order(schedule, waits, times)
     wanted = graph.edges(ordered)
@@ -137,3 +179,21 @@ def schedule_graph(graph: Graph, schedule: str, times_us: Mapping[int, float]) -
         return dataclasses.replace(facts, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
     names = [unit.call.name if unit.call else "" for unit in graph.units]
     return dataclasses.replace(facts, schedule=schedule, timeline=timeline(names, ordered, times))
+
+
+def _spread_workspaces(
+    graph: Graph, schedule: str, times: list[float], take: Callable[[int, int], list[int]]
+) -> dict[tuple[int, Range], Range]:
+    """Return (unit, workspace) -> the memory that the unit takes in its place."""
+    places: dict[tuple[int, Range], Range] = {}
+    for memory, users in graph.workspaces().items():
+        none = {(i, memory): None for i in users}
+        waits, without = (dependencies(graph.calls(places=p)) for p in (places, {**places, **none}))
+        if critical_path(waits, times) < MIN_GAIN * critical_path(without, times):
+            continue
+        nbytes = memory[1] - memory[0]
+        starts = take(nbytes, LANES.get(schedule, MAX_WORKSPACES) - 1)
+        for i, k in spread(without, users, times, 1 + len(starts)).items():
+            if k:
+                places[i, memory] = starts[k - 1], starts[k - 1] + nbytes
+    return places

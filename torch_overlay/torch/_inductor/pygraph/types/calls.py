@@ -36,9 +36,11 @@ class CallInfo:
         operands: the tensors that the call uses, in the order in which the code notes them
         resources: what it uses besides; calls that share one keep their order
         is_declared: the call uses nothing else, but memory of its own whose address its kernels take
+        has_workspace: no later call reads what it leaves in this memory
     """
 
     name: str
     operands: tuple[Operand, ...] = ()
     resources: tuple[str, ...] = ()
     is_declared: bool = True
+    has_workspace: bool = False
