@@ -185,7 +185,6 @@ class MemoryTest(RecordTestCase):
         def record() -> types.SimpleNamespace:
             node = types.SimpleNamespace(graph=object())
             node.wrapped_function = types.SimpleNamespace(pygraph=function)
-            node._path_to_root = [node]
             manager._current_node = node
             return node
 

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.capture import agreement
-from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.select import controller, selection, timing
 from torch._inductor.pygraph.trees.manager import drop, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests
@@ -431,6 +431,38 @@ class TrainingTest(RecordTestCase):
         self.assertEqual(function.outputs_outlive, held)
         self.assertEqual(bool(counters["pygraph"]["copied_outputs"]), held)
 
+    def test_layers_are_replayed_without_trees(self):
+        "Each has a recording of the code that all share, further down the path."
+        code = (
+            "x, w = args; args.clear(); a = new(); launch(mul, a, x, w); b = new(); launch(sin, b, a); return (b, a)",
+            "a, t = args; args.clear(); b = new(); launch(mul, b, a, t); return (b,)",
+        )
+        weights, forward, backward = [self.randn() for _ in range(20)], None, None
+        for step in range(5):
+            if step == 4:
+                searches = mock.patch.object(trees.get_manager(0), "_run", side_effect=AssertionError("searched"))
+                searches.start()
+                self.addCleanup(searches.stop)
+            h, t, pending = self.randn(), self.randn(), []
+            for weight in weights:
+                new_generation()
+                forward = forward or self.deploy(
+                    code[0], [h, weight], mode="forward", static=[1], names=["primals_1", "primals_2"]
+                )
+                expected = on_host(h) * on_host(weight)
+                h, a = forward.call([h, weight])
+                self.assertEqual(on_host(h), expected.sin())
+                pending.append(a)
+                del a
+            while pending:
+                inputs = [pending.pop(), t]
+                backward = backward or self.deploy(
+                    code[1], inputs, mode="backward", static=[0], names=["mul", "tangents_1"]
+                )
+                expected = on_host(inputs[0]) * on_host(t)
+                (t,) = backward.call(inputs)
+                self.assertEqual(on_host(t), expected)
+
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_was_used(self, force):
         "The next one is the same tensor, without what the program made of it."
@@ -578,6 +610,7 @@ class TrainingTest(RecordTestCase):
             self.assertEqual(seen, expected)
             trees.get_manager(0).set_to_running_backward()
 
+    @mock.patch.object(controller, "MAX_TIMES_ON_PATH", 16)
     def test_activations_in_the_pool_and_outside(self):
         """
         Beyond MAX_TIMES_ON_PATH forwards run uncaptured. Their backward, recorded with an

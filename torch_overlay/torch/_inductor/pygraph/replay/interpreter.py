@@ -159,7 +159,7 @@ class Replay:
 
 
 # At most so many recordings of a function are tried before trees are.
-MAX_REPLAYS = 32
+MAX_REPLAYS = 128
 
 
 def make_replay(plan: ReplayPlan, state: Any, general: ModelType) -> Any:
@@ -197,7 +197,6 @@ class ReplayChain:
             or not policy.binds_inputs
             or not isinstance(node, policy.node_type())
             or node.wrapped_function.pygraph is not policy
-            or sum(n.wrapped_function.pygraph is policy for n in node._path_to_root) != 1
         ):
             return None
         plan = replay_plan(node, self.manager, policy.spec.mode, self.owner)

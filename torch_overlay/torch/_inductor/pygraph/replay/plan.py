@@ -160,7 +160,7 @@ def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[P
 
 
 def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, owner: object) -> ReplayPlan:
-    """Return the plan of a recording, the first of its function on the path; see Controller.may_run."""
+    """Return the plan of a recording."""
     managed = node.cudagraph_managed_idxs
     static_idxs = [*node.non_managed_static_input_idxs, *managed]
     # What torch.cuda.CUDAGraph's methods forward to.

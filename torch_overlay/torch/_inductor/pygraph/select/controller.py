@@ -49,8 +49,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# At most so many recordings of a function on one path: calls that wait for a backward.
-MAX_TIMES_ON_PATH = 16
+# At most so many recordings of a function on one path: layers that share their code, and calls that
+# wait for a backward.
+MAX_TIMES_ON_PATH = 128
 
 # Other orders of a graph's calls are tried only if the calls take so many times their critical path.
 MIN_PARALLELISM = 1.1
