@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 pytest.importorskip("torch")
 
-from pygraph import dist, tp  # noqa: E402
+from pygraph import dist  # noqa: E402
 
 
 def test_a_mesh_trains(tmp_path, monkeypatch):
@@ -23,5 +24,5 @@ def test_a_mesh_trains(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
-    row = tp.measure("fsdp_tp_1x2", 2, Namespace(**options), 120.0, "pygraph.dist", dist.described)
+    (row,) = dist.measure(["fsdp_tp_1x2"], Namespace(**options), time.monotonic() + 120)
     assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row

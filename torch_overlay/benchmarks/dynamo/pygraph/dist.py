@@ -10,10 +10,13 @@ parameters must equal those without CUDA graphs. Rows are of suite dist.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
+import json
 import logging
 import math
+import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,15 +39,16 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from .compare import compare, Difference, snapshot
+from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
 from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
-from .tp import measure, run_on_rank
+from .tp import command_on_ranks, run_on_rank
 from .worker import report, reset_report, summary, totals, undecided
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -60,6 +64,7 @@ STEPS = 50
 MAX_SETTLE = 440
 MAX_SETTLE_S = 20.0
 MAX_CASE_S = 150.0
+POLL_S = 0.5
 NAMES = ("no_cg", "stock_cg", "pygraph")
 # Collectives are bound, and all ranks select together.
 BY_RANKS = {"options": {"pygraph": True, "pygraph_ranks": True}}
@@ -356,6 +361,47 @@ def described(name: str, ranks: int) -> Row:
     return {"suite": "dist", "name": name, "case": name, "ranks": ranks, "about": CASES[name].about, "obstacle": ""}
 
 
+def rows_on_rank(names: list[str], args: argparse.Namespace) -> list[Row]:
+    """One after the other, so that what starts a process and a group is done once."""
+    rows = []
+    for name in names:
+        rows.append(row(name, args))
+        if dist.get_rank() == 0:
+            write_rows(args.output, rows)
+        torch._dynamo.reset()
+        cudagraph_trees.reset_cudagraph_trees()
+        gc.collect()
+        if args.device == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def measure(names: list[str], args: argparse.Namespace, deadline: float) -> Iterator[Row]:
+    """The ranks are started again for the cases behind one that fails or takes too long."""
+    file = args.logs / "rows.json"
+    while names and time.monotonic() < deadline:
+        file.unlink(missing_ok=True)
+        command = command_on_ranks("pygraph.dist", ",".join(names), RANKS, args, file)
+        done, since, error = 0, time.monotonic(), ""
+        with open(args.logs / f"{names[0]}.log", "w") as output, process_group(command, output) as process:
+            while done < len(names) and not error:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    error = f"ended with {process.wait(POLL_S)}"
+                found = json.loads(file.read_text()) if file.exists() else []
+                if len(found) > done:
+                    since, error = time.monotonic(), ""
+                elif time.monotonic() > min(deadline, since + MAX_CASE_S):
+                    error = f"no result within {time.monotonic() - since:.0f} s"
+                yield from found[done:]
+                done = len(found)
+        names = names[done:]
+        if names and time.monotonic() < deadline:
+            yield {**described(names[0], RANKS), "equal": False, "error": error, "missed": [error]}
+            names = names[1:]
+    for name in names:
+        print(f"{name}: out of time, not run", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="pygraph.dist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -367,11 +413,11 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--worker", metavar="CASES", help=argparse.SUPPRESS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:
-        run_on_rank(args, lambda: row(args.worker, args))
+        run_on_rank(args, lambda: rows_on_rank(args.worker.split(","), args))
         return
     if args.device == "cuda" and torch.cuda.device_count() < RANKS:
         print(f"suite dist needs {RANKS} GPUs")
@@ -379,16 +425,11 @@ def main() -> None:
     # Where scripts/gpu_suite looks for logs.
     args.logs = args.output.with_suffix("")
     args.logs.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + args.budget
     rows = []
-    for name in args.cases.split(","):
-        left = deadline - time.monotonic()
-        if left <= 0:
-            print(f"{name}: out of time, not run", flush=True)
-            continue
-        rows.append(measure(name, RANKS, args, min(left, MAX_CASE_S), "pygraph.dist", described))
+    for measured in measure(args.cases.split(","), args, time.monotonic() + args.budget):
+        rows.append(measured)
         write_rows(args.output, rows)
-        print(f"{name}: {rows[-1].get('error') or rows[-1]['missed'] or 'right'}", flush=True)
+        print(f"{measured['name']}: {measured.get('error') or measured['missed'] or 'right'}", flush=True)
 
 
 if __name__ == "__main__":

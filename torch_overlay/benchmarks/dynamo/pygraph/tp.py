@@ -241,7 +241,7 @@ def described(name: str, ranks: int) -> Row:
     return {"suite": "tp", "name": row_name(name, ranks), "case": name, "ranks": ranks, "about": about, "obstacle": ""}
 
 
-def run_on_rank(args: argparse.Namespace, row: Callable[[], Row]) -> None:
+def run_on_rank(args: argparse.Namespace, row: Callable[[], Row | list[Row]]) -> None:
     """On one rank."""
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -255,20 +255,18 @@ def run_on_rank(args: argparse.Namespace, row: Callable[[], Row]) -> None:
     dist.destroy_process_group()
 
 
-def measure(
-    name: str,
-    ranks: int,
-    args: argparse.Namespace,
-    seconds: float,
-    module: str = "pygraph.tp",
-    described: Callable[[str, int], Row] = described,
-) -> Row:
+def command_on_ranks(module: str, work: str, ranks: int, args: argparse.Namespace, file: Path) -> list[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += ["-m", module, "--worker", work, "--output", str(file)]
+    command += ["--device", args.device, "--rounds", str(args.rounds), "--variants", args.variants]
+    return command + ["--small"] * args.small
+
+
+def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> Row:
     log_file, file = args.logs / f"{name}_x{ranks}.log", args.logs / f"{name}_x{ranks}.json"
     file.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += ["-m", module, "--worker", name, "--output", str(file)]
-    command += ["--device", args.device, "--rounds", str(args.rounds), "--variants", args.variants]
-    with open(log_file, "w") as output, process_group(command + ["--small"] * args.small, output) as process:
+    command = command_on_ranks("pygraph.tp", name, ranks, args, file)
+    with open(log_file, "w") as output, process_group(command, output) as process:
         try:
             status = process.wait(seconds)
             error = f"ended with {status}"
