@@ -433,8 +433,16 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
         self.assertRegex(reason.text, r"bytes 8 to 16 of \d+ of parameter 0 of node 0, product_\d_\d+ \(grid .*are 0\d0+ and alone 0+")
 
+    def test_programmatic_launch_within_a_call(self) -> None:
+        """The second kernel of a library call begins while the first one runs, at all sizes of a recording."""
+        program = self.program(mlp, (37, 64), (64, 32), (32, 8), (32,))
+        device, driver = program.device, program.device.driver
+        device.begins_early = True
+        self.check_captured(program, (127, 127, 128, 120, 119, 118, 117, 116, 8, 9, 7, 128, 9, 126))
+        self.assertGreater(driver.updates, 0)
+
     def test_programmatic_launch(self) -> None:
-        """A kernel that begins while the one before runs is not recorded for many sizes."""
+        """A call that begins while the kernel before runs is not recorded for many sizes."""
         program = self.program(mlp)
         program.device.driver.programmatic = {*range(1, 1000)}
         self.check(program, (37, 37, 5, 6))

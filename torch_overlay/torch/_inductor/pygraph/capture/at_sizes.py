@@ -12,7 +12,7 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.allocation import Allocation, place, poison_of, with_allocator
 from torch._inductor.pygraph.capture.library import CallTrace, cublas_workspaces, NAMES, operator_name
-from torch._inductor.pygraph.graph.captured import read_graph
+from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import (
@@ -223,7 +223,11 @@ class FunctionCapture:
                 end = call.last
             if len(self.nodes) < end:
                 raise differs(self.at, f"{name} has no node")
-            yield event, call, self.nodes[position:end]
+            nodes = self.nodes[position:end]
+            # Alone, the first kernel of a call has none to begin with.
+            if any(node.edge != PLAIN_EDGE for node in nodes[:1]):
+                raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
+            yield event, call, nodes
             position = end
         if position != len(self.nodes) or next(calls, None) is not None:
             raise differs(self.at, "there are further nodes")

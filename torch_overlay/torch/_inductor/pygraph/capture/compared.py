@@ -127,7 +127,7 @@ class CallComparison:
 
     def difference(self) -> str | None:
         """Return how they differ, or None."""
-        if self.entry.kinds != [node.is_kernel for node in self.nodes]:
+        if self.entry.kinds != [node.kind for node in self.nodes]:
             return "launches other kernels alone"
         for launched, node in zip(self.entry.nodes, self.nodes):
             if not _is_same_launch(launched, node):

@@ -126,8 +126,8 @@ class Entry:
     graph: torch.cuda.CUDAGraph
 
     @property
-    def kinds(self) -> list[bool]:
-        return [node.is_kernel for node in self.nodes]
+    def kinds(self) -> list[Any]:
+        return [node.kind for node in self.nodes]
 
     @property
     def nbytes(self) -> int:

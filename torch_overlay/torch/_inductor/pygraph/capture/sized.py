@@ -84,8 +84,8 @@ class LibraryCall:
     nodes: list[CapturedNode]
 
     @property
-    def kinds(self) -> list[bool]:
-        return [node.is_kernel for node in self.nodes]
+    def kinds(self) -> list[Any]:
+        return [node.kind for node in self.nodes]
 
 
 class KeptSizes(NamedTuple):

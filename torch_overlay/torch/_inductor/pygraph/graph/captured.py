@@ -52,10 +52,15 @@ KERNEL_BYTES = 72
 GRID_OFFSETS = (8, 12, 16)
 
 
+# Type and ports of an edge whose node waits for the end of the node before.
+PLAIN_EDGE = (0, 0, 0)
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class CapturedNode:
     """
     Attributes:
+        edge: type and ports, from the node before. A programmatic one lets a kernel begin while that node runs
         params: the driver's struct. A kernel's points to ``buffers``
         buffers: of a kernel each parameter, of a memset the struct
         grid: of a kernel
@@ -65,6 +70,7 @@ class CapturedNode:
     """
 
     node: Any
+    edge: tuple[int, int, int]
     params: Any
     buffers: tuple[ctypes.Array[Any], ...]
     grid: tuple[int, int, int]
@@ -76,6 +82,11 @@ class CapturedNode:
     @property
     def is_kernel(self) -> bool:
         return self.launch[0] == bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+
+    @property
+    def kind(self) -> tuple[bool, tuple[int, int, int]]:
+        """What cannot be set to that of another node."""
+        return self.is_kernel, self.edge
 
     @property
     def function(self) -> int:
@@ -126,7 +137,7 @@ class CapturedNode:
         return NodeUpdate(words, cu.cuGraphExecMemsetNodeSetParams, (executable, node, self.params, context), self)
 
 
-def read_node(node: Any, kind: Any) -> CapturedNode:
+def read_node(node: Any, kind: Any, edge: tuple[int, int, int]) -> CapturedNode:
     """
     Raises:
         RefusedError: it is neither a kernel nor a memset.
@@ -148,7 +159,7 @@ def read_node(node: Any, kind: Any) -> CapturedNode:
     else:
         raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
     captured = tuple(bytes(buffer) for buffer in buffers)
-    return CapturedNode(node, params, buffers, grid, launch, attributes, captured, keep)
+    return CapturedNode(node, edge, params, buffers, grid, launch, attributes, captured, keep)
 
 
 def _attributes(node: Any, function: Any) -> tuple[Any, ...]:
@@ -171,20 +182,20 @@ def read_graph(graph: Any) -> list[CapturedNode]:
     Return the nodes of a graph in the order of their creation.
 
     Raises:
-        RefusedError: a node is neither a kernel nor a memset, or does not wait for the end of the
-            one before.
+        RefusedError: a node is neither a kernel nor a memset, or does not wait for the one before.
     """
     nodes = [*graph_nodes(graph)]
     order = {int(node): i for i, (node, _) in enumerate(nodes)}
     cu = bindings()
     *_, count = check(cu.cuGraphGetEdges(graph))
     froms, tos, *data_and_count = check(cu.cuGraphGetEdges(graph, count))
-    edges = [(order[int(a)], order[int(b)]) for a, b in zip(froms, tos)]
-    # A programmatic edge lets a kernel begin while the one before runs.
-    is_plain = len(data_and_count) < 2 or not any(int(edge.type) for edge in data_and_count[0] or ())
-    if not is_plain or sorted(edges) != [(i, i + 1) for i in range(len(nodes) - 1)]:
+    edges = sorted((order[int(a)], order[int(b)]) for a, b in zip(froms, tos))
+    if edges != [(i, i + 1) for i in range(len(nodes) - 1)]:
         raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
-    return [read_node(node, kind) for node, kind in nodes]
+    # Before CUDA 13 there is no such data.
+    data = data_and_count[0] if len(data_and_count) > 1 else ()
+    of_node = {int(b): (int(edge.type), int(edge.from_port), int(edge.to_port)) for b, edge in zip(tos, data or ())}
+    return [read_node(node, kind, of_node.get(int(node), PLAIN_EDGE)) for node, kind in nodes]
 
 
 def is_kernel(node: Any) -> bool:

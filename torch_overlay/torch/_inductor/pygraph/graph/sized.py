@@ -18,6 +18,7 @@ from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.binding import description, NodeUpdate
+from torch._inductor.pygraph.graph.captured import PLAIN_EDGE
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
 
 
@@ -222,13 +223,22 @@ class SourceGraph:
         self.nodes: list[Any] = []
         for update in updates:
             update.write(inputs)
-            behind = self.nodes[-1:]
+            behind = self.nodes[-1:] if update.keep.edge == PLAIN_EDGE else []
             add = cu.cuGraphAddKernelNode if update.keep.is_kernel else cu.cuGraphAddMemsetNode
             # A memset's parameters are followed by the context.
             node = _check(add, (self.graph, behind, len(behind), *update.args[2:]), update.keep)
             if update.keep.is_kernel:
                 _check(cu.cuGraphKernelNodeCopyAttributes, (node, update.keep.node), update.keep)
+            if update.keep.edge != PLAIN_EDGE:
+                self._begin_early(node, update.keep.edge)
             self.nodes.append(node)
+
+    def _begin_early(self, node: Any, edge: tuple[int, int, int]) -> None:
+        cu = bindings()
+        data = cu.CUgraphEdgeData()
+        kind, data.from_port, data.to_port = edge
+        data.type = cu.CUgraphDependencyType(kind)
+        check(cu.cuGraphAddDependencies(self.graph, self.nodes[-1:], [node], [data], 1))
 
     def set(self, updates: Sequence[NodeUpdate]) -> None:
         """Set the nodes to what they launch in a call, of which the words have been written."""
