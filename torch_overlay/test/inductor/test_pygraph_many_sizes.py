@@ -449,15 +449,32 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual([r.code for r in self.refused], [Code.NODES_NOT_IN_ROW])
 
     def test_node_that_refuses(self) -> None:
-        """Nothing was launched: the call runs uncaptured, and each size has a recording from then on."""
+        """Nothing was launched: the call runs uncaptured, and so do later calls of these sizes."""
         program = self.program(mlp)
         self.check(program, (37, 37, 5, 6, 7, 9))
         driver = program.device.driver
         with mock.patch.object(driver, "refuses", lambda node: True):
             self.check(program, (10,))
-        self.assertEqual([r.code for r in self.refused], [Code.DRIVER])
-        self.check(program, (10, 10, 10, 5, 5))
-        self.assertEqual([r.sizes for r in report()], [[10], [5]])
+        self.check(program, (10, 10, 5, 5, 11))
+        self.assertEqual([str(r) for r in self.refused], [])
+        (entry,) = report()
+        self.assertEqual(entry.calls - entry.captured_calls, 3)
+
+    def test_call_of_some_sizes(self) -> None:
+        """Sizes at which a library cannot be captured run uncaptured, and are not tried again."""
+        program = self.program(mlp)
+        self.check(program, (37, 37, 5, 6, 7, 9))
+        driver, device = program.device.driver, program.device
+        driver.programmatic = {*range(1, 100_000)}
+        self.check(program, (10,))
+        tried = device.calls
+        self.check(program, (10, 10))
+        self.assertEqual(device.calls, tried)
+        driver.programmatic = set()
+        self.check(program, (5, 6, 11))
+        self.assertEqual([str(r) for r in self.refused], [])
+        (entry,) = report()
+        self.assertEqual(entry.calls - entry.captured_calls, 3)
 
     def test_kernel_that_a_node_refuses(self) -> None:
         """Sizes whose kernels the driver does not let the nodes launch have a recording of their own."""

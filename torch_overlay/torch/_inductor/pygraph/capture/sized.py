@@ -112,7 +112,13 @@ class SizedRecording:
     """
 
     def __init__(
-        self, model: SizedModel, inputs: Sequence[InputType], sizes: tuple[int, ...], memo: Memo, pool: _POOL_HANDLE
+        self,
+        model: SizedModel,
+        inputs: Sequence[InputType],
+        sizes: tuple[int, ...],
+        top: tuple[int, ...],
+        memo: Memo,
+        pool: _POOL_HANDLE,
     ) -> None:
         self.model = model
         self.memo = memo
@@ -122,7 +128,7 @@ class SizedRecording:
         # Kernels of library calls that its nodes did not take, and why.
         self.refused: list[list[Any]] = []
         self.refusal: Reason | None = None
-        self.top = model.top(sizes)
+        self.top = top
         at = model.function.at(sizes)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         self.alignments = {name: alignment_of(t.data_ptr()) for name, t in tensors.items()}  # type: ignore[union-attr]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import operator
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -43,14 +44,25 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
+log = logging.getLogger(__name__)
+
 # At so many sizes beside the first one a graph is compared with what was expected, and its results
 # with those of the function. After that sizes are trusted.
 PROVEN_SIZES = 3
 
 # Of one function: one for each bucket and topology. The least recently used one is dropped.
 MAX_RECORDINGS = 8
-# How many are made at most.
+# How many are made at most, and at how many sizes that is tried in vain.
 MAX_CAPTURES = 32
+# A function cannot be recorded so at some sizes, because of what a library launches at these.
+OF_SOME_SIZES = (
+    Code.CAPTURE_FAILED,
+    Code.DRIVER,
+    Code.HIDDEN_ALIGNMENT,
+    Code.NODES_NOT_IN_ROW,
+    Code.OUT_OF_MEMORY,
+    Code.UNKNOWN_NODE,
+)
 
 # At how many sizes a call is replayed without a look at the recordings.
 MAX_KNOWN_SIZES = 1024
@@ -108,6 +120,8 @@ class ManySizes:
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
         self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
+        # Sizes at which the function runs uncaptured.
+        self.refused: OrderedSet[tuple[int, ...]] = OrderedSet()
         # In this call.
         self.may_have_run = False
 
@@ -196,8 +210,15 @@ class ManySizes:
         sizes = self._sizes(inputs)
         # What replays at these sizes may have refused.
         self.known.pop(self.sizes_of(inputs), None)
+        if sizes in self.refused:
+            return None
         for recording in reversed(self.recordings):
-            if (kept := recording.at_sizes(sizes)) is None:
+            try:
+                kept = recording.at_sizes(sizes)
+            except RefusedError as e:
+                self._refuse(sizes, e.reason)
+                return None
+            if kept is None:
                 continue
             if sizes not in self.proven and len(self.proven) <= PROVEN_SIZES:
                 outputs = self._proven(recording, kept, inputs, self._rehearse(inputs), is_new=False)
@@ -240,7 +261,7 @@ class ManySizes:
         """
         sizes, controller = self._sizes(inputs), self.deployment.controller
         memory = memory_of(self.manager)
-        if controller.state.recordings >= MAX_CAPTURES:
+        if max(controller.state.recordings, len(self.refused)) >= MAX_CAPTURES:
             return None
         rehearsal: Rehearsal | None = None
         try:
@@ -248,9 +269,10 @@ class ManySizes:
             if not self.sized.launches_all(sizes):
                 return None
             rehearsal = self._rehearse(inputs)
-            self._check_memory(rehearsal, sizes, memory)
-            self._retire(sizes)
-            recording = SizedRecording(self.sized, inputs, sizes, memory.memo, memory.pool)
+            top = self._top(sizes)
+            self._check_memory(rehearsal, sizes, top, memory)
+            self._retire(top)
+            recording = SizedRecording(self.sized, inputs, sizes, top, memory.memo, memory.pool)
             memory.recordings.add(recording)
             kept = recording.at_sizes(sizes)
             outputs = self._proven(recording, kept, inputs, rehearsal, is_new=True)
@@ -258,7 +280,7 @@ class ManySizes:
                 raise RefusedError(recording.refusal or Reason.of(Code.LAZY_OUTPUT))
         except Exception as e:
             # If the error is the program's own, the uncaptured run raises it again.
-            self._give_up(_reason(e))
+            self._refuse(sizes, _reason(e))
             return self.model(inputs) if rehearsal is None else rehearsal.rerun()
         self.recordings.append(recording)
         self.report.captured_calls += self.report.calls > 0
@@ -275,15 +297,23 @@ class ManySizes:
         inputs.clear()
         return outputs
 
-    def _retire(self, sizes: tuple[int, ...]) -> None:
+    def _top(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
+        """Return for which sizes a recording is: all of the bucket, and those of other recordings."""
+        return tuple(map(max, zip(self.sized.top(sizes), *(recording.top for recording in self.recordings))))
+
+    def _retire(self, top: tuple[int, ...]) -> None:
         """Drop recordings of smaller buckets, or the least recently used one if there are too many."""
-        top = self.sized.top(sizes)
         smaller = [r for r in self.recordings if r.top != top and all(a <= b for a, b in zip(r.top, top))]
         self._drop(smaller or self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)])
 
-    def _check_memory(self, rehearsal: Rehearsal, sizes: tuple[int, ...], memory: SizedMemory) -> None:
-        factor = functools.reduce(lambda f, pair: f * pair[0] / max(pair[1], 1), zip(self.sized.top(sizes), sizes), 1.0)
-        needed = int(rehearsal.needed_bytes * factor)
+    def _check_memory(
+        self, rehearsal: Rehearsal, sizes: tuple[int, ...], top: tuple[int, ...], memory: SizedMemory
+    ) -> None:
+        # Both are too much: some memory is for all sizes, and some serves several tensors.
+        factor = functools.reduce(lambda f, pair: f * pair[0] / max(pair[1], 1), zip(top, sizes), 1.0)
+        at, reserve = map(self.sized.function.at, (sizes, top))
+        more = sum(max(reserve.extent(t) - at.extent(t), 0) for t in self.sized.memory.values())
+        needed = min(int(rehearsal.needed_bytes * factor), rehearsal.needed_bytes + more)
         free = room(self.spec.device_index, memory.pool)
         if free < needed:
             raise RefusedError(Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20))
@@ -341,6 +371,14 @@ class ManySizes:
         self.proven.add(kept.at.sizes)
         counters["pygraph"]["proven_sizes"] += 1
         return outputs
+
+    def _refuse(self, sizes: tuple[int, ...], reason: Reason) -> None:
+        """Run these sizes uncaptured, or record the function for each size from now on."""
+        if not self.recordings or reason.code not in OF_SOME_SIZES:
+            self._give_up(reason)
+            return
+        log.info("not captured at sizes %s: %s", ", ".join(map(str, sizes)), reason.text)
+        self.refused.add(sizes)
 
     def _give_up(self, reason: Reason) -> None:
         self._drop(self.recordings)
