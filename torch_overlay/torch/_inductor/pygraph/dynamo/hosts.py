@@ -26,7 +26,6 @@ from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch._inductor.pygraph.dynamo.operators import draws, is_of_torch, is_pure, may_be_written, name_of
 from torch._inductor.pygraph.dynamo.ranges import is_untouched
-from torch.fx.node import map_aggregate, map_arg
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -59,69 +58,32 @@ DRAWS = frozenset(("rand", "randn", "randint"))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
-@dataclasses.dataclass(frozen=True)
-class Reference:
-    """The value of an earlier step."""
-
-    step: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """
-    A node of Dynamo's graph as the host computes it.
-
-    Attributes:
-        function: that is called; the name of a method; None for an input
-        source: the expression of an input
-    """
-
-    function: Callable[..., Any] | str | None
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    source: types.CodeType | None = None
-    is_draw: bool = False
-
-    def run(self, values: list[Any], read: Callable[[types.CodeType], Any]) -> Any:
-        if self.source is not None:
-            return read(self.source)
-        args, kwargs = map_aggregate((self.args, self.kwargs), lambda a: values[a.step] if type(a) is Reference else a)
-        if isinstance(self.function, str):
-            return getattr(args[0], self.function)(*args[1:], **kwargs)
-        return self.function(*args, **kwargs)
-
-
 @dataclasses.dataclass
 class Outcomes:
     """
     Attributes:
-        steps: in the order of the graph
-        expected: the truth of the values of some steps, in the order of the branches
+        function: computes what decides, from a generator and the inputs
+        inputs: their expressions
+        draws: it draws from the generator
+        expected: the truth of each result
     """
 
-    steps: list[Step]
-    expected: dict[int, bool]
+    function: Callable[..., tuple[Any, ...]]
+    inputs: list[str]
+    draws: bool
+    expected: list[bool]
 
-    @property
-    def draws(self) -> bool:
-        return any(step.is_draw for step in self.steps)
+    def finder(self, global_scope: dict[str, Any]) -> Callable[[Any], list[bool]]:
+        """Return what finds the truths in a call from its variables. The call's generator stays as it is."""
+        scope = {**_get_closure_vars(), "G": global_scope}
+        read = eval(f"lambda L: ({''.join(f'{name}, ' for name in self.inputs)})", scope)
 
-    def evaluate(self, read: Callable[[types.CodeType], Any]) -> list[Any]:
-        """Return the values of the steps. The generator is left as it was."""
-        state = torch.get_rng_state() if self.draws else None
-        values: list[Any] = []
-        try:
-            with torch.no_grad():
-                for step in self.steps:
-                    values.append(step.run(values, read))
-        finally:
-            if state is not None:
-                torch.set_rng_state(state)
-        return values
+        def find(local_scope: Any) -> list[bool]:
+            generator = torch.default_generator.clone_state() if self.draws else None
+            with torch.no_grad() if self.inputs else contextlib.nullcontext():
+                return [bool(value) for value in self.function(generator, *read(local_scope))]
 
-    def are_met(self, read: Callable[[types.CodeType], Any]) -> bool:
-        values = self.evaluate(read)
-        return all(bool(values[step]) is expected for step, expected in self.expected.items())
+        return find
 
 
 class Hosts:
@@ -167,12 +129,13 @@ class Hosts:
         if len(self.decided) == MAX_BRANCHES:
             refuse(root.f_code, "too many branches")
         nodes = [n for n in output.graph.nodes if n in ancestors | self.slice]
-        values = outcomes_of(nodes, self.decided).evaluate(reader(tx.output.global_scope, output.local_scope))
-        if any(bool(values[nodes.index(n)]) is not truth for n, truth in self.decided.items()):
+        outcomes = outcomes_of(nodes, {**self.decided, node: True})
+        *before, outcome = outcomes.finder(output.global_scope)(output.local_scope)
+        if before != [*self.decided.values()]:
             return None
         self.slice |= ancestors
-        self.decided[node] = bool(values[nodes.index(node)])
-        return self.decided[node]
+        self.decided[node] = outcome
+        return outcome
 
     def guard_outcomes(self, tx: InstructionTranslatorBase) -> None:
         """Guard on the branches that were decided, and let bytecode draw. Called before bytecode is made."""
@@ -281,15 +244,21 @@ def is_on_gpu(node: torch.fx.Node) -> bool:
 
 
 def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:
-    places = {node: i for i, node in enumerate(nodes)}
-
-    def step(node: torch.fx.Node) -> Step:
-        if node.op == "placeholder":
-            return Step(None, source=compile(node.meta["grapharg"].source.name, "<source>", "eval"))
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: Reference(places[n]))
-        return Step(node.target, plain(args), plain(kwargs), is_draw=is_draw(node))
-
-    return Outcomes([step(node) for node in nodes], {places[node]: truth for node, truth in decided.items()})
+    graph = torch.fx.Graph()
+    generator = graph.placeholder("generator")
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    inside = {node: graph.placeholder(node.name) for node in inputs}
+    for node in nodes:
+        if node.op != "placeholder":
+            inside[node] = graph.node_copy(node, inside.__getitem__)
+            # Guards live longer than the examples.
+            inside[node].meta.clear()
+            if is_draw(node):
+                inside[node].update_kwarg("generator", generator)
+    graph.output(tuple(inside[node] for node in decided))
+    names = [node.meta["grapharg"].source.name for node in inputs]
+    function = torch.fx.GraphModule({}, graph).forward
+    return Outcomes(function, names, any(map(is_draw, nodes)), [*decided.values()])
 
 
 def plain(value: Any) -> Any:
@@ -304,16 +273,9 @@ def plain(value: Any) -> Any:
 # Guards
 
 
-def reader(global_scope: dict[str, Any], local_scope: Any) -> Callable[[types.CodeType], Any]:
-    scope = {**_get_closure_vars(), "G": global_scope, "L": local_scope}
-    return lambda source: eval(source, scope)
-
-
 def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes) -> None:
-    global_scope = builder.scope["G"]
-
-    def are_met(local_scope: Any) -> bool:
-        return outcomes.are_met(reader(global_scope, local_scope))
-
+    find, expected = outcomes.finder(builder.scope["G"]), outcomes.expected
     # The guards of the inputs come first.
-    builder.guard_manager.root.add_epilogue_lambda_guard(are_met, ["the outcomes of branches"], None)
+    builder.guard_manager.root.add_epilogue_lambda_guard(
+        lambda local_scope: find(local_scope) == expected, ["the outcomes of branches"], None
+    )
