@@ -83,6 +83,10 @@ class LibraryCall:
     indices: tuple[tuple[int, int, int | None] | None, ...]
     nodes: list[CapturedNode]
 
+    @functools.cached_property
+    def structure(self) -> str:
+        return str(self.call.spec)
+
     @property
     def kinds(self) -> list[Any]:
         return [node.kind for node in self.nodes]
@@ -146,7 +150,8 @@ class SizedRecording:
         self.of_libraries = [*OrderedSet(n for call in self.calls for n in self._numbers_of(call))]
         order = [node.node for node in self.capture.nodes]
         attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
-        self.sized = SizedGraph(order, self.executable, attributes)
+        updates = [update for launch in self.launches for update in launch.updates]
+        self.sized = SizedGraph(order, self.executable, updates, attributes)
         self._outputs()
         kept = self.at_sizes(sizes)
         if kept is None:
@@ -213,7 +218,6 @@ class SizedRecording:
                 tensors = (*next(operands), *next(results))
                 indices = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
                 self.calls.append(LibraryCall(call, tensors, indices, nodes))
-        self.fixed_updates = [update for launch in self.launches for update in launch.updates]
         del self.units, self.operands
 
     def _launch(self, event: LaunchOf, node: CapturedNode) -> Launch:
@@ -276,7 +280,7 @@ class SizedRecording:
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
-        updates = [*self.fixed_updates]
+        updates: list[NodeUpdate] = []
         nodes = []
         for call, entry in zip(self.calls, entries):
             updates += self._updates(call, entry)
@@ -294,7 +298,7 @@ class SizedRecording:
             for t in call.tensors[: len(call.call.operands)]
             if t is not None
         ]
-        return Signature(call.call.op, tuple(operands), call.call.arguments, str(call.call.spec), settings())
+        return Signature(call.call.op, tuple(operands), call.call.arguments, call.structure, settings())
 
     def _updates(self, call: LibraryCall, entry: Entry) -> list[NodeUpdate]:
         updates = []

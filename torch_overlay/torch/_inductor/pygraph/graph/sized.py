@@ -11,6 +11,7 @@ sizes.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import weakref
 from collections import OrderedDict
@@ -54,6 +55,7 @@ class SizedGraph:
 
     Args:
         order: nodes of the graph that ``executable`` was made of, in a row
+        fixed: updates that are the same for all Launches
         attributes: of the nodes of library calls
 
     Attributes:
@@ -63,14 +65,21 @@ class SizedGraph:
         native: the last one of compiled code, which has ``updates`` and ``attributes`` then
     """
 
-    def __init__(self, order: Sequence[Any], executable: Any, attributes: tuple[Any, ...]) -> None:
+    def __init__(
+        self, order: Sequence[Any], executable: Any, fixed: list[NodeUpdate], attributes: tuple[Any, ...]
+    ) -> None:
         self.order = [*map(int, order)]
         self.executable = executable
+        self.fixed = fixed
         self.updates: list[NodeUpdate] = []
         self.attributes: tuple[Any, ...] | None = attributes
         self.sources: OrderedDict[tuple[Any, ...], SourceGraph] = OrderedDict()
         self.native: Any = None
         self.numbers: dict[tuple[Any, ...], int] = {attributes: 0}
+
+    @functools.cached_property
+    def descriptions(self) -> list[tuple[Any, ...]]:
+        return [*map(description, self.fixed)]
 
 
 class Launches:
@@ -80,7 +89,7 @@ class Launches:
 
     Args:
         count: of what words refer to: addresses, then numbers of the call's sizes
-        updates: of all nodes. No two have parameters in the same memory
+        updates: besides those that are fixed. No two have parameters in the same memory
         of_libraries: for each node of a library call (node, what it launches). Other nodes launch
             the same function at all sizes
         keep: owns the graphs of what library calls launch
@@ -100,22 +109,22 @@ class Launches:
         keep: object,
     ) -> None:
         self.of = of
-        self.updates = updates
+        self.updates = [*of.fixed, *updates]
         self.keep = keep
         self.attributes = tuple(launched.attributes for _, launched in of_libraries)
         self.kernels = [(launched.launch, launched.attributes) for _, launched in of_libraries]
         self.source: SourceGraph | None = None
         self.replay: Any = None
-        self.set: Any = self._compiled(count) or self._set
+        self.set: Any = self._compiled(count, updates) or self._set
 
-    def _compiled(self, count: int) -> Any:
+    def _compiled(self, count: int, updates: list[NodeUpdate]) -> Any:
         """Return native.compiled.Nodes of these updates, or None where there is none."""
         if native.compiled is None:
             return None
         of = self.of
         attributes = of.numbers.setdefault(self.attributes, len(of.numbers))
         try:
-            nodes = [*map(description, self.updates)]
+            nodes = [*of.descriptions, *map(description, updates)]
         except DriverError as e:
             log.info("nodes are set by Python: %s", e)
             return None

@@ -280,6 +280,7 @@ class ManySizes:
                 raise RefusedError(recording.refusal or Reason.of(Code.LAZY_OUTPUT))
         except Exception as e:
             # If the error is the program's own, the uncaptured run raises it again.
+            self.may_have_run = True
             self._refuse(sizes, _reason(e))
             return self.model(inputs) if rehearsal is None else rehearsal.rerun()
         self.recordings.append(recording)
