@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 PROVEN_SIZES = 3
 
 # Of one function: one for each bucket and topology. The least recently used one is dropped.
-MAX_RECORDINGS = 8
+MAX_RECORDINGS = 16
 # How many are made at most, and at how many sizes that is tried in vain.
 MAX_CAPTURES = 32
 # A function cannot be recorded so at some sizes, because of what a library launches at these.
