@@ -356,6 +356,40 @@ class HostTest(BranchTestCase):
         torch.manual_seed(0)
         self.assertEqual([outcome_of(compiled, None, args) for args in calls], expected)
 
+    @parametrize("name", ("item_above", "not_a_number", "half", "integer", "large", "step", "last"))
+    def test_numbers(self, name):
+        """A number that is only compared with a constant does not break the graph."""
+
+        def item_above(x, n):
+            return x + 1 if (x * n).sum().item() > 0.1 else x - 1
+
+        def not_a_number(x, n):
+            return x + 1 if (n / 0 * 0).item() != 0 and n.sqrt().item() >= 0 else x - 1
+
+        def half(x, n):
+            return x + 1 if (n.half() / 10).item() < 0.3 else x - 1
+
+        def integer(x, n):
+            return x + 1 if int(n) == 3 else x - 1
+
+        def large(x, n):
+            return x + 1 if (n + 2**53).item() > 2**53 else x - 1
+
+        def step(x, timestep):
+            """As in a scheduler of diffusion models"""
+            before = timestep - 2
+            if before.item() >= 0:
+                return x.sin() / (before + 1)
+            return x
+
+        def last(x, n):
+            return x + n.item()
+
+        fn = locals()[name]
+        calls = [(torch.ones(3, requires_grad=True), torch.tensor(n)) for n in (0, 1, 3, 4, -2, 3)]
+        self.check(fn, calls, graphs=None)
+        self.assertEqual(len(counters["resumes"]), name == "last")
+
     def test_bound(self):
         def fn(x, n):
             if n > 1:

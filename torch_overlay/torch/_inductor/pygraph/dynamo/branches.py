@@ -7,11 +7,13 @@ Branches on tensors that do not break the graph.
 - torch.cond runs one of two graphs (paths.py, conds.py).
 - Otherwise the graph breaks.
 
-The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it.
+The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it. So does
+a number that is only compared with a constant and branched on, as in ``if x.item() > 0`` or ``if int(n) == 3``.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
@@ -21,6 +23,7 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.flow import is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
 from torch._inductor.pygraph.dynamo.paths import fork_at, RefusedError, Returned, trace, Truth
@@ -46,6 +49,10 @@ if TYPE_CHECKING:
 BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR", "INPLACE", "IS_OP", "SET_ADD")
 MAPS = ("BUILD_MAP", "BUILD_SET", "MAP_ADD", "STORE_SUBSCR")
 UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
+
+# Types of which float64 and int64 have all values
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class Branches(Hosts, Breaks):
@@ -75,13 +82,18 @@ class Branches(Hosts, Breaks):
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(call.args) == 1 and not call.kwargs:
             value = plain_tensor(tx, call.args[0])
             return None if value is None else self.bool_of(tx, value)
+        if isinstance(fn, variables.BuiltinVariable) and fn.fn is int and len(call.args) == 1 and not call.kwargs:
+            value = plain_tensor(tx, call.args[0])
+            is_integer = value is not None and value.as_proxy().node.meta["example_value"].dtype in INTEGERS
+            return compared(tx, value) if is_integer else None
         return None
 
     def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
         value = plain_tensor(tx, tensor)
         if value is not None and value.as_proxy().node.meta["example_value"].dtype == torch.bool:
             return self.bool_of(tx, value)
-        return super().item(tx, tensor)
+        number = None if value is None else compared(tx, value)
+        return super().item(tx, tensor) if number is None else number
 
     def bool_of(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Truth | None:
         """Return the bool of a tensor of one element, or None to break the graph."""
@@ -273,6 +285,20 @@ def plain_tensor(tx: InstructionTranslatorBase, value: VariableTracker) -> varia
         return None
     value = value.realize()
     return value if is_plain(tx, value) else None
+
+
+def compared(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> VariableTracker | None:
+    """Return a tensor that compares as its number does, if a branch on a comparison with a constant reads the number."""
+    following = (inst for inst in tx.instructions[tx.instruction_pointer :] if inst.opname not in ("NOP", "TO_BOOL"))
+    number, comparison, jump, *_ = *itertools.islice(following, 3), None, None, None
+    if jump is None or (number.opname, comparison.opname) != ("LOAD_CONST", "COMPARE_OP") or not is_branch(jump):
+        return None
+    dtype, constant = value.as_proxy().node.meta["example_value"].dtype, number.argval
+    if dtype in INTEGERS and type(constant) is int and -(2**63) <= constant < 2**63:
+        return value.call_method(tx, "long", [], {})
+    if dtype in FLOATS and (type(constant) is float or (type(constant) is int and abs(constant) <= 2**53)):
+        return value.call_method(tx, "double", [], {})
+    return None
 
 
 def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:

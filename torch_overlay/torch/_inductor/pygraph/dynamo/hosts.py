@@ -7,7 +7,10 @@ effects, aliases, random numbers and exceptions are eager mode's, whatever the p
 graph for all outcomes, but its paths must be alike, its gradients are zeros, and its backward draws other numbers.
 
 The price is one compilation an outcome. Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame,
-the graph breaks. Draws that only a branch reads leave the graph: bytecode draws in front of it.
+the graph breaks. In a loop over large layers that draws in each turn, as layerdrop, the body becomes a function at the
+second draw (loops.py): all layers share a graph, and a dropped layer runs none.
+
+Draws that only a branch reads leave the graph: bytecode draws in front of it.
 """
 
 from __future__ import annotations
