@@ -196,14 +196,19 @@ class BoundGraphNode(CopyGraphNode):
         trace = AllocationTrace(() if collectives is None else collectives.operands)
         traced = with_allocator(function.model, request.spec.info, trace)
 
+        # Without the node, which has to be gone before the function runs again.
+        logs: list[CallLog] = []
+        device_index = self.device
+
         # A rehearsal does not run in the graphs' pool: inputs stay alive in it that die
         # during capture, and the pool would keep the memory that it takes.
         def run(inputs: list[InputType]) -> OutputType:
             trace.begin()
             if request.schedule == CHAIN or not (calls := request.spec.info.calls):
                 return traced(inputs)
-            self.calls = CallLog(calls, self.device, is_captured=False)
-            return traced(inputs, **{NOTE: self.calls})
+            log = CallLog(calls, device_index, is_captured=False)
+            logs.append(log)
+            return traced(inputs, **{NOTE: log})
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
@@ -234,6 +239,7 @@ class BoundGraphNode(CopyGraphNode):
             mutated=list(function.mutated_input_idxs),
             reused=request.spec.reused_input_idxs,
         )
+        self.calls = logs.pop() if logs else None
         self._learned(needed_bytes=self.rehearsal.needed_bytes)
 
     def _needed_bytes(self) -> int:
