@@ -226,7 +226,7 @@ class PreludeTest(TestCase):
                 node = model.nodes[int(reader.node)]
                 if node.parameters[0] == b"vendor__":
                     return False
-                for i, at, (k, delta, _) in reader.words:
+                for i, at, (k, delta, *_) in reader.words:
                     place = self.addresses.setdefault(
                         (k, delta), ctypes.addressof(slots) + 8 * len(self.addresses)
                     )
