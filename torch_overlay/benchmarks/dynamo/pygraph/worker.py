@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._dynamo.utils import counters
+from torch._dynamo.utils import counters, get_compilation_metrics
 from torch._inductor.codecache import PyCodeCache
 from torch.utils import _pytree as pytree
 
@@ -566,8 +566,9 @@ class CaseRun:
             if timings["stock_cg"].noise > MAX_NOISE and self.quiet_s < AGAIN * self.suite.max_case_s:
                 timings = self._timed(loops)
             self.noise = timings["stock_cg"].noise
-        if counters["stats"]["unique_graphs"] != graphs:
-            self.notes.append("compiled again while timed")
+        if (compiled := counters["stats"]["unique_graphs"] - graphs) > 0:
+            reasons = [m.recompile_reason or "new code" for m in get_compilation_metrics()[-compiled:]]
+            self.notes.append(f"compiled again while timed ({'; '.join(reasons)})")
         return timings
 
     def _timed(self, loops: dict[str, Callable[[int], None]]) -> dict[str, Timing]:
