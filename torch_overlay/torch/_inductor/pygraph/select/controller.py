@@ -240,6 +240,10 @@ class Controller:
         self.state.recordings += 1
         _leave_recording(manager)
 
+    def prepared_size(self) -> None:
+        """Take note that a call proved the graph at its sizes, or captured library calls at them."""
+        self.state.prepared_sizes += 1
+
     def copied(self, nbytes: int) -> None:
         """Take note that a graph of the function copies so many bytes of inputs."""
         # A backward copies next to nothing behind a forward that is a graph. If the forward's

@@ -220,7 +220,10 @@ class ManySizes:
                 return None
             if kept is None:
                 continue
-            if sizes not in self.proven and len(self.proven) <= PROVEN_SIZES:
+            is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
+            if is_proof or kept.launches.replay is None:
+                self.deployment.controller.prepared_size()
+            if is_proof:
                 outputs = self._proven(recording, kept, inputs, self._rehearse(inputs), is_new=False)
             elif (tensors := recording.bind(inputs, kept)) is None:
                 outputs = None

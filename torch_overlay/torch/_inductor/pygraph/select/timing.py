@@ -165,10 +165,10 @@ class Samples:
 
     def call(self, fn: ModelType, entered: float, inputs: list[InputType]) -> OutputType:
         """Run and time a call that began at ``entered`` on ``clock_us``."""
-        recordings, timed, own_us = self.state.recordings, len(self.host), Samples.own_us
+        recorded, timed, own_us = self._recorded(), len(self.host), Samples.own_us
         outputs, end = self._call(fn, inputs, entered)
         if (
-            self.state.recordings != recordings
+            self._recorded() != recorded
             and self.recording_calls < MAX_RECORDING_CALLS
             # Another thread may compute the cost once it is complete.
             and not self.complete
@@ -184,6 +184,10 @@ class Samples:
             self.host_is_timed = self._suffices()
         Samples.own_us += clock_us() - end
         return outputs
+
+    def _recorded(self) -> int:
+        """Return how many calls recorded, or prepared a recording's replays at further sizes."""
+        return self.state.recordings + self.state.prepared_sizes
 
     def _call(self, fn: ModelType, inputs: list[InputType], entered: float) -> tuple[OutputType, float]:
         """Return the outputs, and when the host had them."""

@@ -78,6 +78,7 @@ class FunctionState:
         is_even: the graph measured no better than no graph, and waits for the decisions
             on neighbouring functions
         recordings: how many captures began
+        prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
@@ -94,6 +95,7 @@ class FunctionState:
     outdated: CellType = dataclasses.field(default_factory=lambda: CellType(False))
     is_even: bool = False
     recordings: int = 0
+    prepared_sizes: int = 0
     needed_bytes: int = 0
     staged_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
