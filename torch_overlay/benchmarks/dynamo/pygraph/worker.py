@@ -187,7 +187,7 @@ class CaseRun:
         for which there is no time are left out.
         """
         deadline = time.monotonic() + float(seconds)
-        selecting = [name for name in self.variants if name == "pygraph"]
+        selecting = [name for name, variant in self.variants.items() if variant.selects]
         # What a row cannot do without is compiled first.
         others = [name for name, variant in self.variants.items() if not (name in selecting or variant.in_jax)]
         others.sort(key=lambda name: name not in ESSENTIAL)
@@ -204,9 +204,6 @@ class CaseRun:
                     self._program(name).warm(self._inputs())
                     self._synchronize()
                 self.reported[name] = list(_pygraph().report())
-        for name, variant in self.variants.items():
-            if variant.selects:
-                self._drop(name)
         self.failed.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
