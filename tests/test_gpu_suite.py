@@ -712,6 +712,19 @@ def test_selecting_cases():
         catalogue.select("pi", ["nonsense"])
 
 
+def test_cases_of_several_suites():
+    gpu_suite = _gpu_suite()
+
+    def wanted(*arguments):
+        return [(unit.kind, unit.name) for unit in gpu_suite.wanted(gpu_suite._parser().parse_args(arguments))]
+
+    assert wanted("--suite", "pi", "--cases", "conv2d") == [("pi", "conv2d")]
+    both = wanted("--suite", "pi,sizes", "--cases", "sizes/bert_lengths,pi/conv2d")
+    assert both == [("pi", "conv2d"), ("sizes", "bert_lengths")]
+    with pytest.raises(ValueError, match="SUITE/NAME.*: conv2d"):
+        wanted("--suite", "pi,sizes", "--cases", "conv2d")
+
+
 def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
     calls = []
 
