@@ -39,7 +39,7 @@ from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LA
 from torch._inductor.pygraph.schedule.workspaces import spread
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.controller import Controller
-from torch._inductor.pygraph.select.timing import NODE_US
+from torch._inductor.pygraph.select.timing import MIN_NODE_US
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES, SCHEDULES
 from torch._inductor.test_case import run_tests, TestCase
@@ -603,7 +603,7 @@ class DeployTest(RecordTestCase):
         entry = self.check_branches()
         self.assertEqual((entry.choice, entry.schedule, entry.width), ("node_update", DAG, 2))
         # An empty kernel takes as long as these.
-        self.assertEqual((entry.calls_us, entry.critical_us), (4 * NODE_US, 2 * NODE_US))
+        self.assertEqual((entry.calls_us, entry.critical_us), (4 * MIN_NODE_US, 2 * MIN_NODE_US))
         self.assertEqual(self.edges(), 2)
         self.assertIn("up to 2 kernels side by side, critical path 2.4 us of 4.8 us", " ".join(str(report()).split()))
 
@@ -697,7 +697,7 @@ class DeployTest(RecordTestCase):
             self.assertEqual(found.timings_us, {"no_graph": 100, "node_update": 50, "node_update,dag": 30})
             self.assertEqual(entry.load().choice, "node_update,dag")
             lanes = [(row, start) for _, row, start, _ in found.timeline]
-            self.assertEqual(lanes, [(0, 0.0), (0, NODE_US), (1, 0.0), (1, NODE_US)])
+            self.assertEqual(lanes, [(0, 0.0), (0, MIN_NODE_US), (1, 0.0), (1, MIN_NODE_US)])
             self.assertEqual(found.pool_bytes.keys(), found.timings_us.keys() - {"no_graph"})
 
     def test_a_schedule_that_is_not_faster_is_dropped(self):
@@ -725,7 +725,7 @@ class DeployTest(RecordTestCase):
 
     @contextlib.contextmanager
     def selects_by(self, us: dict[str, float]) -> Iterator[None]:
-        """Time 100 us for each uncaptured function, and for graphs what is given by candidate. The host takes 10 us."""
+        """Selection measures 100 us for an uncaptured function, ``us`` for each candidate, and 10 us for the host."""
         timed: set[Any] = set()
 
         def cost(samples: timing.Samples) -> timing.Cost:

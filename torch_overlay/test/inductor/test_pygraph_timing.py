@@ -446,7 +446,7 @@ class CallTimesTest(SelectTestCase):
                 simulation.work(host, launch + us)
                 times(number)
         found = times.us()
-        self.assertEqual([*found.values()], [us + timing.NODE_US for us in calls], atol=1e-6, rtol=0)
+        self.assertEqual([*found.values()], [us + timing.MIN_NODE_US for us in calls], atol=1e-6, rtol=0)
 
 
 instantiate_parametrized_tests(CallTimesTest)

@@ -19,7 +19,6 @@ import math
 import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -43,7 +42,7 @@ from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
 from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
-from .tp import command_on_ranks, run_on_rank
+from .tp import add_arguments, command_on_ranks, run_on_rank
 from .worker import report, reset_report, summary, totals, undecided
 
 
@@ -259,7 +258,7 @@ def settle(run: Run) -> None:
 
 
 def reserved_mib(device: torch.device) -> tuple[int, int]:
-    """What the allocator reserves, without what it caches, and what it reserved at most since the last call."""
+    """Free the allocator's cache. Return what is reserved then, and the most that was reserved since the last call, in MiB."""
     if device.type != "cuda":
         return 0, 0
     most = torch.cuda.max_memory_reserved(device)
@@ -407,13 +406,7 @@ def main() -> None:
         prog="pygraph.dist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--variants", default=",".join(NAMES))
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--worker", metavar="CASES", help=argparse.SUPPRESS)
+    add_arguments(parser, NAMES)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:

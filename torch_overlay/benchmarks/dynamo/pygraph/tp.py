@@ -48,7 +48,7 @@ from .worker import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -279,20 +279,25 @@ def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> 
     return {**described(name, ranks), "equal": False, "error": error, "missed": [error]}
 
 
+def add_arguments(parser: argparse.ArgumentParser, variants: Sequence[str]) -> None:
+    """Add the arguments of a program that runs cases on several ranks. Each rank gets them with ``--worker``."""
+    parser.add_argument("--variants", default=",".join(variants))
+    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="pygraph.tp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ranks", default="1,2,4")
     parser.add_argument("--rows", help="comma-separated; each case on each number of ranks by default")
-    parser.add_argument("--variants", default=",".join(NAMES))
-    parser.add_argument("--budget", type=float, default=420.0, help="seconds")
-    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--logs", type=Path, default=Path("."))
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--worker", metavar="CASE", help=argparse.SUPPRESS)
+    add_arguments(parser, NAMES)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:

@@ -750,7 +750,7 @@ def _sizes(entry: Any) -> dict[str, Any]:
 
 
 def _schedule(entry: dict[str, Any]) -> dict[str, Any]:
-    """The order of a function's calls, what was timed, and what it can gain."""
+    """Return what the report says of a function's schedule: the choice, the times, the critical path, the memory."""
     keys = ("choice", "schedule", "timings_us", "calls_us", "critical_us", "width", "pool_bytes")
     return {key: entry.get(key) for key in keys}
 

@@ -78,8 +78,8 @@ class Difference(NamedTuple):
     found: bytes
     expected: bytes
 
-    def bytes(self) -> list[Place]:
-        """Return the bytes that differ."""
+    def places(self) -> list[Place]:
+        """Return the places of the bytes that differ."""
         pairs = enumerate(zip(self.found, self.expected))
         return [(self.node, self.buffer, self.offset + i) for i, (a, b) in pairs if a != b]
 
@@ -99,7 +99,7 @@ def differences(node: int, found: Sequence[bytes], expected: Sequence[bytes]) ->
 
 
 def launches_same(predicted: CapturedNode, node: CapturedNode) -> bool:
-    """Return whether a captured node launches what is set in ``predicted``."""
+    """Return whether a captured node has the kernel, grid, attributes and parameters of ``predicted``."""
     return (
         (predicted.launch, predicted.attributes) == (node.launch, node.attributes)
         and tuple(place.value for place in predicted.grid_places()) == node.grid
@@ -139,7 +139,7 @@ class CallComparison:
         ]
         if found:
             undefined = self._undefined()
-            found = [word for word in found if not (undefined.issuperset(word.bytes()) or word.is_of_host())]
+            found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
         if not found:
             return None
         texts = [
@@ -176,7 +176,7 @@ class CallComparison:
 
                 if _is_same_launch(a, b):
                     for word in differences(k, b.captured, _replaced(a, b, expected)):
-                        undefined.update(word.bytes())
+                        undefined.update(word.places())
         return undefined
 
 

@@ -403,8 +403,9 @@ class SizedRecording:
 
     def bind(self, inputs: Sequence[InputType], kept: KeptSizes) -> list[torch.Tensor] | None:
         """
-        Set the nodes to what they launch in a call. Return the inputs and the memory of the outputs, or
-        None if the recording cannot be bound: the graph must not be launched then.
+        Set the nodes' parameters and grids for a call. Return its bound inputs and the memory of its outputs.
+
+        Returns None if the recording cannot be bound. The graph must not be launched then.
         """
         tensors: list[torch.Tensor] = [inputs[i] for i in self.model.inputs]  # type: ignore[misc]
         addresses = [t.data_ptr() for t in tensors]
@@ -420,7 +421,7 @@ class SizedRecording:
         return tensors
 
     def refuse(self, kept: KeptSizes, error: str) -> None:
-        """Do without this recording where its nodes have to launch what they refused."""
+        """Take note that the driver refused kernels for these nodes. ``at_sizes`` returns None for sizes with these kernels."""
         log.info("a recording for many sizes cannot be set to %s: %s", kept.at.sizes, error)
         self.refusal = Reason.of(Code.DRIVER, error=error)
         self.refused.append(kept.launches.kernels)

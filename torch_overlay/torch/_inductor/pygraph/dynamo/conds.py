@@ -57,7 +57,8 @@ UNTRACED = frozenset(("_get_data_attr", "data", "detach_", "requires_grad_", "re
 # Libraries whose operators act outside of the graph
 OUTSIDE = ("_c10d_functional", "c10d", "c10d_functional", "profiler", "symm_mem")
 
-# Of a branch with gradients, itself and what is nested in it. The backward of each traces those in it again.
+# The most torch.cond in a branch with gradients, the branch itself included. The backward of each torch.cond traces
+# the nested ones again.
 MAX_CONDS = 3
 
 

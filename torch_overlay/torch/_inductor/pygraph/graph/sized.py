@@ -84,8 +84,11 @@ class SizedGraph:
 
 class Launches:
     """
-    What the nodes of a graph launch, as far as it does not depend on what words refer to. A call of ``set``
-    sets them, unless a node refuses or a source is needed: it returns False then.
+    Kernels, attributes and updates of a graph's nodes. They are the same for all sizes at which library calls launch
+    the same kernels. Addresses and numbers of a call are not part of them.
+
+    ``set`` writes these of a call into the nodes. It returns False if the driver refuses, or if the graph needs a
+    SourceGraph first.
 
     Args:
         count: of what words refer to: addresses, then numbers of the call's sizes
@@ -133,7 +136,7 @@ class Launches:
 
     def move(self, inputs: Sequence[int]) -> None:
         """
-        Set the nodes to what they launch in a call.
+        Set the nodes' parameters and grids for a call.
 
         Args:
             inputs: addresses and numbers to which words refer
@@ -250,7 +253,7 @@ class SourceGraph:
         check(cu.cuGraphAddDependencies(self.graph, self.nodes[-1:], [node], [data], 1))
 
     def set(self, updates: Sequence[NodeUpdate]) -> None:
-        """Set the nodes to what they launch in a call, of which the words have been written."""
+        """Set this graph's nodes. The words of the call have been written into the updates."""
         for node, update in zip(self.nodes, updates):
             _check(set_in_graph()[update.set], (node, update.args[2]), update.keep)
 

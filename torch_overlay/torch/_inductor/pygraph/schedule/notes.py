@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 Range = tuple[int, int]
 
-# What a node is taken to take if it was not timed.
+# The assumed time of a call that was not timed.
 NODE_US = 3.0
 
 # No device memory lies behind it.
@@ -97,12 +97,12 @@ class CallLog:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the code called what it describes."""
+        """Whether the log has a note of each described call, in their order."""
         return [note.number for note in self.notes] == [*range(len(self.calls))]
 
 
 def _uses(operand: Operand, value: Any) -> list[Use]:
-    """Return what is used of a tensor, or of the tensors that an operator returned."""
+    """Return the memory that a call uses of a value. The value of an operator may be a list of tensors."""
     if isinstance(value, (list, tuple)):
         return [found for v in value for found in _uses(operand, v)]
     if not hasattr(value, "untyped_storage") or not value.is_cuda:

@@ -112,7 +112,7 @@ class Graph:
                         users.setdefault(memory, []).append(i)
         return {memory: units for memory, units in users.items() if len(units) > 1}
 
-    def calls(self, apart: Apart | None = None, places: Mapping[tuple[int, Range], Range | None] = {}) -> list[Call]:
+    def calls(self, apart: Apart | None = None, places: Mapping[tuple[int, Range], Range | None] | None = None) -> list[Call]:
         """
         Return what each unit uses.
 
@@ -125,7 +125,7 @@ class Graph:
             if others is None or unit.note is None or unit.call is None:
                 found.append(Call(is_barrier=True))
                 continue
-            moved = (places.get((i, memory), memory) for memory in others)
+            moved = ((places or {}).get((i, memory), memory) for memory in others)
             found.append(declared_call(unit.note, unit.call, self.moving, {*filter(None, moved)}, apart))
         return found
 

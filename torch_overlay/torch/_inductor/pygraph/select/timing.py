@@ -60,9 +60,11 @@ MAX_DELAY_US = 10_000.0
 # What an event takes the host, if generated code notes each call.
 EVENT_US = 10.0
 
-# Kernels that do nothing, timed ahead of these calls, and what a node takes at least in a graph on an H100.
+# Empty kernels are timed in front of the calls.
 EMPTY_CALLS = 4
-NODE_US = 1.2
+
+# The least time of a node in a graph, about what an H100 takes.
+MIN_NODE_US = 1.2
 
 # A difference counts if one time is below this part of the other, and beyond so many
 # standard errors.
@@ -323,7 +325,7 @@ class CallTimes:
         times = [a.elapsed_time(b) * 1e3 for a, b in itertools.pairwise(events)]
         empty_us = min(times[:EMPTY_CALLS])
         numbers = (number for number, _ in self.events)
-        return {number: max(us - empty_us, 0.0) + NODE_US for number, us in zip(numbers, times[EMPTY_CALLS:])}
+        return {number: max(us - empty_us, 0.0) + MIN_NODE_US for number, us in zip(numbers, times[EMPTY_CALLS:])}
 
 
 def clock_us() -> float:
