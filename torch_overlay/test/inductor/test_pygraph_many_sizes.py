@@ -35,7 +35,7 @@ from torch._inductor.pygraph.capture import library, sized
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.report import text
-from torch._inductor.pygraph.select import deploy, store, timing
+from torch._inductor.pygraph.select import many_sizes, store, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
@@ -179,7 +179,7 @@ class ManySizesTestCase(TestCase):
         self.stack.enter_context(config.patch(options))
         self.refused: list[Reason] = []
         note = lambda _, reason: self.refused.append(reason)  # noqa: E731
-        self.stack.enter_context(mock.patch.object(deploy.Deployment, "log_sizes", note))
+        self.stack.enter_context(mock.patch.object(many_sizes, "log_reason", note))
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -591,7 +591,7 @@ class ManySizesTest(ManySizesTestCase):
         (info,) = program.graph.info.functions
         off = dataclasses.replace(program.graph.info, functions=(dataclasses.replace(info, sizes=None),))
         program = dataclasses.replace(program, graph=dataclasses.replace(program.graph, info=off))
-        with mock.patch.object(deploy, "ManySizes") as many:
+        with mock.patch.object(many_sizes, "ManySizes") as many:
             self.check(SizedProgram(self.device(), program, "node_update"), (37, 37, 5, 6))
         many.assert_not_called()
         self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])

@@ -1,8 +1,6 @@
 """
-The controller of one function: the only writer of the function's state.
-
-Trees and nodes ask it how to record the function and tell it what became of the recording
-(trees/manager.py). Selection tells it what was measured and decided.
+The controller of one function: the only writer of the function's state. Trees and nodes ask it how to record the
+function and tell it what became of the recording. Selection tells it what was measured and decided.
 """
 
 from __future__ import annotations
@@ -49,8 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# At most so many recordings of a function on one path: layers that share their code, and calls that
-# wait for a backward.
+# At most so many recordings of a function on one path: of layers that share their code, or before a backward.
 MAX_TIMES_ON_PATH = 128
 
 # Other orders of a graph's calls are tried only if the calls take so many times their critical path.
@@ -62,10 +59,8 @@ MAX_REPORTED_CALLS = 300
 
 class StaticInputs:
     """
-    The static inputs of a function's recordings.
-
-    Layers that share their code have a recording each. A program that keeps making new weights
-    would be recorded without end. Its old weights are gone by one of the next recordings.
+    The static inputs of a function's recordings. A program that keeps making new weights would be recorded without end.
+    Its old weights are gone by one of the next recordings, unlike those of layers that share their code.
     """
 
     def __init__(self) -> None:
@@ -110,8 +105,7 @@ class Controller:
         outlive = not spec.is_backward or spec.is_distributed
         self.spec = spec
         self.report = report
-        # Another recording of a forward, should the prelude be refused, would need another one of
-        # its backward.
+        # Another recording of a forward, should the prelude be refused, would need another one of its backward.
         binding = PRELUDE if spec.mode == "inference" else NODE_UPDATE
         self.state = FunctionState(MAX_ALIGNMENT, outputs_outlive=outlive, has_stepped=outlive, binding=binding)
         self.reselect: Callable[[], None] | None = None
@@ -126,9 +120,7 @@ class Controller:
     @property
     def owned_output_idxs(self) -> OrderedSet[int]:
         """Outputs that get memory of their own in each call. Gradients that die within the step stay in the pool."""
-        if self.state.outputs_outlive:
-            return self.spec.returned_output_idxs
-        return OrderedSet()
+        return self.spec.returned_output_idxs if self.state.outputs_outlive else OrderedSet()
 
     # What trees and nodes call; see GraphPolicy
 
@@ -151,12 +143,10 @@ class Controller:
         if last is None or last.all_outputs_are_dead():
             return True
         if manager.in_warmup:
-            # The last function is not PyGraph's. Its outputs would be taken away together
-            # with this function's.
+            # The last function is not PyGraph's. Its outputs would be taken away together with this function's.
             counters["pygraph"]["held_activations"] += 1
             return False
-        # A backward may still need these outputs. Trees would end the path all the same, or
-        # go on along it for as long as no backward runs.
+        # A backward may still need these outputs. Trees would end the path all the same, or go on along it.
         may_end = manager.can_start_new_generation()
         if may_end:
             _note_held_gradients(manager)
@@ -207,9 +197,7 @@ class Controller:
         if self.report.choice in BINDINGS:
             self.report.copied_bytes = facts.staged_bytes
         if facts.num_nodes is not None:
-            self.report.kernel_nodes = facts.num_nodes
-        if facts.updated_nodes is not None:
-            self.report.updated_nodes = facts.updated_nodes
+            self.report.kernel_nodes, self.report.updated_nodes = facts.num_nodes, facts.updated_nodes
         if facts.schedule is not None:
             self._scheduled(facts.schedule)
 
@@ -246,8 +234,7 @@ class Controller:
 
     def copied(self, nbytes: int) -> None:
         """Take note that a graph of the function copies so many bytes of inputs."""
-        # A backward copies next to nothing behind a forward that is a graph. If the forward's
-        # graph loses after that, the backward copies everything that was saved.
+        # If the graph of its forward is dropped later, a backward copies everything that was saved.
         report = self.report
         if report.choice == UNDECIDED:
             report.stock_copied_bytes = nbytes
@@ -257,8 +244,7 @@ class Controller:
         elif nbytes > max(report.copied_bytes, self._reselected_bytes):
             # Once for each amount: a program may go back and forth.
             self._reselected_bytes = nbytes
-            timed = report.copied_bytes
-            reason = Reason.of(Code.COPIES_MORE, nbytes=nbytes, timed_nbytes=timed)
+            reason = Reason.of(Code.COPIES_MORE, nbytes=nbytes, timed_nbytes=report.copied_bytes)
             report.reasons = [reason]
             log.info("%s", report.line("decided anew", reason))
             self.reselect()
@@ -288,8 +274,7 @@ class Controller:
             report.choice = COPY if state.is_capturable else NO_GRAPH
             report.copied_bytes = report.stock_copied_bytes if state.is_capturable else 0
         counters["pygraph"]["unbound"] += 1
-        outcome = "inputs are copied" if state.is_capturable else "not captured"
-        log.info("%s", report.line(outcome, reason))
+        log.info("%s", report.line("inputs are copied" if state.is_capturable else "not captured", reason))
 
     def _bind_by_host(self, reason: Reason) -> None:
         """The graph cannot set its nodes itself: the host does so from now on."""
@@ -340,10 +325,7 @@ class Controller:
         self.state.outdated.cell_contents = True
 
     def keep(self, choice: str) -> None:
-        """
-        Let the recordings be, which are of a candidate, if they could not be dropped for another one:
-        outputs that lie in the graphs' pool are alive.
-        """
+        """Let the recordings be, which are of a candidate, if live outputs kept them from being dropped."""
         if self.state.outdated.cell_contents:
             self.bind_as(choice)
             self.state.outdated.cell_contents = False

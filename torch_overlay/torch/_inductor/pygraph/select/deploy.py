@@ -1,8 +1,6 @@
 """
-From a compiled function to what is called in its place.
-
-CUDA graph trees call ``deploy`` for the first inputs of each set of sizes. What it returns
-replaces itself by what selection decides on.
+From a compiled function to what is called in its place. CUDA graph trees call ``deploy`` for the first inputs of each
+set of sizes. What it returns replaces itself by what selection decides on.
 """
 
 from __future__ import annotations
@@ -10,8 +8,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import logging
-import weakref
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
@@ -19,13 +15,11 @@ from torch._dynamo.utils import counters
 from torch._inductor.compile_fx import get_input_idxs_to_check
 from torch._inductor.cudagraph_trees import cudagraphify, CUDAGraphTreeManager, get_manager, thread_containers
 from torch._inductor.pygraph.capture import agreement
-from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
-from torch._inductor.pygraph.select import store
+from torch._inductor.pygraph.select import many_sizes, store
 from torch._inductor.pygraph.select.controller import Controller
-from torch._inductor.pygraph.select.many_sizes import ManySizes
 from torch._inductor.pygraph.select.ranks import by_all_ranks
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
@@ -49,8 +43,6 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
-
-log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -88,15 +80,10 @@ def deploy(
             Candidate.parse(force)
         except ValueError as e:
             raise ValueError(f"config.pygraph_force: {e}") from None
-    spec = FunctionSpec(
-        info,
-        objects,
-        "backward" if is_backward else "inference" if is_inference else "forward",
-        str(kwargs.get("compile_id") or ""),
-        device_index,
-        torch.distributed.is_available() and torch.distributed.is_initialized(),
-        tuple(mutated_input_idxs),
-    )
+    mode = "backward" if is_backward else "inference" if is_inference else "forward"
+    compile_id = str(kwargs.get("compile_id") or "")
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    spec = FunctionSpec(info, objects, mode, compile_id, device_index, is_distributed, tuple(mutated_input_idxs))
     deployment = Deployment(
         spec,
         model,
@@ -109,35 +96,16 @@ def deploy(
     )
     if not has_trees():
         return deployment.wait()
-    if fns is not None and may_be_for_many_sizes(deployment, inputs):
-        return deployment.start_for_many_sizes(fns)
+    if fns is not None and many_sizes.may_record(deployment, inputs):
+        return many_sizes.start(deployment, fns)
     return deployment.start(inputs)
-
-
-# Why functions cannot be recorded for many sizes, of those for which it was tried.
-_not_for_many_sizes: weakref.WeakKeyDictionary[ModelType, Reason] = weakref.WeakKeyDictionary()
-
-
-def may_be_for_many_sizes(deployment: Deployment, inputs: Sequence[InputType]) -> bool:
-    """Return whether a function may be recorded for many sizes together. If not, log why once."""
-    spec, model = deployment.spec, deployment.model
-    # Without config.pygraph_sizes nothing is known of the sizes.
-    if spec.info.sizes is None or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
-        return False
-    if model in _not_for_many_sizes:
-        return False
-    if (reason := not_for_many_sizes(spec, inputs)) is None:
-        return True
-    _not_for_many_sizes[model] = reason
-    deployment.log_sizes(reason)
-    return False
 
 
 @dataclasses.dataclass(eq=False)
 class Deployment:
     """
-    The ways to run one function: uncaptured, recording it, replaying it. ``sizes`` are the integers
-    among its inputs, ``to_check`` the inputs that may be misaligned.
+    The ways to run one function: uncaptured, recording it, replaying it. ``sizes`` are the integers among its inputs,
+    ``to_check`` the inputs that may be misaligned.
     """
 
     spec: FunctionSpec
@@ -151,16 +119,14 @@ class Deployment:
 
     def realigned(self, fn: Callable[..., T]) -> Callable[..., T]:
         # A bound or uncaptured input is written in place, so that a clone is copied back.
-        mutated = OrderedSet(self.spec.mutated_input_idxs)
-        return align_inputs_from_check_idxs(fn, self.to_check, mutated)
+        return align_inputs_from_check_idxs(fn, self.to_check, OrderedSet(self.spec.mutated_input_idxs))
 
     def _new_controller(self) -> Controller:
         spec, info = self.spec, self.spec.info
         source, compile_id = info.report.source, spec.compile_id
         report = FunctionReport(info.name, spec.mode, source=source, compile_id=compile_id, sizes=self.sizes)
         report.collectives = agreement.describe(info.collectives)
-        if (why := _not_for_many_sizes.get(self.model)) is not None:
-            report.by_size = f"{why.text} ({why.code.name})"
+        report.by_size = many_sizes.why_not(self.model)
         journal.add(report)
         return Controller(spec, report)
 
@@ -173,8 +139,7 @@ class Deployment:
         def run_or_start(inputs: list[InputType]) -> OutputType:
             if not has_trees():
                 return run(inputs)
-            # The first caller was a thread of a pool, or an operator of a function that
-            # was being recorded.
+            # The first caller was a thread of a pool, or an operator of a function that was being recorded.
             journal.drop([controller.report])
             # A copy: two threads may be here, and each starts for itself.
             fn = copy.copy(self).start(inputs)
@@ -183,43 +148,14 @@ class Deployment:
 
         return run_or_start
 
-    def log_sizes(self, reason: Reason) -> None:
-        """Say why the function is not recorded for many sizes."""
-        counters["pygraph"]["recorded_by_size"] += 1
-        report = FunctionReport(self.spec.info.name, self.spec.mode, source=self.spec.info.report.source)
-        log.info("%s", report.line("a recording for each size", reason))
-
-    def start_for_many_sizes(self, fns: dict[Any, ModelType]) -> ModelType:
-        """Return what is to be called for all sizes. ``fns`` is what is deployed, by sizes."""
-
-        def replace(fn: ModelType) -> None:
-            fns.clear()
-            fns[None] = fn
-
-        def give_up(reason: Reason) -> None:
-            fns.clear()
-            _not_for_many_sizes[self.model] = reason
-            journal.drop([self.controller.report])
-            self.log_sizes(reason)
-
-        self.replace, self.sizes = replace, []
-        fns[None] = first = self.start((), ManySizes(self, give_up))
-        return first
-
     def start(self, inputs: Sequence[InputType], recorder: Any = None) -> ModelType:
-        """
-        Return what is to be called first.
-
-        Args:
-            recorder: what records and drops recordings, in the place of this object
-        """
+        """Return what is to be called first. ``recorder`` records and drops recordings in the place of this object."""
         recorder = recorder or self
         self.owner = thread_containers()
         self.controller = controller = self._new_controller()
-        uncaptured = self.run_backward if self.spec.is_backward else self.model
-        self.uncaptured = self.realigned(uncaptured)
-        force, reason = self.force, Reason.of(Code.FORCED)
-        info = self.spec.info
+        self.run = self.run_backward if self.spec.is_backward else self.model
+        self.uncaptured = self.realigned(self.run)
+        force, reason, info = self.force, Reason.of(Code.FORCED), self.spec.info
         ranks_decide = force is None and info.ranks_decide and bool(info.groups)
         if force is None and info.collectives and not ranks_decide:
             force, reason = NODE_UPDATE, Reason.of(Code.COLLECTIVES_NOT_TIMED)
@@ -228,9 +164,8 @@ class Deployment:
             controller.decide(force, reason)
         if force == NO_GRAPH:
             return self.uncaptured
-        entry = remembered = None
-        if force is None:
-            entry = store.entry_for(self.spec, inputs, self.static_input_idxs)
+        entry = store.entry_for(self.spec, inputs, self.static_input_idxs) if force is None else None
+        remembered = None
         if entry is not None and (remembered := entry.load()) is not None and not ranks_decide:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
@@ -258,16 +193,14 @@ class Deployment:
         """Return whether calls may run side by side, given what was decided on, if anything."""
         info = self.spec.info
         # Ranks run their collectives in one order.
-        return (
-            bool(info.calls) and not info.collectives and (choice is None or Candidate.parse(choice).schedule != CHAIN)
-        )
+        may = bool(info.calls) and not info.collectives
+        return may and (choice is None or Candidate.parse(choice).schedule != CHAIN)
 
     def _time_calls(self, inputs: list[InputType], host_us: float) -> OutputType:
         """Run the function uncaptured and time each of its calls on the device."""
         times = CallTimes(self.spec.device_index)
         times.begin(host_us, len(self.spec.info.calls))
-        run = functools.partial(self.run_backward if self.spec.is_backward else self.model, **{NOTE: times})
-        outputs = self.realigned(run)(inputs)
+        outputs = self.realigned(functools.partial(self.run, **{NOTE: times}))(inputs)
         self.controller.calls_timed(times.us())
         return outputs
 
@@ -285,8 +218,7 @@ class Deployment:
             manager.set_to_running_backward()
             state = state_of(manager)
             if not torch.cuda.is_current_stream_capturing() and state.acquire():
-                # The next launch waits for this stream: the backward may read activations of
-                # the pool.
+                # The next launch waits for this stream: the backward may read activations of the pool.
                 try:
                     state.follow()
                 finally:
@@ -342,8 +274,8 @@ class Deployment:
 @dataclasses.dataclass(eq=False)
 class Replayer:
     """
-    Replays the recordings of a function by ``trees``, or runs it uncaptured where that is not possible.
-    ``general`` is this object behind the alignment of inputs.
+    Replays the recordings of a function by ``trees``, or runs it uncaptured. ``general`` is this object behind the
+    alignment of inputs.
     """
 
     deployment: Deployment
@@ -353,10 +285,9 @@ class Replayer:
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
         deployment = self.deployment
-        # A graph is updated and launched by the thread that recorded it, and by autograd's
-        # threads on its behalf. A graph that the program itself captures right now must not
-        # depend on the pool's memory. torch._dynamo.reset drops graphs, and a backward may
-        # come after it.
+        # A graph is updated and launched by the thread that recorded it, and by autograd's threads on its behalf. A
+        # graph that the program itself captures right now must not depend on the pool's memory. torch._dynamo.reset
+        # drops graphs, and a backward may come after it.
         if (
             thread_containers() is not deployment.owner
             or self.chain.manager.roots is None
@@ -385,6 +316,5 @@ class Replayer:
 
     def _failed(self, error: DriverError) -> None:
         """Nothing was launched: the driver refused to set a node."""
-        controller = self.deployment.controller
-        controller.decide(NO_GRAPH, Reason.of(Code.REPLAY_FAILED, error=str(error)))
+        self.deployment.controller.decide(NO_GRAPH, Reason.of(Code.REPLAY_FAILED, error=str(error)))
         self.deployment.selection.retire()

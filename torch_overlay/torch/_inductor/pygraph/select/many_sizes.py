@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import thread_containers
 from torch._inductor.pygraph.capture.allocation import AllocationTrace, with_allocator
-from torch._inductor.pygraph.capture.at_sizes import SizedModel
+from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.capture.library import Memo
 from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
@@ -25,8 +25,11 @@ from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.replay.interpreter import make_replay
 from torch._inductor.pygraph.replay.plan import sized_plan
 from torch._inductor.pygraph.trees.manager import manager_of, state_of
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE
 from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
+from torch._inductor.pygraph.types.report import FunctionReport
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal
@@ -34,12 +37,12 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
     from torch._inductor.pygraph.capture.sized import KeptSizes
-    from torch._inductor.pygraph.types.report import FunctionReport
+    from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
 
@@ -95,6 +98,44 @@ def memory_of(manager: CUDAGraphTreeManager) -> SizedMemory:
     return memory
 
 
+# Why functions cannot be recorded for many sizes, of those for which it was tried.
+_reasons: weakref.WeakKeyDictionary[ModelType, Reason] = weakref.WeakKeyDictionary()
+
+
+def why_not(model: ModelType) -> str:
+    return f"{why.text} ({why.code.name})" if (why := _reasons.get(model)) is not None else ""
+
+
+def log_reason(spec: FunctionSpec, reason: Reason) -> None:
+    counters["pygraph"]["recorded_by_size"] += 1
+    report = FunctionReport(spec.info.name, spec.mode, source=spec.info.report.source)
+    log.info("%s", report.line("a recording for each size", reason))
+
+
+def may_record(deployment: Any, inputs: Sequence[InputType]) -> bool:
+    """Return whether a function may be recorded for many sizes together. If not, log why once."""
+    spec, model = deployment.spec, deployment.model
+    # Without config.pygraph_sizes nothing is known of the sizes.
+    if spec.info.sizes is None or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
+        return False
+    if model not in _reasons and (reason := not_for_many_sizes(spec, inputs)) is not None:
+        _reasons[model] = reason
+        log_reason(spec, reason)
+    return model not in _reasons
+
+
+def start(deployment: Any, fns: dict[Any, ModelType]) -> ModelType:
+    """Return what is to be called for all sizes."""
+
+    def replace(fn: ModelType) -> None:
+        fns.clear()
+        fns[None] = fn
+
+    deployment.replace, deployment.sizes = replace, []
+    fns[None] = first = deployment.start((), ManySizes(deployment, fns))
+    return first
+
+
 @dataclasses.dataclass(eq=False)
 class ManySizes:
     """
@@ -102,11 +143,11 @@ class ManySizes:
 
     Args:
         deployment: the Deployment of the function
-        give_up: called with the reason if the function cannot be recorded so
+        fns: what is deployed, by sizes
     """
 
     deployment: Any
-    give_up: Callable[[Reason], None]
+    fns: dict[Any, ModelType]
 
     def __post_init__(self) -> None:
         self.spec, self.model = self.deployment.spec, self.deployment.model
@@ -386,7 +427,10 @@ class ManySizes:
 
     def _give_up(self, reason: Reason) -> None:
         self._drop(self.recordings)
-        self.give_up(reason)
+        self.fns.clear()
+        journal.drop([self.report])
+        _reasons[self.model] = reason
+        log_reason(self.spec, reason)
 
 
 def _reason(error: Exception) -> Reason:

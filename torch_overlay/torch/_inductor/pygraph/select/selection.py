@@ -1,23 +1,16 @@
 """
-Which candidate a function is deployed as.
+Which candidate a function is deployed as. A function goes through these steps, one call each or several:
 
-A function goes through these steps, one call each or several:
-
-1. The first calls run uncaptured. The first one compiles and tunes, two more do not count,
-   the rest are timed.
-2. If the device is busy for ten times as long as the host needs to launch, a graph saves
-   little and costs memory. The function is not recorded.
+1. The first calls run uncaptured. One compiles and tunes, two more do not count, the rest are timed.
+2. If the device is busy for ten times as long as the host needs to launch, the function is not recorded: a graph
+   saves little and costs memory.
 3. Otherwise one call records, and the next calls are timed as replays.
-4. The graph stays if it is faster by more than the noise. If it is not, or if it gains wall
-   time but loses as much device time, both are timed again, in the other order, if there is
-   memory for both. A graph that is not faster then is dropped. It stays if it is no slower
-   and a neighbour on its path is a graph: running this function uncaptured would allocate a
-   second copy of its memory.
-5. If calls of a graph that stays may run side by side, up to four further candidates are
-   recorded and timed (config.pygraph_schedules).
+4. The graph stays if it is faster by more than the noise. Otherwise both are timed again, in the other order, if
+   there is memory for both. A graph that is no slower stays if a neighbour on its path is a graph: running this
+   function uncaptured would allocate a second copy of its memory.
+5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed.
 
-A decision is kept for the next process (store.py), which times nothing. It is made anew if
-inputs can no longer be bound, or if a graph copies more than when it was timed.
+The next process gets the decision from store.py and times nothing.
 """
 
 from __future__ import annotations
@@ -66,12 +59,11 @@ if TYPE_CHECKING:
     from torch.utils._ordered_set import OrderedSet
 
 
-# For how many calls a graph that lost is kept while its outputs are alive, and how often a
-# graph that won is called before the rest of the allocator's cache is freed.
+# For how many calls a graph that lost is kept while its outputs are alive, and how often a graph that won is called
+# before the rest of the allocator's cache is freed.
 RETIRE_CALLS = 4
 
-# For how many calls a graph that neither won nor lost waits for the decisions on its
-# neighbours, and a backward for the next step.
+# For how many calls an even graph waits for the decisions on its neighbours, and a backward for the next step.
 MAX_WAITING_CALLS = 200
 
 # Step 2 of the module's docstring.
@@ -87,9 +79,8 @@ MAX_UNRECORDED = 2048
 
 get_curr_generation = CUDAGraphTreeManager.get_curr_generation
 
-# What backwards that are not recorded yet returned in one step, and the step's generation.
-# Gradients that are gone when the next step begins need no memory of their own: they may lie
-# in the graphs' pool. Once a backward is recorded, trees see whether they are.
+# What backwards that are not recorded yet returned in one step, and the step's generation. Gradients that are gone
+# when the next step begins may lie in the graphs' pool. Once a backward is recorded, trees see whether they are.
 _gradients: dict[Controller, tuple[int, list[StorageWeakRef]]] = {}
 
 
@@ -125,14 +116,11 @@ class Selection:
     Runs a function through the steps of the module's docstring.
 
     Args:
-        record: records the function with a call's inputs; returns what replays it, or None
-            while another thread records, and the outputs
+        record: records the function in a call; returns what replays it, None while another thread records, and outputs
         deploy: called with what is to be called from then on
-        forget: drops what was recorded under an id; returns False while it cannot, None
-            while another thread records
+        forget: drops what was recorded under an id; returns False while it cannot, None while another thread records
         around: returns the controllers of the functions around an id on its paths
-        entry: where the decision is kept
-        remembered: the decision of an earlier process
+        entry, remembered: where the decision is kept, and the decision of an earlier process
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
         pool_bytes: returns what the graphs' pool reserves
     """
@@ -147,7 +135,7 @@ class Selection:
     is_forced: bool
     entry: store.Entry | None = None
     remembered: store.Decision | None = None
-    time_calls: Callable[[list[InputType], float], OutputType] | None = None
+    time_calls: Callable[..., OutputType] | None = None
     pool_bytes: Callable[[], int] = lambda: 0
 
     # Whether each candidate is timed for the same number of calls in every process.
@@ -163,8 +151,7 @@ class Selection:
         self.waits = 0
         # Recordings that lost, until they are dropped.
         self.losers: list[FunctionID | None] = []
-        # When the last call began, by clock_us. The time from then until a candidate is
-        # called is no part of the program: it ends with the decision.
+        # When the last call began, by clock_us. The time until a candidate is called is no part of the program.
         self.entered = 0.0
         self.calls = 0
         # What runs the next calls, one each. Autograd's threads may call at the same time.
@@ -188,8 +175,7 @@ class Selection:
 
     def _next_step(self) -> ModelType | None:
         if not self.lock.acquire(blocking=False):
-            # The call of another thread takes a step, or the call from which a finalizer
-            # called this one.
+            # The call of another thread takes a step, or the call from which a finalizer called this one.
             return self.uncaptured
         try:
             return next(self.steps, None)
@@ -206,8 +192,7 @@ class Selection:
     def _steps(self) -> Iterator[ModelType]:
         # Compiles and tunes.
         yield self.uncaptured
-        # A forced or remembered graph is tried until it is recorded: the program may free
-        # memory, another thread may end its recording.
+        # A forced or remembered graph is tried until it is recorded: the program may free memory.
         if self.is_forced:
             yield from self._time_calls(MAX_DELAY_US)
             while not self.is_deployed:
@@ -255,8 +240,7 @@ class Selection:
 
     def _finish(self) -> Iterator[ModelType]:
         """Drop what lost, and deploy what stays."""
-        # Before a call, which takes memory of its own. What the last call returned may die
-        # only when the program gets the next outputs.
+        # What the last call returned may die only when the program gets the next outputs.
         for _ in range(RETIRE_CALLS):
             self._drop_losers()
             if not self.losers:
@@ -307,14 +291,17 @@ class Selection:
     def _time_calls(self, host_us: float) -> Iterator[ModelType]:
         """Time each call of the function, which decides on schedules."""
         if self.time_calls is not None:
-            yield functools.partial(self._run_timed_calls, self.time_calls, host_us)
+            yield self._untimed(functools.partial(self.time_calls, host_us=host_us))
 
-    def _run_timed_calls(
-        self, time_calls: Callable[[list[InputType], float], OutputType], host_us: float, inputs: list[InputType]
-    ) -> OutputType:
-        outputs = time_calls(inputs, host_us)
-        Samples.own_us += clock_us() - self.entered
-        return outputs
+    def _untimed(self, run: ModelType) -> ModelType:
+        """Return ``run`` for a call that is no part of the program's time."""
+
+        def call(inputs: list[InputType]) -> OutputType:
+            outputs = run(inputs)
+            Samples.own_us += clock_us() - self.entered
+            return outputs
+
+        return call
 
     def _schedule(self, chain: Cost) -> Iterator[ModelType]:
         """Record and time candidates whose calls run side by side. Keep the fastest."""
@@ -360,18 +347,13 @@ class Selection:
         recorded = self.controller.candidate
         if candidate != recorded:
             self.controller.record_as(candidate)
-            yield self._record_again
+            yield self._untimed(self._chosen())
             self.controller.keep(recorded)
-
-    def _record_again(self, inputs: list[InputType]) -> OutputType:
-        outputs = self._chosen()(inputs)
-        Samples.own_us += clock_us() - self.entered
-        return outputs
 
     def _recorded(self) -> Iterator[ModelType]:
         yield self._record
+        # The recording raised, or another thread was recording.
         while self.replay is None:
-            # The recording raised, or another thread was recording.
             yield self._record
 
     def _is_captured(self) -> bool:
@@ -397,8 +379,7 @@ class Selection:
         self.controller.waits(True)
         others: OrderedSet[Controller] | None = None
         for _ in range(MAX_WAITING_CALLS):
-            # First a call: neighbours may have become graphs while this one was timed
-            # uncaptured.
+            # First a call: neighbours may have become graphs while this one was timed uncaptured.
             yield self._chosen()
             others = self.around(self.state.id)
             if others is not None and all(other.state.is_even or other.report.choice != UNDECIDED for other in others):
@@ -431,15 +412,10 @@ class Selection:
     def _decide(self, choice: str, *reasons: Reason) -> None:
         self.controller.decide(choice, *reasons)
         if choice != NO_GRAPH:
-            # A weak reference: trees keep the controller, this object keeps the replay, and
-            # the replay keeps trees. Graphs would outlive the code that calls them.
+            # A weak reference: trees keep the controller, this object keeps the replay, and the replay keeps trees.
+            # Graphs would outlive the code that calls them.
             method = weakref.WeakMethod(self._reselect)
-
-            def reselect() -> None:
-                if (bound := method()) is not None:
-                    bound()
-
-            self.controller.reselect = reselect
+            self.controller.reselect = lambda: (method() or (lambda: None))()
 
     def _keep(self) -> None:
         if self.entry is not None:
@@ -447,17 +423,15 @@ class Selection:
 
     def _stay(self) -> Iterator[ModelType]:
         if self.choice != NO_GRAPH:
-            # Outputs of the call that recorded, such as gradients, may be alive until a
-            # later call has begun.
+            # Outputs of the call that recorded, such as gradients, may be alive until a later call has begun.
             for _ in range(RETIRE_CALLS):
                 yield self._chosen()
         self.is_deployed = True
         self.deploy(self._chosen())
-        # The memory of tuning, of what was dropped, and of uncaptured calls if it is a
-        # graph, is not needed again.
+        # The memory of tuning, of what was dropped, and of a graph's uncaptured calls is not needed again.
         if self.replay is not None:
-            # A workspace of cuBLAS keeps the whole segment that it lies in. If nothing was
-            # recorded, none was dropped before: a graph of the program's own may use it.
+            # A workspace of cuBLAS keeps the whole segment that it lies in. If nothing was recorded, none was dropped
+            # before: a graph of the program's own may use it.
             torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
 
@@ -485,10 +459,7 @@ class Selection:
 
 
 def drop_seen_once(fns: dict[Any, ModelType]) -> None:
-    """
-    Drop sizes of a function that came once, if there are too many. Called before another size
-    is added: their number may have no end. ``fns`` is what is deployed, by sizes.
-    """
+    """Drop sizes of a function that came once, if there are too many. ``fns`` is what is deployed, by sizes."""
     if len(fns) < MAX_SEEN_ONCE:
         return
     unrecorded = {
@@ -501,8 +472,7 @@ def drop_seen_once(fns: dict[Any, ModelType]) -> None:
     if len(dropped) < MAX_SEEN_ONCE:
         if len(unrecorded) < MAX_UNRECORDED:
             return
-        # The same sizes come in several layers of one step. Half of them go: looking for them takes
-        # longer than keeping them.
+        # The same sizes come in several layers of one step. Half of them go: the search takes longer than keeping them.
         by_age = sorted(unrecorded, key=lambda sizes: unrecorded[sizes].entered)
         dropped = by_age[: len(by_age) // 2]
     for sizes in dropped:

@@ -1,8 +1,6 @@
 """
-Times of candidates, taken in the program's own calls, and which of two is better.
-
-Each call is run by one candidate: nothing runs twice, and everything around the function (a busy
-device, a cold cache) is part of the measurement.
+Times of candidates, taken in the program's own calls, and which of two is better. Each call is run by one candidate,
+and everything around the function (a busy device, a cold cache) is part of the measurement.
 """
 
 from __future__ import annotations
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.types.function import FunctionState
     from torch._inductor.utils import InputType
 
-# Calls of each candidate that come first and do not count: the allocator and the clocks
-# settle.
+# Calls of each candidate that come first and do not count: the allocator and the clocks settle.
 WARMUP_SAMPLES = 2
 
 # Calls that are timed on the host. Further SAMPLES follow while they are faster than those
@@ -35,9 +32,8 @@ SAMPLES = 12
 MAX_SAMPLES = 96
 PRECISION = 0.01
 
-# Code that the process has seldom run takes longer: the interpreter specializes it as it
-# runs, and the processor has not seen it. Earlier calls do not count while the median of the
-# last SAMPLES is below this part of the median of those before.
+# Code that the process has seldom run takes longer. Earlier calls do not count while the median of the last SAMPLES is
+# below this part of the median of those before.
 WARMER = 0.95
 
 # MIN_SAMPLES are enough if they take this long.
@@ -51,8 +47,8 @@ EVENT_AFTER_US = 1_000.0
 # Calls after the timed ones that show the device's time.
 DEVICE_SAMPLES = 3
 
-# The device waits for so long before one of these calls: the host's time of the events plus
-# twice the function's, and at most what the driver can queue. Clocks are no faster.
+# The device waits before one of these calls for the host's time of the events plus twice the function's, and at most
+# for what the driver can queue. Clocks are no faster.
 CYCLES_PER_US = 2000
 MIN_DELAY_US = 50.0
 MAX_DELAY_US = 10_000.0
@@ -66,16 +62,14 @@ EMPTY_CALLS = 4
 # The least time of a node in a graph, about what an H100 takes.
 MIN_NODE_US = 1.2
 
-# A difference counts if one time is below this part of the other, and beyond so many
-# standard errors.
+# A difference counts if one time is below this part of the other, and beyond so many standard errors.
 MARGIN = 0.98
 CONFIDENCE = 2.0
 
 # The program can gain or lose by a function at most so many times the function's own time.
 MAX_DIFFERENCE = 10
 
-# At most so many calls that record do not count. A function that is called with several sets
-# of weights, or after several others, is recorded for each of them.
+# At most so many calls that record do not count: a function may be recorded for each of several sets of weights.
 MAX_RECORDING_CALLS = 200
 
 
@@ -90,8 +84,7 @@ class Estimate(NamedTuple):
         median = statistics.median(samples)
         if len(samples) < 2:
             return cls(median, math.inf)
-        # The standard error of a median of normal samples, from quartiles, which outliers
-        # do not move.
+        # The standard error of a median of normal samples, from quartiles, which outliers do not move.
         low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
         return cls(median, 0.93 * (high - low) / math.sqrt(len(samples)))
 
@@ -108,13 +101,12 @@ def is_less(a: Estimate, b: Estimate) -> bool:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
     """
-    What a call of one candidate takes: the program, and the function on the host and on the device.
+    What a call of one candidate takes.
 
     Attributes:
-        program: from the start of a call to the start of the next, on the host's or the device's
-            clock, whichever shows more. The host clock misses a growing device queue; the device
-            clock misses host time while that queue drains
-        device: with the launch queued ahead
+        program: from the start of a call to the start of the next, on the host's or the device's clock, whichever shows
+            more. The host clock misses a growing device queue; the device clock misses host time while it drains
+        host, device: of the function, on the device with the launch queued ahead
     """
 
     program: Estimate
@@ -140,14 +132,11 @@ class Samples:
     """
     Consecutive calls of one candidate: 2 * SAMPLES on the host if ``is_fixed``, else as many as it takes.
 
-    Two events around each call would measure it from an idle device, and add the host's work
-    to the device's, which a program that does not wait overlaps. So the first calls are timed
-    on the host, with an event now and then. The last few are queued behind a delay, so that
-    the device never waits for the host in them.
+    Two events around each call would add the host's work to the device's. So the first calls are timed on the host,
+    with an event now and then. The last few are queued behind a delay, so that the device never waits for the host.
     """
 
-    # Microseconds that timing and recording of any function took until now, which are no part of
-    # the program.
+    # Microseconds that timing and recording of any function took until now, which are no part of the program.
     own_us = 0.0
 
     def __init__(self, device_index: int, state: FunctionState, *, is_fixed: bool = False) -> None:
@@ -156,8 +145,7 @@ class Samples:
         self.is_fixed = is_fixed
         self.calls = 0
         self.recording_calls = 0
-        # The starts of the timed calls, and of the one after them. None stands for a call
-        # that recorded.
+        # The starts of the timed calls, and of the one after them. None stands for a call that recorded.
         self.starts: list[Start | None] = []
         self.host: list[float] = []
         self.timed_calls = 0
@@ -290,9 +278,8 @@ class CallTimes:
     """
     Times on the device of the calls of one uncaptured run, which generated code notes.
 
-    The device waits until the host has launched them, so that it never waits for the host. What
-    launching a kernel takes on the device between two events, in front of the kernel and behind it,
-    is no part of a call in a graph: empty kernels show it.
+    The device waits until the host has launched them. Empty kernels show what a launch takes between two events: that
+    is no part of a call in a graph.
     """
 
     def __init__(self, device_index: int) -> None:
@@ -301,10 +288,7 @@ class CallTimes:
         self.events: list[tuple[int, torch.cuda.Event]] = []
 
     def begin(self, host_us: float, num_calls: int) -> None:
-        """
-        Args:
-            host_us: what the run takes the host without these events, or MAX_DELAY_US if that is not known
-        """
+        """``host_us``: what the run takes the host without these events, or MAX_DELAY_US if that is not known."""
         stream = torch.cuda.current_stream(self.device_index)
         delay = min(MIN_DELAY_US + 2 * host_us + EVENT_US * num_calls, MAX_DELAY_US)
         with torch.cuda.stream(stream):
@@ -340,8 +324,7 @@ def _now(stream: torch.cuda.Stream) -> torch.cuda.Event:
 
 def takes_less(a: Cost, b: Cost) -> bool:
     """Return whether the function takes less time by itself."""
-    # A call takes at least the host's and at least the device's time. Whichever of the two is
-    # known better may show the difference.
+    # A call takes at least the host's and at least the device's time. The one that is known better may tell.
     return is_less(a.call, b.host) or is_less(a.call, b.device)
 
 
@@ -355,11 +338,9 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, Reason]:
     """
     Return whether the graph is to stay, and why.
 
-    The program's time decides where it shows a difference, the function's own time where it
-    does not. The program's time includes what neighbouring functions, which are timed in
-    the same calls, gain or lose. So a graph that gains nothing by itself, on the host or on
-    the device, does not stay. A difference of many times the function's own time says
-    nothing about the function.
+    The program's time decides where it shows a difference, the function's own time where it does not. The program's
+    time includes what neighbouring functions gain or lose in the same calls. So a graph that gains nothing by itself
+    does not stay, and a difference of many times the function's own time says nothing.
     """
     gains = is_less(graph.host, uncaptured.host) or is_less(graph.device, uncaptured.device)
     is_own = is_own_difference(graph, uncaptured)
@@ -387,10 +368,8 @@ def improves(graph: Cost, other: Cost) -> bool:
     """
     Return whether a graph takes less time than another graph of the same function.
 
-    The longer of host and device time decides, unless the program shows a difference that these
-    times can have caused. A graph with branches takes the host longer to launch: a program that
-    waits for the host loses. A program that waits for each result gains from the device even if the
-    host takes longer.
+    The longer of host and device time decides, unless the program shows a difference that these times can have caused:
+    a graph with branches takes the host longer to launch, and a program may wait for the host or for each result.
     """
     host, device = graph.host.us - other.host.us, graph.device.us - other.device.us
     program = graph.program.us - other.program.us
