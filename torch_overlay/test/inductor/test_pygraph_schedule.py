@@ -29,11 +29,10 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
-from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.graph import prelude
-from torch._inductor.pygraph.schedule import buffers, plan
+from torch._inductor.pygraph.schedule import buffers, plan, recording
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
 from torch._inductor.pygraph.schedule.workspaces import spread
@@ -536,7 +535,7 @@ class ScheduleProgramsTest(RecordTestCase):
         binding = draw.choice(("node_update", "prelude"))
         # Every other program is short of memory, so that branches use the same.
         with (
-            mock.patch.object(bound, "MORE_MEMORY", 100.0 * (seed % 2)),
+            mock.patch.object(recording, "MORE_MEMORY", 100.0 * (seed % 2)),
             mock.patch.object(buffers, "MIN_GAIN", 1.0),
             mock.patch.object(plan, "MIN_GAIN", 1.0),
         ):
@@ -611,7 +610,7 @@ class DeployTest(RecordTestCase):
     def test_branches_have_memory_of_their_own(self, more):
         "A branch uses memory of another one again where the function may take no more than its chain."
         body = self.body(*range(4)).replace("(24,)", "(8,)")
-        with mock.patch.object(bound, "MORE_MEMORY", more):
+        with mock.patch.object(recording, "MORE_MEMORY", more):
             self.check(body, force="node_update,dag", described=self.CALLS, calls=6, returned=(0, 1))
         (entry,) = report()
         self.assertEqual((entry.width, self.edges()), (2, 2) if more > 0 else (1, 3))
@@ -633,7 +632,7 @@ class DeployTest(RecordTestCase):
             for k, (x, to) in enumerate(("xa", "yb"))
         )
         part = 0.0 if case == "no_memory" else 0.1
-        with mock.patch.multiple(bound, MORE_MEMORY=part, WORKSPACES=part):
+        with mock.patch.multiple(recording, MORE_MEMORY=part, WORKSPACES=part):
             self.check(body, force="node_update,dag", described=calls, returned=(0, 1))
         (entry,) = report()
         self.assertEqual((entry.schedule, entry.width), (DAG, 2 if case == "workspaces" else 1))

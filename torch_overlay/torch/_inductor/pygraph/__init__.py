@@ -1,11 +1,8 @@
 """
-PyGraph: CUDA graphs that replay without copying their inputs, deployed only where
-they are faster.
+PyGraph: CUDA graphs that replay without copying their inputs, deployed only where they are faster.
 
-With ``config.pygraph`` every function that cudagraph trees would record goes through
-these packages. Terms (node, path, generation, liveness) are those of cudagraph_trees.py;
-sections are those of "PyGraph: Robust Compiler Support for CUDA Graphs in PyTorch"
-(https://arxiv.org/abs/2503.19779).
+With ``config.pygraph`` every function that cudagraph trees would record goes through these packages. Sections are those
+of "PyGraph: Robust Compiler Support for CUDA Graphs in PyTorch" (https://arxiv.org/abs/2503.19779).
 
 compile  CPU values that GPU code reads get a GPU home in front of what is captured
 select   functions are timed as graphs and without, and deployed as what is faster (section 3.4)
@@ -17,9 +14,6 @@ replay   what is checked, set and handed out in each call
 calls    compiled bytecode calls the replay without the layers in between
 dynamo   fewer graph breaks
 report   what was recorded, bound, chosen, and why
-
-Nothing here runs unless ``config.pygraph`` is set, and nothing here may fail a program:
-what cannot be bound is copied, what cannot be captured runs uncaptured.
 """
 
 from torch._inductor.pygraph.report import Report, report, reset_report

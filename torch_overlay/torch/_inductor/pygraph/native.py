@@ -1,7 +1,4 @@
-"""
-The compiled part of a call, torch/csrc/inductor/pygraph/. The build compiles it if it finds a
-C++ compiler. Without it Python does the same, slower.
-"""
+"""The compiled part of a call, torch/csrc/inductor/pygraph/. Where no C++ compiler was found, Python does the same."""
 
 from __future__ import annotations
 
@@ -38,18 +35,8 @@ class PythonTreeState:
     """
     Hold the lock of the trees of one thread, and the stream of their last launch.
 
-    A thread holds the lock while it records or replays. Another thread runs uncaptured
-    meanwhile. It never waits, since the first thread may wait for it: autograd runs the
-    backward of CPU outputs in the thread that called it, and the backward of other outputs in
-    threads of its own, at the same time. A finalizer that the collector runs inside of a
-    replay runs uncaptured too: the replay has read the path already.
-
-    Args:
-        current_stream: returns the address of a device's current stream
-        wait: makes the current stream wait for the last launch
-
-    Attributes:
-        raw_stream: the address of the last launch's stream, or None
+    A thread holds the lock while it records or replays. Another thread, or a finalizer inside of a replay, runs
+    uncaptured meanwhile. It never waits, since the first thread may wait for it, as for autograd's.
     """
 
     __slots__ = ("device_index", "current_stream", "wait", "raw_stream", "_lock")
@@ -69,11 +56,7 @@ class PythonTreeState:
         self._lock.release()
 
     def follow(self) -> None:
-        """
-        Wait for the last launch if it was on another stream.
-
-        Called with the lock, outside of captures, before a launch and all that it writes.
-        """
+        """Wait for the last launch if it was on another stream. Called with the lock, outside of captures."""
         raw_stream = self.current_stream(self.device_index)
         if raw_stream != self.raw_stream:
             self.wait()

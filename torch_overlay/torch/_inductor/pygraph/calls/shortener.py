@@ -2,17 +2,14 @@
 From compiled bytecode to a graph's generated code in fewer steps, for AOTAutograd, which asks
 ``torch._inductor.call_shortener``.
 
-**Inference.** Where one partition is the whole graph, the layers between bytecode and the replay
-only put arguments in another order in a steady call. ``native.compiled.Direct`` replaces them. It
-disables Dynamo and gradients as they do, and moves the CPU values of types.partition.DirectCall.
-Calls that the replay was not recorded for go through the layers. So do all calls while the program
-captures the stream, profiles, or records the order of graphs.
+**Inference.** Where one partition is the whole graph, ``native.compiled.Direct`` replaces the layers between bytecode
+and the replay. It disables Dynamo and gradients as they do, and moves the CPU values of types.partition.DirectCall.
+Calls that the replay was not recorded for, or while the program captures, profiles or records the order of graphs, go
+through them.
 
-**Training.** AOTAutograd's CompiledFunction asks in each call what its metadata said when it was
-compiled. A plain graph, see is_plain, gets a forward and a backward that do not. Both still ask what
-can change from call to call. Where the answer is not the usual one, CompiledFunction's own methods
-do all of the call, so that results and errors are theirs. What C++ does around both stays: hooks of
-saved tensors, version counters, freed buffers, anomaly mode. Compiled autograd calls neither method.
+**Training.** AOTAutograd's CompiledFunction asks in each call what its metadata said when it was compiled. A plain
+graph, see is_plain, gets a forward and a backward that only ask what can change from call to call. Where the answer is
+not the usual one, CompiledFunction's own methods do all of the call. Compiled autograd calls neither method.
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ profiler = torch.autograd.profiler
 # number of outputs that they check, if any.
 forwards_to: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], int | None]] = WeakKeyDictionary()
 
-# Of AOTAutograd's runtime wrapper of a training graph: the arguments of native.compiled.Training,
-# which does the same.
+# Of AOTAutograd's runtime wrapper of a training graph: the arguments of native.compiled.Training, which does the same.
 natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -64,8 +60,8 @@ def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
 
 def layers_below(fn: Any) -> tuple[Any, Any, int | None]:
     """
-    Return the first layer that does more than to hand its arguments on, the first one that is not
-    of forwards_to, and the number of outputs that one of these expects in inference.
+    Return the first layer that does more than to hand its arguments on, the first one that is not of forwards_to, and
+    the number of outputs that one of these expects in inference.
     """
     layer, num_outputs = fn, None
     while True:
@@ -196,13 +192,8 @@ def runtime_wrapper(
     disable_amp: bool,
 ) -> Callable[[list[Any]], Any]:
     """
-    As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue.
-
-    Args:
-        apply: of its CompiledFunction
-        first: whether the next call is
-        mutated: inputs that the graph mutates where autograd is to see it
-        to_detach: inputs that never need gradients
+    As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue. The graph mutates the inputs
+    ``mutated`` where autograd is to see it. Those in ``to_detach`` never need gradients.
     """
     increment_version = torch.autograd.graph.increment_version
     run = _without_autocast(apply) if disable_amp else apply
@@ -339,9 +330,6 @@ def _backward(
 
 
 def note_forwarding(fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None) -> None:
-    """
-    Note that ``fn`` only passes on its arguments and the results of ``to``. It may disable
-    gradients, do more in its first call, and check the number of outputs.
-    """
+    """Note that ``fn`` only passes on its arguments and the results of ``to``, and may check the number of outputs."""
     forwards_to[fn] = to, num_outputs
     direct_calls[fn] = direct

@@ -1,14 +1,10 @@
 """
-Memory of what a function returns.
+Memory of what a function returns. The next replay would overwrite it in the graphs' pool. So the buffers that become
+outputs are captured at placeholders, and get memory of their own in each call.
 
-In the graphs' pool the next replay would overwrite it. So the buffers that become outputs
-are captured at placeholders, and get memory of their own in each call.
-
-Code that is generated with config.pygraph takes its allocator as an argument: an
-AllocationTrace in the rehearsal, a placed_allocator in the capture. An operator that allocates
-what it returns is not seen; the graph ends with a copy of such an output (Copied), or, where
-outputs share memory, each call copies it out of the pool. Gradients may do without; see
-Controller.owned_output_idxs.
+Generated code takes its allocator as an argument: an AllocationTrace in the rehearsal, a placed_allocator in the
+capture. An operator that allocates what it returns is not seen; the graph ends with a copy of such an output (Copied),
+or, where outputs share memory, each call copies it out of the pool.
 """
 
 from __future__ import annotations
@@ -54,8 +50,7 @@ empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
 
 
-# A recording accepts external inputs of one alignment in bytes: the largest of these that
-# divides all of their addresses. So at most this many recordings differ in alignment.
+# A recording accepts external inputs of one alignment in bytes: the largest of these that divides all addresses.
 ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 
 
@@ -115,10 +110,8 @@ def with_allocator(model: ModelType, info: PartitionInfo, allocate: Callable[...
 
 class AllocationTrace:
     """
-    Allocate as the wrapper does, mark what it gives, and remember in what order.
-
-    Args:
-        pooled: storages that the graph needs in its pool; complete once the function ran
+    Allocate as the wrapper does, mark what it gives, and remember in what order. ``pooled`` are storages that the graph
+    needs in its pool, complete once the function ran.
     """
 
     def __init__(self, pooled: Collection[StorageWeakRef] = ()) -> None:
@@ -149,9 +142,8 @@ class AllocationTrace:
 
     def of(self, outputs: Iterable[Any]) -> dict[int, Allocation]:
         """
-        Return the allocations that outputs lie in, by their place in the order. One that an
-        output fills is described as that output: memory that is used again often has another
-        shape by then.
+        Return the allocations that outputs lie in, by their place in the order. One that an output fills is described
+        as that output: memory that is used again often has another shape by then.
         """
         found = {}
         for t in outputs:
@@ -166,9 +158,8 @@ class AllocationTrace:
         self, known: Sequence[Any], outputs: Sequence[Any], idxs: Iterable[int], device: torch.device
     ) -> dict[int, Allocation]:
         """
-        Return the outputs at ``idxs`` that cannot be placed, mostly because an operator
-        allocated them, and of which a copy is as good: each is alone in its memory, shared
-        with no ``known`` tensor, and fills it.
+        Return the outputs at ``idxs`` that cannot be placed, and of which a copy is as good: each is alone in its
+        memory, shared with no ``known`` tensor, and fills it.
         """
         tensors = [t for t in (*known, *outputs) if isinstance(t, torch.Tensor)]
         sharing = Counter(StorageWeakRef(t.untyped_storage()) for t in tensors)
@@ -193,7 +184,7 @@ class OutputLayout:
     Attributes:
         allocations: the allocations that owned outputs lie in, by their place in the order
         copies: what the graph copies an owned output to, by output
-        copied_bytes: bytes of the other owned outputs, which each call copies from the pool
+        copied_bytes: of the other owned outputs, which each call copies from the pool
     """
 
     allocations: dict[int, Allocation]
@@ -214,10 +205,7 @@ class OutputLayout:
         Args:
             outputs: of the run that was traced
             known: inputs and constants, in whose memory outputs may lie
-            external: inputs whose address changes from call to call
-
-        Raises:
-            RefusedError: an external input has to lie in the pool.
+            external: inputs whose address changes. Raises RefusedError if one has to lie in the pool
         """
         if any(StorageWeakRef(t.untyped_storage()) in trace.pooled for t in external):
             raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
@@ -289,20 +277,16 @@ def placed_allocator(
     placed: Mapping[int, tuple[int, int]], device_index: int, allocate_other: Callable[..., torch.Tensor] | None = None
 ) -> Callable[..., torch.Tensor]:
     """
-    Return what allocates as the wrapper does, but puts some allocations at given addresses.
-
-    Args:
-        placed: (size in bytes, address) by place in the order of allocations
-        allocate_other: for the others
+    Return what allocates as the wrapper does, but puts some allocations, (size in bytes, address) by place in the order
+    of allocations, at given addresses. ``allocate_other`` is for the others.
     """
-    allocate_other = allocate_other or empty_strided_cuda
     places = itertools.count()
 
     def allocate(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         expected, address = placed.get(next(places), (None, 0))
         like = Allocation(tuple(size), tuple(stride), dtype).like()
         if expected != storage_extent(like):
-            return allocate_other(size, stride, dtype)
+            return (allocate_other or empty_strided_cuda)(size, stride, dtype)
         return tensor_at(address, like, device_index)
 
     return allocate
@@ -310,13 +294,8 @@ def placed_allocator(
 
 class Copied:
     """
-    A function that copies some of its outputs to given addresses in the end.
-
-    Args:
-        placed: (what it is, address) by output
-
-    Attributes:
-        sources: where the last call's copies are from; not owned
+    A function that copies some of its outputs, ``placed``, to given addresses in the end. ``sources``, not owned, are
+    where the last call's copies are from.
     """
 
     def __init__(self, model: ModelType, placed: Mapping[int, tuple[Allocation, int]], device_index: int) -> None:
@@ -338,10 +317,7 @@ class Copied:
 
 
 def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
-    """
-    Copy a dense tensor to another of its size and stride. copy_ would add a copy node, whose end
-    the driver refuses to move from a placeholder.
-    """
+    """Copy a dense tensor to another of its size and stride. The driver refuses to move the ends of a copy node."""
     dtype = torch.int32 if to.nbytes % 4 == 0 else torch.uint8
     words = as_bytes(source).view(dtype)
     torch.bitwise_or(words, 0, out=as_bytes(to).view(dtype))

@@ -1,20 +1,16 @@
 """
 A node of CUDA graph trees that leaves nothing of the caller's in the graphs' pool.
 
-A BoundGraphNode captures the function with placeholders in the place of the inputs that trees
-would copy at every replay. A replay sets the nodes whose addresses changed and launches. The
-buffers that become outputs are bound to new memory in each call (allocation.py). The graph
-writes a mutated external input where the caller has it. Everything else is CUDAGraphNode's:
-liveness, generations, checkpoints of the pool, static and managed inputs. The pool holds what
-partitions, and a forward and its backward, hand on.
+A BoundGraphNode captures the function with placeholders in the place of the inputs that trees would copy at every
+replay. A replay sets the nodes whose addresses changed and launches. The buffers that become outputs are bound to new
+memory in each call (allocation.py). Liveness, generations, checkpoints of the pool, static and managed inputs are
+CUDAGraphNode's.
 
-An external input that lies in the pool, such as the output of a function that is not
-PyGraph's, is staged: it is copied first, as trees do.
+An external input that lies in the pool, such as the output of a function that is not PyGraph's, is copied first.
 """
 
 from __future__ import annotations
 
-import functools
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
@@ -41,16 +37,10 @@ from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
-from torch._inductor.pygraph.schedule.buffers import Buffers, buffers_apart
-from torch._inductor.pygraph.schedule.notes import CallLog
-from torch._inductor.pygraph.schedule.plan import Graph, schedule_graph
-from torch._inductor.pygraph.schedule.pointers import Memory
-from torch._inductor.pygraph.schedule.workspaces import Ring, ring_of
+from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
-from torch._inductor.pygraph.types.calls import NOTE
-from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
-from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal, SavedInput, write
@@ -63,33 +53,23 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.schedule.workspaces import Ring
     from torch._inductor.utils import InputType
-
-
-# What buffers of a schedule may take beyond the chain, as a part of all reserved memory. So may
-# workspaces, or as a part of the device's memory: programs that reserve little need them too.
-MORE_MEMORY = 0.1
-WORKSPACES = 0.00125
 
 
 class BoundGraphNode(CopyGraphNode):
     """
-    See the module's docstring.
-
-    What is bound is numbered alike everywhere: the external inputs in the order of
-    ``bound_input_idxs``, then the outputs' allocations. In addresses, the words of CPU
-    values follow.
+    See the module's docstring. What is bound is numbered alike everywhere: the external inputs in the order of
+    ``bound_input_idxs``, then the outputs' allocations. In addresses, the words of CPU values follow.
 
     Attributes:
         call_tensors: what is bound, in the current call
         input_pointers: addresses of the external inputs in the last call
         alignment: that external inputs must have, in bytes
         allocators: what makes the outputs' allocations in each call
-        pool_ranges: where the graphs' pool lies
         written_bound: external inputs that the graph writes, by their number
         staged: (number, input, copy that the graph reads) of the current call
-        replay_graph: a cell with the graph while the node can be replayed without trees
-            (replay/), else None. It changes with the tensors that the node caches
+        replay_graph: a cell with the graph while the node can be replayed without trees (replay/), else None
 
     Raises:
         RecordingRefused: the inputs cannot be bound, or the proof failed.
@@ -112,8 +92,7 @@ class BoundGraphNode(CopyGraphNode):
 
     # While it is recorded.
     collectives: Collectives | None = None
-    # Of the rehearsal, then of the capture.
-    calls: CallLog | None = None
+    scheduled: ScheduledRecording | None = None
     saved_managed: Mapping[int, SavedInput] = {}
     memory: BoundMemory
     layout: OutputLayout
@@ -131,10 +110,8 @@ class BoundGraphNode(CopyGraphNode):
         super()._bind_inputs(inputs)
         self.replay_graph = CellType(None)
         self.staged = []
-        # Integers are sizes. Each combination of them has a function of its own, with
-        # nothing to copy or bind.
-        idxs = self.non_static_input_idx
-        external = {i: t for i in idxs if isinstance(t := inputs[i], torch.Tensor)}
+        # Integers are sizes. Each combination of them has a function of its own.
+        external = {i: t for i in self.non_static_input_idx if isinstance(t := inputs[i], torch.Tensor)}
         self.non_static_input_idx = [*external]
         device = torch.device("cuda", self.device)
         bound = [i for i, t in external.items() if t.device == device]
@@ -144,8 +121,7 @@ class BoundGraphNode(CopyGraphNode):
             self._refuse(Reason.of(Code.CPU_INPUT), inputs, is_capturable=False)
         if self.cudagraph_managed_idxs:
             if any(i in self.cudagraph_managed_idxs for i in function.mutated_input_idxs):
-                # Capture has to let go of managed inputs, so that the mutation could not be
-                # undone.
+                # Capture has to let go of managed inputs, so that the mutation could not be undone.
                 self._refuse(Reason.of(Code.MUTATED_GRAPH_OUTPUT), inputs)
             if self.collectives is not None and not spec.info.ranks_decide:
                 # The proof overwrites managed inputs, and the call runs the graph again.
@@ -153,10 +129,8 @@ class BoundGraphNode(CopyGraphNode):
         try:
             external_inputs = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in external_inputs]
-            common = common_alignment(self.input_pointers)
-            self.alignment = min(self.request.alignment, common)
-            external_bytes = sum(map(storage_extent, external_inputs))
-            self._learned(alignment=self.alignment, external_bytes=external_bytes)
+            self.alignment = min(self.request.alignment, common_alignment(self.input_pointers))
+            self._learned(alignment=self.alignment, external_bytes=sum(map(storage_extent, external_inputs)))
             self._rehearse(inputs)
             self.memory, self.call_tensors = BoundMemory.place(
                 external_inputs, self.alignment, self.layout, self.device
@@ -196,19 +170,12 @@ class BoundGraphNode(CopyGraphNode):
         trace = AllocationTrace(() if collectives is None else collectives.operands)
         traced = with_allocator(function.model, request.spec.info, trace)
 
-        # Without the node, which has to be gone before the function runs again.
-        logs: list[CallLog] = []
-        device_index = self.device
+        self.scheduled = scheduled = ScheduledRecording(request, self.device, self.cuda_graphs_pool)
 
-        # A rehearsal does not run in the graphs' pool: inputs stay alive in it that die
-        # during capture, and the pool would keep the memory that it takes.
+        # Without the node, which has to be gone before the function runs again.
         def run(inputs: list[InputType]) -> OutputType:
             trace.begin()
-            if request.schedule == CHAIN or not (calls := request.spec.info.calls):
-                return traced(inputs)
-            log = CallLog(calls, device_index, is_captured=False)
-            logs.append(log)
-            return traced(inputs, **{NOTE: log})
+            return traced(inputs, **scheduled.note_rehearsal())
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
@@ -239,7 +206,6 @@ class BoundGraphNode(CopyGraphNode):
             mutated=list(function.mutated_input_idxs),
             reused=request.spec.reused_input_idxs,
         )
-        self.calls = logs.pop() if logs else None
         self._learned(needed_bytes=self.rehearsal.needed_bytes)
 
     def _needed_bytes(self) -> int:
@@ -268,37 +234,14 @@ class BoundGraphNode(CopyGraphNode):
         return torch.cuda.CUDAGraph(keep_graph=True)
 
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
-        info = self.request.spec.info
-        buffers = self._buffers()
+        scheduled, needed_bytes = self.scheduled, self.rehearsal.needed_bytes
+        buffers = scheduled.allocator(self.bound_input_idxs, allocation.empty_strided_cuda, needed_bytes)
         placed = placed_allocator(self.memory.allocations, self.device, buffers)
-        model = with_allocator(model, info, placed)
-        if info.calls:
-            kept = {} if buffers is None else {"noted": buffers.noted, "ends": buffers.ends}
-            self.calls = CallLog(info.calls, self.device, **kept)
-            model = functools.partial(model, **{NOTE: self.calls})
-        if buffers is not None:
-            model = buffers.until_end(model)
+        model = scheduled.note_capture(with_allocator(model, self.request.spec.info, placed))
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
-
-    def _buffers(self) -> Buffers | None:
-        """Return what allocates for calls that are to run side by side, given their rehearsal."""
-        if self.calls is None:
-            return None
-        times = self.request.call_times_us
-        allocate = allocation.empty_strided_cuda
-        return buffers_apart(self.calls, self.bound_input_idxs, times, allocate, self._more_bytes())
-
-    def _more_bytes(self) -> int:
-        """Return how many bytes a schedule may take beyond the chain."""
-        return int(MORE_MEMORY * (torch.cuda.memory_reserved(self.device) + self.rehearsal.needed_bytes))
-
-    def _take_workspaces(self, nbytes: int, count: int) -> list[int]:
-        self.workspaces = ring_of(self.device, self.cuda_graphs_pool)
-        _, total = torch.cuda.mem_get_info(self.device)
-        return self.workspaces.take(nbytes, count, max(self._more_bytes(), int(total * WORKSPACES)))
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())
@@ -321,15 +264,11 @@ class BoundGraphNode(CopyGraphNode):
         self._recorded()
 
     def _bind_graph(self, graph: torch.cuda.CUDAGraph) -> None:
-        """
-        Bind the captured graph to the tensors of the call.
-
-        Raises:
-            RefusedError, DriverError: the graph is of no use with this binding.
-        """
+        """Bind the captured graph to the tensors of the call. Raises RefusedError, DriverError."""
         bound = self.memory.placeholders
         placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
-        self._schedule(graph, placeholders)
+        self._learned(schedule=self.scheduled.apply(graph.raw_cuda_graph(), placeholders))
+        self.workspaces = self.scheduled.ring
         self.prelude = self._add_prelude(graph, placeholders)
         try:
             graph.instantiate()
@@ -351,21 +290,6 @@ class BoundGraphNode(CopyGraphNode):
         take_damage(self.device)
         self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
 
-    def _schedule(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> None:
-        """Let calls of the captured graph run side by side, if the request says so."""
-        request, calls = self.request, self.calls
-        if calls is None and request.schedule == CHAIN:
-            return
-        try:
-            if calls is None:
-                raise ValueError("what they use is not known")
-            memory = Memory(PoolRanges(self.cuda_graphs_pool), placeholders)
-            captured = Graph(graph.raw_cuda_graph(), calls, memory, self.bound_input_idxs)
-            facts = schedule_graph(captured, request.schedule, request.call_times_us, self._take_workspaces)
-        except (DriverError, ValueError) as e:
-            facts = ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
-        self._learned(schedule=facts)
-
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
         if request.binding == NODE_UPDATE or not (request.is_decided or prelude_pays(raw_graph, placeholders)):
@@ -384,12 +308,7 @@ class BoundGraphNode(CopyGraphNode):
             return None
 
     def _prove(self, graph: torch.cuda.CUDAGraph) -> None:
-        """
-        Run the bound graph once and compare it with the rehearsal.
-
-        Raises:
-            RefusedError, DriverError: the graph must not be used.
-        """
+        """Run the bound graph once and compare it with the rehearsal. Raises RefusedError, DriverError."""
         self.recording_outputs = list(self.recording_outputs)  # type: ignore[arg-type]
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
         self._mark_outputs()
@@ -426,19 +345,17 @@ class BoundGraphNode(CopyGraphNode):
             return
         outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
         for t in (*(t for t, alias in outputs if alias is UnaliasedStorage), *self.copied.sources):
-            # Outside of the pool it is an operator's own memory, which the operator may have
-            # computed once for all calls.
+            # Outside of the pool an operator may have computed it once for all calls.
             if isinstance(t, torch.Tensor) and t.data_ptr() in self.pool_ranges:
                 mark_unwritten(t)
 
     def _recorded(self) -> None:
-        # A backward may write over an activation. A gradient that lies there is rebuilt
-        # from the input.
+        # A backward may write over an activation. A gradient that lies there is rebuilt from the input.
         written = self.request.spec.reused_input_idxs | OrderedSet(self.wrapped_function.mutated_input_idxs)
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
         if self.collectives is not None:
             self._learned(staged_bytes=self.collectives.staged_bytes)
-        self.rehearsal = self.collectives = self.calls = None
+        self.rehearsal = self.collectives = self.scheduled = None
         self.saved_managed = {}
         self.call_tensors = []
         del self.memory, self.layout, self.copied
@@ -458,8 +375,7 @@ class BoundGraphNode(CopyGraphNode):
     def _alias_of_bound_memory(self, alias: AliasesBoundMemory, metadata: dict[str, Any]) -> torch.Tensor:
         bound = self.call_tensors[alias.index]
         if alias.is_whole:
-            # If it is an input, the caller's own object: autograd watches its version
-            # counter.
+            # If it is an input, the caller's own object: autograd watches its version counter.
             return bound
         offset = bound.storage_offset() * bound.element_size() + alias.offset
         metadata = {**metadata, "storage_offset": offset // metadata["dtype"].itemsize}
@@ -470,7 +386,7 @@ class BoundGraphNode(CopyGraphNode):
         if pointers != self.input_pointers:
             if not are_aligned(pointers, self.alignment):
                 status = CheckInvariantStatus.BoundInputAlignmentMismatch
-                return status, lambda: f"{status}"
+                return status, lambda: str(status)
             self.input_pointers = pointers
         return super().check_invariants(inputs)
 
@@ -479,8 +395,7 @@ class BoundGraphNode(CopyGraphNode):
         if self.rehearsal is not None:
             # The node is being recorded, at placeholders.
             return
-        # Before the allocations: the collector may run a finalizer there that packs other
-        # values.
+        # Before the allocations: the collector may run a finalizer there that packs other values.
         words = self.values.words()
         outputs = [allocate() for allocate in self.allocators]
         self.call_tensors = [srcs[i] for i in self.bound_input_idxs] + outputs  # type: ignore[assignment]
@@ -493,12 +408,7 @@ class BoundGraphNode(CopyGraphNode):
                 raise NotReplayed(self.restore_managed(srcs), e) from e
 
     def move(self, tensors: list[torch.Tensor], pointers: list[int]) -> None:
-        """
-        Bind the tensors of a call, which lie at ``pointers``.
-
-        Raises:
-            DriverError: a node refused. The graph must not be launched then.
-        """
+        """Bind the tensors of a call. Raises DriverError if a node refused: the graph must not be launched then."""
         copies = []
         for k in range(len(self.bound_input_idxs)):
             if pointers[k] in self.pool_ranges:
@@ -507,8 +417,7 @@ class BoundGraphNode(CopyGraphNode):
                 copies.append((k, tensors[k], staged))
                 counters["pygraph"]["staged_inputs"] += 1
         self.binding.update(pointers)
-        # The copies live until the launch. The caching allocator orders later uses of their
-        # memory. If the update raises, nothing is written back.
+        # If the update raises, nothing is written back.
         self.staged = copies
 
     def run_graph(self) -> None:

@@ -1,19 +1,14 @@
 """
 Graphs with collectives.
 
-Every rank has to run each collective once a call, also in a call that records. So the rehearsal
-leaves collectives out: one in place returns its operand, any other one a stand-in, which an
-operator on this rank computes from all of the operand. The replay that has to reproduce the
-rehearsal runs with the collectives' nodes disabled and those of the stand-ins enabled. Then the
-call's inputs are restored, and the whole graph runs once, as the call, without the stand-ins.
+Every rank has to run each collective once a call, also in a call that records. So the rehearsal leaves collectives out:
+one in place returns its operand, any other one a stand-in, which this rank computes from all of the operand. The proof
+runs with the collectives' nodes disabled and those of the stand-ins enabled. Then the whole graph runs once, as the
+call.
 
-Nodes of collectives are not bound: NCCL may keep addresses where no parameter shows them. So
-the operand of a collective lies in the graphs' pool, or is an input that does not move. With
-config.pygraph_ranks, the graph copies an operand that moves.
-
-NCCL may register the operand's memory with the other ranks during capture (NCCL_GRAPH_REGISTER),
-and then uses other kernels. So the ranks agree that all of them capture and that all of them
-deploy their graphs.
+NCCL may keep addresses where no parameter shows them, and register the operand's memory with the other ranks during
+capture. So the operand of a collective does not move, or the graph copies it (config.pygraph_ranks), and the ranks
+agree that all of them capture and that all of them deploy their graphs.
 """
 
 from __future__ import annotations
@@ -66,8 +61,7 @@ WITH_STAND_IN = (
 # How often this process recorded a function, by name. Other ranks record it as often.
 _recordings: Counter[str] = Counter()
 
-# Functions that not all ranks capture. If ranks have sizes of their own, they record in
-# different calls, and each rank would wait for every one of the others' sizes.
+# Functions that not all ranks capture. Ranks with sizes of their own would wait for every one of the others' sizes.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
@@ -91,10 +85,7 @@ class _Mode(TorchDispatchMode):
 
 
 def stand_in(result: torch.Tensor, operand: torch.Tensor) -> None:
-    """
-    Write a result of the operand's own elements, each of which counts: they repeat, or add up where there are more of
-    them than the result has.
-    """
+    """Write a result of the operand's own elements, each of which counts: they repeat, or add up."""
     to, elements = result.view(-1), operand.reshape(-1)
     size, count = to.numel(), elements.numel()
     if size == 0 or count == 0:
@@ -136,7 +127,6 @@ class Collectives:
 
     Args:
         model: the function
-        groups: names of the process groups of its collectives
         name: the function's name, the same on all ranks
         binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
@@ -252,25 +242,13 @@ class Collectives:
         return result
 
     def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
-        """
-        Leave collectives out of the next launches, which are compared with the rehearsal.
-
-        Raises:
-            RefusedError: a collective's operand is bound.
-            DriverError: a node could not be set.
-        """
+        """Leave collectives out of the next launches. Raises RefusedError if an operand is bound, or DriverError."""
         if any(map(placeholders.find, self.addresses)):
             raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
         self._enable(executable, self.nodes, enabled=False)
 
     def agree_to_deploy(self, executable: int) -> None:
-        """
-        Run collectives in the next launches again.
-
-        Raises:
-            RefusedError: another rank does not deploy its graph.
-            DriverError: a node could not be set.
-        """
+        """Run collectives again. Raises RefusedError if another rank does not deploy its graph, or DriverError."""
         self._enable(executable, self.nodes, enabled=True)
         self._enable(executable, self.stand_ins, enabled=False)
         if not self._agree():

@@ -1,9 +1,6 @@
 """
-A node of CUDA graph trees whose outputs belong to the caller.
-
-Trees return outputs in the graphs' pool, where the next replay overwrites them. A
-CopyGraphNode copies them out of the pool. It copies its external inputs into the pool, as
-trees do.
+A node of CUDA graph trees whose outputs belong to the caller. Trees return outputs in the graphs' pool, where the next
+replay overwrites them. A CopyGraphNode copies them out, and its external inputs into the pool, as trees do.
 """
 
 from __future__ import annotations
@@ -44,18 +41,15 @@ class CopyGraphNode(CUDAGraphNode):
     See the module's docstring.
 
     Attributes:
-        request: what the recording is to be like
-        facts: what it found out until now
+        facts: what the recording found out until now
         call_inputs: the inputs of the call that records, None for managed ones
-        returned_from_pool: outputs in the pool that each call copies: (output, first output
-            that is the same tensor) in one list for each storage
+        returned_from_pool: outputs in the pool that each call copies: (output, first output that is the same tensor) in
+            one list for each storage
         returned_inputs: the static input that an output is, by output
         empty_outputs: what makes outputs without elements, by output
-        managed_metadata: (input, metadata) of inputs that earlier graphs of the path left in
-            the pool
+        managed_metadata: (input, metadata) of inputs that earlier graphs of the path left in the pool
         values: the CPU values that the graph takes
-        thread_of_values: the only thread that may replay the graph, since the graph reads
-            memory that this thread packs
+        thread_of_values: the only thread that may replay the graph, which reads memory that this thread packs
 
     Raises:
         RecordingRefused: there is no recording.
@@ -96,8 +90,7 @@ class CopyGraphNode(CUDAGraphNode):
         declared = super()._declared_static_idxs(inputs, mode)
         managed = OrderedSet(self.cudagraph_managed_idxs)
         if mode == CompilationMode.BACKWARD:
-            # Trees take every saved tensor for static, because a recorded forward leaves its
-            # activations in the pool. They move in every step if the forward is no graph.
+            # Trees take every saved tensor for static. They move in every step if the forward is no graph.
             saved = self.policy.spec.info.saved_input_idxs
             declared = [i for i in declared if i in managed or i not in saved]
         unmanaged = {i: t for i in declared if i not in managed and isinstance(t := inputs[i], torch.Tensor)}
@@ -136,8 +129,7 @@ class CopyGraphNode(CUDAGraphNode):
     def _needed_bytes(self) -> int:
         """Return the device memory that the capture takes, or 0 if that is not known."""
         needed = self.request.needed_bytes
-        # Inputs get copies in the pool. Outputs, a part of what a call takes, get copies
-        # outside of it.
+        # Inputs get copies in the pool, outputs, a part of what a call takes, outside of it.
         return 2 * needed + self.request.external_bytes if needed else 0
 
     def _lack_of_memory(self) -> Reason | None:
@@ -200,8 +192,7 @@ class CopyGraphNode(CUDAGraphNode):
         try:
             return super()._recording_input(idx, inp)
         except torch.OutOfMemoryError:
-            # The exception holds the copies that were made, so that the refusal is raised
-            # behind it.
+            # The exception holds the copies that were made, so that the refusal is raised behind it.
             pass
         self._give_up(Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE))
 
@@ -229,9 +220,8 @@ class CopyGraphNode(CUDAGraphNode):
         self, outputs: OutputType, static_input_persistent_storage_ptrs: dict[int, StorageWeakRefWrapper]
     ) -> None:
         """Take note of outputs that lie in a static input, or nowhere."""
-        # Trees return the recorded object for these. Each call has to return an object of its
-        # own: autograd watches the version counter of a parameter that is saved, and gives a
-        # history to a tensor without elements.
+        # Trees return the recorded object for these. Autograd watches the version counter of a parameter that is saved,
+        # and gives a history to a tensor without elements.
         super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
         self.returned_inputs, self.empty_outputs = {}, {}
         for i, t in enumerate(self.static_output_tensors):
@@ -251,10 +241,7 @@ class CopyGraphNode(CUDAGraphNode):
         super().run_graph()
 
     def _initialize_cached_tensors(self) -> None:
-        """
-        Take a cached tensor for alive while C++ holds it. Trees take it for dead, so that a
-        second forward would overwrite what autograd saved of the first.
-        """
+        """Take a cached tensor for alive while C++ holds it: autograd may have saved it of a first forward."""
         # Later backwards could else write their gradients only in inference mode.
         with torch.inference_mode(False):
             super()._initialize_cached_tensors()
@@ -318,8 +305,7 @@ class CopyGraphNode(CUDAGraphNode):
         for idxs in self.returned_from_pool:
             storage = outputs[idxs[0][0]].untyped_storage().clone()  # type: ignore[union-attr]
             for i, first in idxs:
-                # The same tensor needs one version counter: the program may write an output
-                # that is saved for a backward as well.
+                # The same tensor needs one version counter: the program may write an output that is saved, too.
                 metadata: Any = self.outputs_metadata[i]
                 outputs[i] = outputs[first] if first < i else self._reconstruct_from_tensor_metadata(metadata, storage)
         return outputs
@@ -327,9 +313,8 @@ class CopyGraphNode(CUDAGraphNode):
 
 def clean_up_failed_capture(node: CUDAGraphNode, stream: torch.cuda.Stream) -> None:
     """
-    Undo what torch.cuda.graph leaves behind when the driver invalidated the capture: the
-    capturing stream is current, allocations go to the pool, and the generators are in their
-    state of a capture, which only the end of a capture changes.
+    Undo what torch.cuda.graph leaves behind when the driver invalidated the capture: the capturing stream is current,
+    allocations go to the pool, and only the end of a capture changes the state of the generators.
     """
     torch.cuda.set_stream(stream)
     if torch._C._cuda_isCurrentStreamCapturing():

@@ -25,12 +25,10 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Largest tensor that is delivered. One launch takes twice as much. The kernel stores this
-# many bytes of its parameters in less time than a copy engine takes to start.
+# Largest tensor that is delivered: the kernel stores its parameters in less time than a copy engine takes to start.
 MAX_DELIVERED_TENSOR_BYTES = 2048
 
-# Largest tensor that is computed at compile time, intermediate results included. The result
-# stays in GPU memory and in Inductor's cache.
+# Largest tensor that is computed at compile time, intermediate results included.
 MAX_KNOWN_BYTES = 16 << 20
 
 # Each makes a tensor from arguments that are no tensors.
@@ -60,7 +58,6 @@ SAME_ON_EVERY_DEVICE = OrderedSet(
 )
 
 # Each gives the same bits on the CPU and on the GPU if all operands are integers or booleans.
-# Floating-point results may differ: GPU code contracts a multiplication and an addition.
 SAME_ON_EVERY_DEVICE_FOR_INTEGERS = OrderedSet(
     [
         aten.add.Tensor,
@@ -85,8 +82,7 @@ UNINITIALIZED = OrderedSet(
 
 INDEX_PUTS = OrderedSet([aten._unsafe_index_put.default, aten.index_put.default, aten.index_put_.default])
 
-# Each works on the GPU and accepts CPU tensors that have dimensions. Other GPU operators
-# accept 0-d CPU tensors only.
+# Each works on the GPU and accepts CPU tensors that have dimensions. Other GPU operators accept 0-d CPU tensors only.
 TAKES_CPU_TENSORS = INDEX_PUTS | OrderedSet(
     [aten._unsafe_index.Tensor, aten.copy.default, aten.copy_.default, aten.index.Tensor, aten.slice_scatter.default]
 )
@@ -106,10 +102,8 @@ COPIES = OrderedSet([aten.copy.default, aten.copy_.default, prims.device_put.def
 # Each inlines the graphs that it is given into a kernel. A kernel has no place for copies.
 INLINES_GRAPHS = OrderedSet([flex_attention, flex_attention_backward])
 
-# The forward hands the generator's seed and offset to the backward: on the GPU if the forward
-# is captured, else on the CPU. The backward expects them by the same rule, see Note [Seed and
-# Offset Device] in ATen/native/transformers/cuda/attention.cu. One of the two may be captured
-# without the other.
+# The forward hands the generator's seed and offset to the backward: on the GPU if the forward is captured, else on the
+# CPU. The backward expects them by the same rule, see Note [Seed and Offset Device] in attention.cu.
 MEMORY_EFFICIENT_ATTENTION = OrderedSet(
     [
         aten._efficient_attention_backward.default,
@@ -317,10 +311,9 @@ def recomputable_values(graph: torch.fx.Graph) -> OrderedSet[torch.fx.Node]:
 
 def phases(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[int, int]]:
     """
-    Return for each node how many transfers from the GPU to the host it depends on, one after the
-    other, and how many random draws with inputs precede it in the program. Values of one phase can be
-    delivered together: no value waits for a transfer that depends on another one, and no draw for a
-    value that the program computes later. A draw without inputs waits for no value.
+    Return for each node how many transfers from the GPU to the host it depends on, one after the other, and how many
+    random draws with inputs precede it. Values of one phase can be delivered together: no value waits for a transfer
+    that depends on another one, and no draw for a value that the program computes later.
     """
     draws = 0
     found: dict[torch.fx.Node, tuple[int, int]] = {}
@@ -334,8 +327,8 @@ def phases(graph: torch.fx.Graph) -> dict[torch.fx.Node, tuple[int, int]]:
 
 def exposed_storages(graph: torch.fx.Graph) -> OrderedSet[int | None]:
     """
-    Return the storages that no other tensor may share: what the graph returns, what a later
-    pass may write to in place, and what an operator indexes by storage offset.
+    Return the storages that no other tensor may share: what the graph returns, what a later pass may write to in place,
+    and what an operator indexes by storage offset.
     """
     in_place = (
         reinplace.inplaceable_ops.keys()

@@ -30,10 +30,7 @@ if TYPE_CHECKING:
 
 def partition_reason(node: BaseSchedulerNode) -> Code | None:
     """
-    Return why a node cannot be captured that the scheduler itself would capture, else None.
-
-    A GPU node cannot be captured if it reads CPU memory, takes a value that only the host
-    knows, or returns a CPU tensor that the host waits for. Copies between CPU and GPU,
+    Return why a node cannot be captured that the scheduler itself would capture, else None. Copies between CPU and GPU,
     which the scheduler does not capture either, get a reason that names the copy.
     """
     ir_node = node.node
@@ -67,8 +64,7 @@ def is_cpu_tensor(buffer: ir.IRNode) -> bool:
     device = buffer.get_device()
     if device is None or device.type != "cpu":
         return False
-    # An operation that defines a symbol returns no tensor. PyGraph records a graph for each
-    # value of the symbol.
+    # An operation that defines a symbol returns no tensor.
     return not (
         isinstance(buffer, ir.Operation)
         and isinstance(getattr(buffer, "layout", None), ir.NoneLayout)
@@ -106,11 +102,7 @@ def subgraph_reason(ir_node: object) -> Code | None:
 def describe_partition(
     nodes: Sequence[BaseSchedulerNode], why_not: Callable[[BaseSchedulerNode], str | None]
 ) -> PartitionReport:
-    """
-    Args:
-        nodes: the partition
-        why_not: why a node cannot be captured, None if it can
-    """
+    """Return the report of a partition. ``why_not`` says why a node cannot be captured, None if it can."""
     kernels = [node for node in nodes if not isinstance(node, NopKernelSchedulerNode)]
     blockers = OrderedSet(
         Blocker(_op(node), reason_of(reason), innermost(next(iter(_traces(node)), "")))
@@ -135,10 +127,7 @@ def _traces(node: BaseSchedulerNode) -> list[str]:
 
 
 def _origins(node: BaseSchedulerNode) -> list[torch.fx.Node]:
-    """
-    Without the copies to the GPU, which Inductor adds to the origins of what they read, and
-    of a copy to the CPU without the origins of what it reads.
-    """
+    """Without copies to the GPU, and, of a copy to the CPU, without the origins of what it reads."""
     origins = [origin for origin in _all_origins(node) if getattr(origin.target, "namespace", None) != "pygraph"]
     if isinstance(node.node, ir.DeviceCopy):
         put = torch.ops.prims.device_put.default

@@ -1,7 +1,4 @@
-"""
-Describe code as it is generated, from the scheduler's nodes and the lines of the wrapper, which are
-objects until the code is assembled. The result is in types/partition.py.
-"""
+"""Describe code as it is generated, from the scheduler's nodes and the wrapper's lines. See types/partition.py."""
 
 from __future__ import annotations
 
@@ -89,19 +86,13 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
 
 
 def is_saved(placeholder: torch.fx.Node) -> bool:
-    """
-    Return whether the forward computed an input tensor. AOTAutograd describes the joint graph's
-    inputs only, so this is an input of a backward without a description.
-    """
+    """Return whether the forward computed an input. AOTAutograd describes the joint graph's inputs only."""
     is_tensor = isinstance(placeholder.meta.get("val"), torch.Tensor)
     return V.graph.is_backward and is_tensor and placeholder.meta.get("desc") is None
 
 
 def _returned_names() -> OrderedSet[str]:
-    """
-    Return the names of the outputs that leave the graph: all but those that a forward saves for
-    its backward. An output that is both leaves it.
-    """
+    """Return the names of the outputs that leave the graph, and are not only saved for a backward."""
     names = V.graph.get_output_names()
     descs = output_node(V.graph.module).meta.get("desc", ())
     if len(descs) != len(names):

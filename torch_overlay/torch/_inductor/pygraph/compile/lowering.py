@@ -5,8 +5,7 @@ pygraph::deliver  copies small tensors with one kernel launch
 pygraph::stage    copies a tensor if its bytes changed since the last call
 pygraph::upload   copies a tensor in every call
 
-The generated module holds one object of pygraph.values for each of them and calls the object
-directly: an operator's dispatch would take longer than the copy.
+The generated module calls an object of pygraph.values for each: an operator's dispatch would take longer than the copy.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ UPLOAD = torch.ops.pygraph.upload.default
 # Generated code does not call the operators. Whoever interprets the FX graph does.
 def copy_to(device: torch.device, value: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Return a contiguous copy of a tensor on the device."""
-    format = torch.contiguous_format
-    return value.to(device, non_blocking=non_blocking, copy=True, memory_format=format)
+    return value.to(device, non_blocking=non_blocking, copy=True, memory_format=torch.contiguous_format)
 
 
 @torch.library.impl(lib, "deliver", "CompositeExplicitAutograd")

@@ -1,10 +1,7 @@
 """
-Place the CPU values of a GPU graph, so that captured code reads no CPU memory.
-
-A captured kernel keeps the values that it was captured with, and Inductor passes 0-d CPU
-tensors to kernels by value. A captured copy keeps the address that it was captured with.
-So each CPU value that GPU code reads gets a counterpart, a node with the same value on the
-GPU, ahead of the captured code:
+Place the CPU values of a GPU graph, so that captured code reads no CPU memory: kernels would keep the values, and
+copies the addresses, that they were captured with. Each CPU value that GPU code reads gets a counterpart, a node with
+the same value on the GPU, ahead of the captured code:
 
 CPU value                                   counterpart
 constant                                    a copy that Inductor makes at compile time
@@ -14,10 +11,8 @@ at most MAX_DELIVERED_TENSOR_BYTES          delivered, together with other such 
 at most MAX_STAGED_BYTES                    staged: copied if it changed since the last call
 larger                                      uploaded in every call
 
-A small value that the program copies with non_blocking is staged and not delivered.
-
-The CPU values stay on the CPU, too, and no value is converted to another dtype. GPU code that
-still reads a CPU tensor is not captured, see blockers.py.
+A small value that the program copies with non_blocking is staged and not delivered. The CPU values stay on the CPU,
+too. GPU code that still reads a CPU tensor is not captured, see blockers.py.
 """
 
 from __future__ import annotations
@@ -72,8 +67,7 @@ log = logging.getLogger(__name__)
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Largest tensor that is staged. Both copies stay allocated, and comparing this many bytes
-# takes the host as long as launching a few kernels.
+# Largest tensor that is staged: comparing it takes the host as long as launching a few kernels.
 MAX_STAGED_BYTES = 1 << 20
 
 # Key in the meta of a subgraph's module: the operators that the subgraph is handed to.
@@ -89,9 +83,8 @@ def note_callers(gm: torch.fx.GraphModule, name: str) -> None:
 
 def place_cpu_values(graph: torch.fx.Graph) -> None:
     """
-    Give GPU code counterparts of the CPU values that it reads. This pass runs last on an aten
-    graph, instead of move_constructors_to_gpu with inputs and outputs, which packs 0-d CPU tensors
-    into one dtype, returns CPU outputs on the GPU, and leaves values on the CPU that CPU operations use.
+    Give GPU code counterparts of the CPU values that it reads. This pass runs last on an aten graph, instead of
+    move_constructors_to_gpu with inputs and outputs, which packs 0-d CPU tensors into one dtype and moves CPU outputs.
     """
     # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
     updater = FakeTensorUpdater(graph)
@@ -108,16 +101,12 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     placement = Placement(graph, found, adds_constants=callers is None)
     placement.run()
     stable_topological_sort(graph)
-    # Inductor would run operations that were computed at compile time: not all of them fuse
-    # away.
+    # Inductor would run operations that were computed at compile time: not all of them fuse away.
     graph.eliminate_dead_code(lambda node: node not in placement.computed)
 
 
 def drop_unused_seeds(graph: torch.fx.Graph) -> None:
-    """
-    Without dropout, let no backward of memory-efficient attention read the forward's seed and offset. They are on the
-    CPU if the forward was not captured, whatever their fake tensors say.
-    """
+    """Without dropout, let no backward of memory-efficient attention read a seed, which may be on the CPU."""
     for op in MEMORY_EFFICIENT_ATTENTION:
         unused = [i for i, argument in enumerate(op._schema.arguments) if argument.name.startswith("philox")]
         for node in graph.find_nodes(op="call_function", target=op):
@@ -132,8 +121,8 @@ def drop_unused_seeds(graph: torch.fx.Graph) -> None:
 
 class Placement:
     """
-    The counterparts of the CPU values that GPU code reads in one graph, ``found``, which ``run`` inserts.
-    With ``adds_constants`` values may be computed at compile time.
+    The counterparts of the CPU values that GPU code reads, ``found``, which ``run`` inserts. With ``adds_constants``
+    values may be computed at compile time.
     """
 
     def __init__(self, graph: torch.fx.Graph, found: Sequence[Crossing], *, adds_constants: bool) -> None:

@@ -1,7 +1,4 @@
-"""
-The codes of reasons that upstream gives as text: those of Scheduler.should_partition, cudagraph_utils.py, lowering.py,
-ir.py, compile_fx.py and output_code.py. No other module looks at the text of a reason.
-"""
+"""The codes of reasons that upstream gives as text. No other module looks at the text of a reason."""
 
 from __future__ import annotations
 

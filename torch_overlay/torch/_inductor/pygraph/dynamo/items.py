@@ -1,19 +1,12 @@
 """
 The value of a 0-d CPU tensor, ``tensor.item()``, as an input of the graph.
 
-Dynamo breaks the graph where the host reads a tensor. But the value of an input on the CPU is
-known before the graph runs, unless the graph writes the tensor first. Bytecode reads it in each
-call and passes it as Dynamo passes a Python float that varies: as a tensor. PyGraph delivers
-that tensor to the GPU. The program may write the tensor that was read as soon as the call
-returns, because the backward does not use it either.
+Dynamo breaks the graph where the host reads a tensor. But the value of an input on the CPU is known before the graph
+runs, unless the graph writes the tensor first. Bytecode reads it in each call and passes it as Dynamo passes a Python
+float that varies: as a tensor, which PyGraph delivers to the GPU.
 
-The graph has to be the same for all values. Two uses of a value depend on it:
-
-- A branch on the value, or a value that the host computes from it, needs a guard.
-- Arithmetic of symbols is not Python's: sympy orders sums and products in its own way.
-
-Therefore the value may only be an operand of arithmetic with tensors. If the graph has another
-use of it, Dynamo analyses the frame again and breaks the graph at this item().
+A branch on the value needs a guard, and sympy orders sums and products in its own way. Therefore the value may only be
+an operand of arithmetic with tensors. Otherwise Dynamo analyses the frame again and breaks the graph at this item().
 """
 
 from __future__ import annotations
@@ -48,8 +41,7 @@ HINT = 1.25
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
-# Operations of a value and a tensor that tensorify_python_scalars turns into operations of
-# tensors.
+# Operations of a value and a tensor that tensorify_python_scalars turns into operations of tensors.
 FUNCTIONS = OrderedSet(
     [operator.add, operator.mul, operator.sub, operator.truediv, torch.add, torch.div, torch.mul, torch.sub]
 )
@@ -107,10 +99,7 @@ class Items(Traced):
         return variable
 
     def check_graph(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Raises:
-            RestartAnalysis: the complete graph has a use that a value may not have.
-        """
+        """Raises RestartAnalysis if the complete graph has a use that a value may not have."""
         if not self.by_name:
             return
         items = self.by_name.items()
@@ -131,10 +120,7 @@ class Items(Traced):
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:
-        """
-        Raises:
-            RestartAnalysis: the backend used a value as a constant.
-        """
+        """Raises RestartAnalysis if the backend used a value as a constant."""
         try:
             yield
         except TensorifyScalarRestartAnalysis:
@@ -195,10 +181,8 @@ def is_operand(value: torch.fx.Node) -> bool:
 
 def has_two_backwards(value: torch.fx.Node) -> bool:
     """
-    Return whether results before the value and results after it require gradients.
-
-    With a graph break at the value there are two graphs. A program may run their backwards one
-    after the other, or differentiate the first one's result.
+    Return whether results before the value and after it require gradients. With a graph break at the value a program
+    may run two backwards one after the other.
     """
     *nodes, output = value.graph.nodes
     results = OrderedSet(output.all_input_nodes)

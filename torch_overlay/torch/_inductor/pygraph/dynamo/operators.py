@@ -108,11 +108,7 @@ def is_pure(node: torch.fx.Node) -> bool:
 
 
 def draws(node: torch.fx.Node) -> bool:
-    """
-    Return whether the node draws random numbers.
-
-    Operators that draw inside of another one, as dropout in torch.lstm, are not seen.
-    """
+    """Return whether the node draws random numbers, but not inside of another operator, as dropout in torch.lstm."""
     if not node.op.startswith("call_"):
         return False
     target = node.target
@@ -167,11 +163,7 @@ def writes_statistics(node: torch.fx.Node) -> bool:
 
 
 def may_be_written(graph: torch.fx.Graph) -> bool:
-    """
-    Return whether the graph may have written a CPU tensor by now.
-
-    Any two may share memory. Versions do not tell: x.data has its own.
-    """
+    """Return whether the graph may have written a CPU tensor by now. Versions do not tell: x.data has its own."""
 
     def may_write(node: torch.fx.Node) -> bool:
         writes = is_in_place(node)

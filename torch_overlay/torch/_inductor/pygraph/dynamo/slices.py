@@ -1,9 +1,8 @@
 """
 A slice with tensor bounds, such as ``x[:n]`` with a tensor ``n``.
 
-Dynamo reads the bounds when it makes the slice, at BUILD_SLICE, which breaks the graph. Dynamo
-cannot resume there: the function runs eagerly from the start of that statement. Dynamo can
-resume where a tensor is indexed. With PyGraph, it reads the bounds there.
+Dynamo reads the bounds when it makes the slice, at BUILD_SLICE, where it cannot resume after a graph break. With
+PyGraph, it reads them where a tensor is indexed, and resumes there.
 """
 
 from __future__ import annotations
@@ -28,12 +27,7 @@ if TYPE_CHECKING:
 
 
 class NotReadError(Unsupported, NotImplementedError):
-    """
-    Raised where Dynamo needs a constant slice: the graph breaks.
-
-    Where Dynamo only asks whether a value is a constant, such as a tuple with the slice,
-    NotImplementedError answers that it is not.
-    """
+    """Raised where Dynamo needs a constant slice, or, as NotImplementedError, asks whether a value is constant."""
 
 
 class SliceOfTensors(SliceVariable):
@@ -47,10 +41,7 @@ class SliceOfTensors(SliceVariable):
         self.code = code
 
     def read(self) -> SliceVariable:
-        """
-        Raises:
-            Unsupported: Tensor.item() breaks the graph.
-        """
+        """Raises Unsupported if Tensor.item() breaks the graph."""
         tx = InstructionTranslator.current_tx()
         root = tx.output.root_tx
         # If an inlined function made it, Dynamo resumes after the call without PyGraph, too.
@@ -86,11 +77,7 @@ def make_slice(tx: InstructionTranslatorBase, items: Sequence[VariableTracker], 
 
 
 def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
-    """
-    Return the value on the stack that the new slice, or a tuple with it, will index.
-
-    None if the instructions that follow do not tell.
-    """
+    """Return the value on the stack that the new slice, or a tuple with it, will index, None if that is not known."""
     # The number of stack entries from the slice on. It is not on tx.stack yet.
     height = 1
     for inst in tx.instructions[tx.instruction_pointer :]:

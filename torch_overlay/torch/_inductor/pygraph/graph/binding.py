@@ -1,12 +1,10 @@
 """
 Parameter indirection by node update.
 
-Every parameter of every node of a captured graph can be read back. A word that points
-into a placeholder (placeholder.py) is that input or output plus an offset: an argument of a
-Triton kernel, one of the places where a cuBLAS kernel keeps an operand, the base of a TMA
-descriptor, an end of a memcpy. Writing the address of another buffer into those words and
-setting the node in the executable graph moves the input there: one driver call a node, and
-nothing on the device. Launches that are already enqueued keep their parameters.
+Every parameter of every node of a captured graph can be read back. A word that points into a placeholder
+(placeholder.py) is that input or output plus an offset. Setting the node with the address of another buffer in those
+words moves the input there: one driver call a node, and nothing on the device. Launches that are already enqueued keep
+their parameters.
 """
 
 from __future__ import annotations
@@ -30,10 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Parameters that a kernel reads from memory are out of reach. What is copied from the
-# host during capture is looked at up to this size: arrays of pointers are smaller.
+# What is copied from the host during capture is looked at up to this size: arrays of pointers are smaller.
 MAX_HOST_COPY_BYTES = 1 << 20
-
 
 # CU_LAUNCH_PARAM_* tags of CUDA_KERNEL_NODE_PARAMS.extra
 LAUNCH_PARAM_END = 0
@@ -44,8 +40,8 @@ WORD_BYTES = 8
 
 class Word(NamedTuple):
     """
-    A parameter word that holds the address of an input plus an offset, or a number that depends
-    on the sizes of a call. Another number is added if there is a ``plus``.
+    A parameter word that holds the address of an input plus an offset, or a number that depends on the sizes of a call.
+    Another number is added if there is a ``plus``.
     """
 
     input: int
@@ -61,12 +57,8 @@ class Word(NamedTuple):
 
 
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
-    """
-    Return every aligned word of a parameter buffer that lies in a placeholder's range.
-
-    Words at other offsets are not looked at: a compiler aligns pointers, and bytes of two
-    neighbours read as one word have passed for an address.
-    """
+    """Return every aligned word of a parameter buffer that lies in a placeholder's range."""
+    # Bytes of two neighbours read as one word have passed for an address.
     whole = len(buffer) // WORD_BYTES * WORD_BYTES
     return [
         Word(*hit, ctypes.c_uint64.from_buffer(buffer, i * WORD_BYTES))
@@ -141,10 +133,7 @@ SLOT = -1
 
 
 class Write(NamedTuple):
-    """
-    The address of an input plus ``delta`` goes to ``target``: a slot, or a device-updatable
-    node, at ``offset`` bytes of its parameters.
-    """
+    """The address of an input plus ``delta`` goes to a slot, or to ``offset`` in the parameters of a node."""
 
     input: int
     delta: int
@@ -164,11 +153,7 @@ class ReadParameters(NamedTuple):
 
 
 def read_kernel(node: Any, placeholders: PlaceholderMap) -> ReadParameters:
-    """
-    Raises:
-        RefusedError: the kernel may have been chosen for an alignment that another call's
-            input does not have.
-    """
+    """Raises RefusedError if the kernel may be chosen for an alignment that another call's input does not have."""
     params = check(bindings().cuGraphKernelNodeGetParams(node))
     parameters = kernel_parameters(params)
     words = [
@@ -190,10 +175,8 @@ def kernels_that_read(graph: Any, placeholders: PlaceholderMap) -> Iterator[Read
 
 class NodeUpdate(NamedTuple):
     """
-    One node of the executable graph: the words to write, and the call that sets it.
-
-    ``set`` takes ``args``: (executable graph, node, parameters, ...). ``keep`` owns the memory
-    that the parameters point to.
+    One node of the executable graph: the words to write, and the call that sets it, whose ``args`` are (executable
+    graph, node, parameters, ...). ``keep`` owns the memory that the parameters point to.
     """
 
     words: list[Word]
@@ -248,9 +231,8 @@ def memory_update(executable: Any, node: Any, kind: Any, placeholders: Placehold
         set = cu.cuGraphExecMemcpyNodeSetParams
         if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
             copied = params.srcPitch * (params.Height * params.Depth - 1) + params.WidthInBytes
-            if copied <= MAX_HOST_COPY_BYTES and find_words(
-                read_host_memory(int(params.srcHost), copied), placeholders
-            ):
+            source = read_host_memory(int(params.srcHost), copied) if copied <= MAX_HOST_COPY_BYTES else b""
+            if find_words(source, placeholders):
                 raise RefusedError(Reason.of(Code.HOST_COPY_OF_ADDRESS))
     words = find_words(struct_buffer(params, nbytes), placeholders)
     return NodeUpdate(words, set, (executable, node, params, check(cu.cuCtxGetCurrent())))
@@ -258,12 +240,8 @@ def memory_update(executable: Any, node: Any, kind: Any, placeholders: Placehold
 
 class Nodes:
     """
-    The nodes of one executable graph that hold inputs, which now lie at ``pointers``.
-
-    native.compiled.Nodes does the same by the nodes' words, without ``nodes_of``.
-
-    Args:
-        nodes_of: for each input the nodes to set when it moves
+    The nodes of one executable graph that hold inputs, which now lie at ``pointers``. ``nodes_of`` has for each input
+    the nodes to set when it moves. native.compiled.Nodes does the same by the nodes' words.
     """
 
     def __init__(self, pointers: list[int], updates: list[NodeUpdate], nodes_of: list[list[int]]) -> None:
@@ -272,16 +250,9 @@ class Nodes:
         self.nodes_of = nodes_of
 
     def __call__(self, pointers: Sequence[int]) -> bool:
-        """
-        Move the inputs to new addresses. Return False if a node refused: the graph must not be
-        launched then.
-        """
+        """Move the inputs to new addresses. Return False if a node refused: the graph must not be launched then."""
         moved = (k for k, (a, b) in enumerate(zip(self.pointers, pointers)) if a != b)
-        return self.set(sorted(OrderedSet(i for k in moved for i in self.nodes_of[k])), pointers)
-
-    def set(self, changed: Sequence[int], pointers: Sequence[int]) -> bool:
-        """Set some of the nodes. Afterwards all inputs lie at ``pointers``."""
-        for i in changed:
+        for i in sorted(OrderedSet(i for k in moved for i in self.nodes_of[k])):
             update = self.updates[i]
             update.write(pointers)
             if update.set(*update.args)[0] != 0:
@@ -304,12 +275,7 @@ def compiled_nodes(pointers: list[int], updates: list[NodeUpdate]) -> Any:
 
 
 def description(update: NodeUpdate) -> tuple[Any, ...]:
-    """
-    Return an update as compiled code takes it.
-
-    Raises:
-        DriverError: the driver lacks a function.
-    """
+    """Return an update as compiled code takes it. Raises DriverError if the driver lacks a function."""
     executable, node, params, *context = update.args
     address = params.getPtr() if hasattr(params, "getPtr") else ctypes.addressof(params)
     words = [(ctypes.addressof(w.value), ctypes.sizeof(w.value), w.input, w.offset, w.plus) for w in update.words]
@@ -372,11 +338,6 @@ class NodeUpdateBinding:
         return self.nodes.pointers
 
     def update(self, pointers: Sequence[int]) -> None:
-        """
-        Move the inputs to new addresses (bytes, one for each input).
-
-        Raises:
-            DriverError: a node refused. The graph must not be launched then.
-        """
+        """Move the inputs. Raises DriverError if a node refused: the graph must not be launched then."""
         if not self.nodes(pointers):
             raise DriverError("a node of the graph could not be set")

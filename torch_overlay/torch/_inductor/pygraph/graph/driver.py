@@ -8,13 +8,7 @@ from typing import Any
 
 @functools.cache
 def bindings() -> Any:
-    """
-    ``cuda.bindings.driver``.
-
-    Raises:
-        ImportError: cuda-bindings is not installed. It is a dependency of torch's CUDA
-            wheels on Linux; a source build may lack it.
-    """
+    """Return ``cuda.bindings.driver``. Raises ImportError in a source build without cuda-bindings."""
     from cuda.bindings import driver
 
     return driver
@@ -24,8 +18,7 @@ class DriverError(RuntimeError):
     """A driver call failed."""
 
 
-# The version of the driver's functions that are called by address, and of their structs.
-# cuda-bindings has them since CUDA 12.
+# The version of the driver's functions that are called by address, and of their structs, as cuda-bindings has them.
 API_VERSION = 12000
 
 

@@ -1,9 +1,7 @@
 """
-How much device memory a recording takes, and whether it is free.
-
-The caching allocator frees nothing of its cache during a capture, and a capture that fails
-leaves its allocations in the pool. So the function is rehearsed in a pool of its own, which
-shows how much it takes, and is not captured where less is free.
+How much device memory a recording takes, and whether it is free. The caching allocator frees nothing of its cache
+during a capture, and a capture that fails leaves its allocations in the pool. So nothing is captured where less is
+free.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ if TYPE_CHECKING:
 
 def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
     """Return the segments of a pool, as torch.cuda.memory_snapshot describes them."""
-    # memory_snapshot drops a reference to each of its arguments that it never took. An
-    # integer that is not immortal would be freed while the pool's handle still has it.
+    # memory_snapshot drops a reference to each of its arguments that it never took.
     for argument in (*pool, False):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(argument))
     return [
@@ -75,12 +72,7 @@ def is_pageable(address: int) -> bool:
 
 
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
-    """
-    Free the allocator's cache and return how many bytes the process can still allocate.
-
-    Args:
-        pool: count the free memory of this pool too
-    """
+    """Free the allocator's cache. Return how many bytes the process can still allocate, in ``pool`` too."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device_index)
     allowed = int(total * torch.cuda.get_per_process_memory_fraction(device_index))
@@ -99,12 +91,7 @@ def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
 
 
 class OwnPool:
-    """
-    A context in which this thread allocates in a pool that is released at the end.
-
-    Attributes:
-        nbytes: bytes of the pool at the end, the most that were needed at a time
-    """
+    """A context in which this thread allocates in a pool that is released at the end, with ``nbytes`` then."""
 
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index

@@ -1,11 +1,7 @@
 """
-Addresses to capture external inputs and outputs at.
-
-While a function is captured, memory of inputs that died is reused for its
-intermediates, so an address that merely equals an input's says nothing about what a
-kernel reads. A placeholder's addresses belong to nothing else in the process: a range of
-virtual addresses is reserved, and each of its 2 MiB pages is mapped to the same physical
-page. The page is poisoned; see proof.py.
+Addresses to capture external inputs and outputs at, which belong to nothing else in the process: a range of virtual
+addresses is reserved, and each of its 2 MiB pages is mapped to the same physical page. The page is poisoned; see
+proof.py.
 """
 
 from __future__ import annotations
@@ -28,16 +24,14 @@ if TYPE_CHECKING:
 # The granularity of cuMemCreate and cuMemMap on every device that has them.
 PAGE_BYTES = 2 << 20
 
-# Kernels are handed addresses outside of the tensor too: one past its end, or, for
-# padded convolutions, before its start. Each placeholder owns this much on either side.
+# Kernels are handed addresses one past a tensor's end, or, for padded convolutions, before its start.
 GUARD_BYTES = PAGE_BYTES
 
-# Where to reserve, if the driver lets us choose. Device addresses are small otherwise
-# (0x3_1280_0000), and few bits of one tell it from another parameter.
+# Where to reserve, if the driver lets us choose. Few bits of a small address tell it from another parameter.
 ADDRESS_HINT = 0x5A3C_9600_0000
 
-# What fills the pages, a byte. Floating-point inputs are NaN in every dtype. Integers may be
-# indices, so they have to stay in bounds. An output has the value of what nothing wrote.
+# The byte that fills the pages. Floating-point inputs are NaN in every dtype. Integers may be indices, so they have to
+# stay in bounds. An output has the value of what nothing wrote.
 NAN, ZERO, UNWRITTEN = POISONS = 0xFF, 0, 0xA5
 
 # Vendor libraries pick kernels by the alignment they see, up to this (cublasLt).
@@ -58,12 +52,7 @@ def round_up(nbytes: int, multiple: int) -> int:
 
 
 class PlaceholderArena:
-    """
-    The placeholders of one device and one kind of poison.
-
-    A recording finds its placeholders in its own nodes and moves them to real addresses
-    before it first runs, so the next recording uses the same addresses again.
-    """
+    """The placeholders of one device and one kind of poison. The next recording uses the same addresses again."""
 
     def __init__(self, device_index: int, poison: int) -> None:
         self.device_index = device_index
@@ -76,14 +65,8 @@ class PlaceholderArena:
 
     def place(self, requests: Sequence[tuple[int, int]]) -> list[Placeholder]:
         """
-        Place one placeholder for each (size, alignment), both in bytes.
-
-        Each address is a multiple of its alignment and of no larger power of two: a
-        kernel chosen by alignment must not need more than replay guarantees. See
-        PlaceholderMap.is_better_aligned for addresses behind it.
-
-        Raises:
-            DriverError: no address space or no page could be had.
+        Return one placeholder for each (size, alignment), both in bytes. Each address is a multiple of its alignment
+        and of no larger power of two: a kernel chosen by alignment must not need more than replay guarantees.
         """
         spans = [2 * GUARD_BYTES + round_up(nbytes + alignment, PAGE_BYTES) for nbytes, alignment in requests]
         with self.lock:
@@ -104,7 +87,6 @@ class PlaceholderArena:
             prop.location.type = cu.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
             prop.location.id = self.device_index
             self.page = check(cu.cuMemCreate(PAGE_BYTES, prop, 0))
-        # A smaller range reserved before stays as it is: it costs addresses, not memory.
         hint = cu.CUdeviceptr(ADDRESS_HINT + (self.poison << 36))
         start = int(check(cu.cuMemAddressReserve(nbytes, 0, hint, 0)))
         for offset in range(0, nbytes, PAGE_BYTES):
@@ -141,8 +123,7 @@ def arena(device_index: int, poison: int) -> PlaceholderArena:
 
 def take_damage(device_index: int) -> bool:
     """Return whether a placeholder of a device was written since this was last asked."""
-    damaged = [arena(device_index, poison).take_damage() for poison in POISONS]
-    return any(damaged)
+    return sum(arena(device_index, poison).take_damage() for poison in POISONS) > 0
 
 
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
@@ -185,15 +166,10 @@ class PlaceholderMap:
             return None
         index = self.order[bisect.bisect_right(self.starts, address) - 1]
         placeholder = self.placeholders[index]
-        if address >= placeholder.end:
-            return None
-        return index, address - placeholder.address
+        return (index, address - placeholder.address) if address < placeholder.end else None
 
     def is_better_aligned(self, index: int, offset: int) -> bool:
-        """
-        Return whether the address so far behind a placeholder's is a multiple of a larger power
-        of two than replay guarantees.
-        """
+        """Return whether the address behind a placeholder's is a multiple of a larger power of two than guaranteed."""
         # The sum of two odd multiples of the alignment is an even one.
         address = self.placeholders[index].address
         alignment = address & -address

@@ -1,19 +1,12 @@
 """
 Parameter indirection in one host action a call, however many kernels read an input.
 
-A graph gets a first node, the prelude: a kernel that takes the addresses of a call by
-value and writes each to where the kernels behind it find it. That is
+A graph gets a first node, the prelude: a kernel that takes the addresses of a call by value and writes each to a
+parameter of a device-updatable node (cudaGraphKernelNodeSetParam, CUDA 12.4), or to a slot of a table (table.py). To
+the host the prelude is a kernel node like others: binding.py finds the placeholders in its parameters and sets that one
+node.
 
-- a parameter of a node that was made device-updatable (cudaGraphKernelNodeSetParam, CUDA
-  12.4), for kernels of vendors' libraries and any others
-- a slot of a table in device memory, for Triton kernels that load their pointers (table.py)
-
-To the host the prelude is a kernel node like others: its parameters hold the placeholders'
-addresses, so that binding.py finds them and sets that one node. What is enqueued has its own
-copy of the parameters, and launches of one executable graph do not overlap.
-
-The prelude is compiled with NVRTC, once for an architecture and version, and kept beside
-Inductor's caches.
+The prelude is compiled with NVRTC, once for an architecture and version, and kept beside Inductor's caches.
 """
 
 from __future__ import annotations
@@ -53,12 +46,11 @@ log = logging.getLogger(__name__)
 # The first whose driver has device-side updates of nodes.
 DRIVER_VERSION = 12040
 
-# Addresses that one prelude takes: a kernel for each of these sizes, the last of which
-# fills the 4096 bytes of parameters. Further ones go to a second prelude behind the first.
+# Addresses that one prelude takes, by kernel. The last fills the 4096 bytes of parameters. Further ones go to a second
+# one.
 CAPACITIES = (16, 128, 500)
 
-# The host takes longer to set so many nodes than the prelude takes in front of the graph
-# (benchmark suite `bindings`).
+# The host takes longer to set so many nodes than the prelude takes (benchmark suite `bindings`).
 PAYS_FROM_KERNELS = 32
 
 # Of a block; each thread has one target.
@@ -138,8 +130,8 @@ def _nvrtc(result: tuple[Any, ...]) -> Any:
 
 def compile_prelude(architecture: str, *, sets_nodes: bool) -> bytes:
     """
-    The kernels as a cubin for an architecture like sm_90. Those that set nodes call the
-    driver's device runtime, and are linked for it.
+    Return the kernels as a cubin for an architecture like sm_90. Those that set nodes are linked with the device
+    runtime.
 
     Raises:
         PreludeUnavailable: NVRTC does not know the architecture, or device-side updates.
@@ -195,12 +187,7 @@ def _load(cubin: bytes) -> dict[int, Any]:
 
 @functools.cache
 def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
-    """
-    The CUfunction of each capacity, in the current context, which is the device's.
-
-    Raises:
-        PreludeUnavailable: it could not be compiled or loaded.
-    """
+    """Return the CUfunction of each capacity, in the current context. Raises PreludeUnavailable."""
     if sets_nodes and check(bindings().cuDriverGetVersion()) < DRIVER_VERSION:
         raise PreludeUnavailable("the driver has no device-side updates of nodes")
     properties = torch.cuda.get_device_properties(device_index)
@@ -227,12 +214,7 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
 
 
 def _make_updatable(node: Any) -> int:
-    """
-    Make a kernel node device-updatable, for good. Return its handle in device code.
-
-    Raises:
-        DriverError: the node refused.
-    """
+    """Make a kernel node device-updatable, for good. Return its handle in device code. Raises DriverError."""
     cu = bindings()
     attribute = cu.CUkernelNodeAttrID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE
     value = cu.CUkernelNodeAttrValue()
@@ -250,12 +232,8 @@ def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
 
 class Prelude:
     """
-    Puts a prelude in front of a graph that was captured and not instantiated, if it has
-    kernels that read an input.
-
-    Args:
-        table: None, or what Triton kernels that can load pointers read: they are replaced by
-            their indirect forms
+    Puts a prelude in front of a graph that was captured and not instantiated, if it has kernels that read an input. If
+    there is a ``table``, Triton kernels are replaced by their indirect forms, which read it.
 
     Attributes:
         nodes: handles of the nodes that are updated on the device, never by the host

@@ -1,15 +1,10 @@
 """
-Triton kernels that load their pointers from a table in device memory.
+Triton kernels that load their pointers from a table in device memory, whose slots the prelude writes.
 
-A captured node that holds a placeholder's address is given another form of its kernel, one
-that takes the addresses of slots, 8 bytes of device memory each, and loads the pointers
-when it starts (``tt.indirect``, see triton.runtime.indirect_args). The prelude writes the
-slots. Generated code, tuning and caches are those of the plain kernel, which the rehearsal and
-uncaptured calls run too.
-
-The indirect form is compiled from the same source and configuration, with the same alignment
-of pointers, when the graph is recorded, and found in Triton's cache by the next process. It is
-used if its metadata says that it loads just these parameters; any other node keeps its kernel.
+A captured node that holds a placeholder's address is given another form of its kernel, one that takes the addresses of
+slots and loads the pointers when it starts (``tt.indirect``, see triton.runtime.indirect_args). This form is compiled
+from the same source and configuration when the graph is recorded. Generated code, tuning and caches are the plain
+kernel's.
 """
 
 from __future__ import annotations
@@ -51,8 +46,7 @@ class NoIndirectForm(RuntimeError):
 
 def compile_indirect(autotuner: CachingAutotuner, config: Any, positions: Sequence[int]) -> Any:
     """
-    Return the kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded
-    from slots.
+    Return the kernel as Triton's CompiledKernel, with the parameters at ``positions`` loaded from slots.
 
     Args:
         config: of the plain kernel
@@ -108,16 +102,7 @@ def _load(compiled: Any, device_index: int) -> int:
 
 
 class Table:
-    """
-    The slots of one graph.
-
-    Args:
-        kernels: those that generated code launches; some may be of several kernels, one of which
-            is chosen at run time
-
-    Attributes:
-        num_kernels: nodes that read slots
-    """
+    """The slots of one graph, whose generated code launches ``kernels``. ``num_kernels`` of its nodes read slots."""
 
     def __init__(self, kernels: Iterable[Any], device_index: int) -> None:
         self.device_index = device_index
@@ -146,15 +131,11 @@ class Table:
         return self.slots[input, delta]
 
     def takes(self, reader: ReadParameters) -> bool:
-        """
-        Replace the kernel of a captured node by its indirect form, which reads slots.
-        Return whether it could; if not, the node is as it was.
-        """
+        """Replace the kernel of a captured node by its indirect form. Return whether it could."""
         function = kernel_function(reader.params)
         name = check(bindings().cuFuncGetName(function)).decode()
         try:
-            # What an operator launches may have the name of one of the module's kernels, and so
-            # has a user's kernel that is specialized in several ways.
+            # An operator's kernel, or another specialization of a user's kernel, may have the name.
             named = self.autotuners.get(name, ())
             found = [a for a in named if int(function) in (launcher.kernel.function for launcher in a.launchers)]
             if len(found) != 1:

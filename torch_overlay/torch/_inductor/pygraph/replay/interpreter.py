@@ -1,7 +1,4 @@
-"""
-The replays of a function's recordings, and the Python interpreter of their plans. The compiled
-module has the same as ``Replay``.
-"""
+"""The replays of a function, and the Python interpreter of their plans, as ``Replay`` of the compiled module."""
 
 from __future__ import annotations
 
@@ -81,8 +78,7 @@ class Replay:
         pointers = self._addresses(tensors)
         if pointers is None:
             return None
-        # Before the allocations: there the collector may run a finalizer that packs
-        # other values.
+        # Before the allocations: there the collector may run a finalizer that packs other values.
         words = [] if plan.words is None else plan.words()
         for allocate in plan.allocators:
             tensors.append(t := allocate(*numbers))
@@ -170,12 +166,8 @@ def make_replay(plan: ReplayPlan, state: Any, general: ModelType) -> Any:
 @dataclasses.dataclass(eq=False)
 class ReplayChain:
     """
-    The recordings of one function that are replayed without trees. Each replay leaves to the
-    next one what it was not recorded for, and the last one leaves it to trees.
-
-    Args:
-        state: the TreeState of ``manager``
-        owner: the containers of the thread that records
+    The recordings of one function that are replayed without trees. Each replay leaves to the next one what it was not
+    recorded for, and the last one leaves it to trees. ``owner`` is the containers of the thread that records.
     """
 
     policy: GraphPolicy

@@ -1,36 +1,19 @@
 """
 The plan of a replay: all that a replay of one recording checks, sets and hands out.
 
-Trees look for the recording that fits each call, and rebuild every output from its metadata. A
-plan has the answers that do not change between calls. A call takes the general path, which is
-trees', if something else changed, as the attributes of ReplayPlan say, or:
+Trees look for the recording that fits each call, and rebuild every output from its metadata. A plan has the answers
+that do not change between calls. A call takes the general path, which is trees', if something else changed, as the
+attributes of ReplayPlan say, if another call has the lock of the trees, if a cached tensor was changed by its last
+owner, or if a bound input is a conjugate or a negative that is not computed.
 
-- another call has the lock of the trees
-- a cached tensor was changed by its last owner
-- a bound input is a conjugate or a negative that is not computed
+A recording for many sizes is none of trees': its plan has no ``node``. A call of such a plan has numbers besides the
+inputs. The numbers are further words, and what outputs have for sizes and strides.
 
-A recording for many sizes is none of trees': its plan has no ``node``, and leaves the path as it is.
-A call of such a plan has numbers besides the inputs. The numbers are further words, and what outputs
-have for sizes and strides.
-
-A recording implies that mutated inputs are bound and that the function was warmed up. A new
-generation does not end the path: trees try the children first too. Where several recordings
-would do, any of them is right.
-
-Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They
-touch these attributes of trees and no others:
-
-- ``_current_node`` of the manager: read, set to ``node``
-- ``path_state`` of the manager: read, set to EXECUTION where a path begins
-- ``current_gen`` of the manager: set, as update_generation does
-- ``running_forwards_with_pending_backwards`` of the manager: set to ``pending_backward``
-- ``MarkStepBox.mark_step_counter``, ``GenerationTracker.generation``: read
-- ``local.tree_manager_containers``: read, to know the thread
-- ``extra_ref_check`` of a StorageWeakRefWrapper: None if no node caches the output
-
-Of the nodes of the path a plan has the lists ``outputs_weakrefs`` and
-``cached_tensor_outputs``, which change in place. What else changes between calls is in cells
-and in native.TreeState.
+Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They read ``_current_node`` and
+``path_state`` of the manager, ``MarkStepBox.mark_step_counter``, ``GenerationTracker.generation``,
+``local.tree_manager_containers`` and ``extra_ref_check`` of a StorageWeakRefWrapper. They set ``_current_node``,
+``path_state``, ``current_gen`` and ``running_forwards_with_pending_backwards`` of the manager, and nothing else of
+trees.
 """
 
 from __future__ import annotations
@@ -92,31 +75,25 @@ class ReplayPlan:
         is_outdated: a cell: whether the function is to be recorded again
         executing: the path state of replays
         mark_step, tracker: where the program's steps and Dynamo's generations are counted
-        local: where threads find their containers
-        containers: returns those of the calling thread
+        local, containers: where threads find their containers, and what returns those of the calling thread
         owner: the containers of the thread that recorded, which alone replays
         parent: the node before on the path, which the call's path has to end with
-        live_outputs: returns what has to be dead of the path before a new one begins, given
-            its last node: what all_outputs_are_dead looks at
-        dead_before: what has to be dead of the path
-        dead_after: likewise, once the inputs that are ``dropped`` are gone
+        live_outputs: returns what has to be dead of the path before a new one begins, given its last node
+        dead_before, dead_after: what has to be dead of the path, before and after ``dropped`` inputs are gone
         pending_backward: what running_forwards_with_pending_backwards is set to, if at all
         is_capturing: returns whether the current stream is captured
         num_inputs: a call has at least so many
         static: (position, address) of inputs that may not move
         bound: positions of inputs that may
         alignments: of their addresses in bytes
-        pool: bounds of the segments of the graphs' memory, where no bound input may lie: starts
-            and ends in turn
-        dropped: positions of inputs that earlier graphs of the path returned. The replay lets
-            go of them
+        pool: bounds of the segments of the graphs' memory, where no bound input may lie: starts and ends in turn
+        dropped: positions of inputs that earlier graphs of the path returned. The replay lets go of them
         restore: rebuilds these, given the inputs, where the call takes the general path
         allocators: each makes memory for an output, given the numbers of the call if it has some
-        views: of bound inputs and allocations, each as (position, size, stride, offset in bytes,
-            itemsize). Size, stride and offset are positions in the numbers
+        views: of bound inputs and allocations: (position, size, stride, offset in bytes, itemsize). Size, stride and
+            offset are positions in the numbers
         words: returns the words of CPU values
-        nodes: sets the addresses of bound inputs and allocations, and the words. Returns False
-            if a node refused
+        nodes: sets the addresses of bound inputs and allocations, and the words. Returns False if a node refused
         launch: launches the graph that it is given
         cached: tensors that the node caches, by output
     """
@@ -160,7 +137,6 @@ def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[P
 
 
 def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, owner: object) -> ReplayPlan:
-    """Return the plan of a recording."""
     managed = node.cudagraph_managed_idxs
     static_idxs = [*node.non_managed_static_input_idxs, *managed]
     # What torch.cuda.CUDAGraph's methods forward to.

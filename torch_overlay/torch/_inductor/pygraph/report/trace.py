@@ -83,10 +83,7 @@ def _blockers(content: dict[str, Any]) -> list[Blocker]:
 
 
 def _artifacts(path: Path) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """
-    Yield (record, payload) of each report in a structured trace: lines of "PREFIX] RECORD", each
-    followed by its payload in a line that starts with a tab.
-    """
+    """Yield (record, payload) of each report: lines of "PREFIX] RECORD", each followed by a tab and the payload."""
     record: dict[str, Any] | None = None
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:

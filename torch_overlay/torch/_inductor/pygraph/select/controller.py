@@ -197,7 +197,9 @@ class Controller:
         if self.report.choice in BINDINGS:
             self.report.copied_bytes = facts.staged_bytes
         if facts.num_nodes is not None:
-            self.report.kernel_nodes, self.report.updated_nodes = facts.num_nodes, facts.updated_nodes
+            self.report.kernel_nodes = facts.num_nodes
+        if facts.updated_nodes is not None:
+            self.report.updated_nodes = facts.updated_nodes
         if facts.schedule is not None:
             self._scheduled(facts.schedule)
 

@@ -1,16 +1,10 @@
 """
-Decisions of earlier processes.
+Decisions of earlier processes, in files beside Inductor's caches, so that the next process deploys a function without
+measuring. A file's name is a hash of the generated code and of what it was measured with (versions, driver, CPU). Keys
+of Inductor's caches would not do: graphs that differ in their guards share one, and a graph that cannot be cached has
+none.
 
-The decision on a function is kept in a file beside Inductor's caches, so that the next
-process deploys the function without measuring. The file's name is a hash of what identifies
-the function and of what it was measured with (versions, driver, CPU).
-
-The code that Inductor generated identifies the graph. FxGraphCache and AOTAutogradCache return
-the same code again. Their keys would not do: two graphs that differ in their guards share a key,
-and a graph that cannot be cached has none.
-
-A decision says what to try first. Captures are still proven, and inputs are still bound or
-copied as they have to be. A wrong decision costs time and nothing else.
+A decision says what to try first. A wrong one costs time and nothing else.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""
-The tensors that a node caches and returns again in each replay. The program may have changed one
-in any way while it had it.
-"""
+"""The tensors that a node caches and returns again in each replay, after the program may have changed them."""
 
 from __future__ import annotations
 
@@ -22,14 +19,9 @@ if TYPE_CHECKING:
 
 class NotReplayed(Exception):
     """
-    A recording was not replayed in this call, which has to run uncaptured: an input in the pool is
-    still held, another thread packs CPU values, an input is not the content of its memory, or the
-    driver refused.
-
-    Attributes:
-        restored: addresses of the inputs that were let go and rebuilt. Nobody owns that
-            memory, and the next graphs write it
-        error: the driver's, or None
+    A recording was not replayed in this call, which has to run uncaptured. ``restored`` are the addresses of inputs
+    that were let go and rebuilt: nobody owns that memory, and the next graphs write it. ``error`` is the driver's, or
+    None.
     """
 
     def __init__(self, restored: frozenset[int] = frozenset(), error: DriverError | None = None) -> None:
@@ -38,10 +30,7 @@ class NotReplayed(Exception):
 
 
 def is_steady(node: Any) -> bool:
-    """
-    Return whether a replay plan can describe a BoundGraphNode: it copies nothing, and each of
-    its outputs is bound memory, a tensor that the node caches, a static input, or no tensor.
-    """
+    """Return whether a plan describes a BoundGraphNode: each output is bound, cached, a static input, or no tensor."""
     return (
         not node.non_static_input_idx
         and not node.returned_from_pool
@@ -64,10 +53,7 @@ def is_steady(node: Any) -> bool:
 
 
 def renew(t: torch.Tensor) -> None:
-    """
-    Take from a cached tensor what its last owner left, before it is returned once more:
-    autograd's state, hooks, attributes, versions.
-    """
+    """Take from a cached tensor what its last owner left: autograd's state, hooks, attributes, versions."""
     if t.requires_grad:
         t.detach_()
     if t.grad is not None:
@@ -109,10 +95,7 @@ class CachedTensor(NamedTuple):
         return cls(0 if 0 in size else address, size, stride, dtype)
 
     def describes(self, t: torch.Tensor) -> bool:
-        """
-        Return whether a tensor is still as it was recorded. Its last owner may have changed
-        the shape in place, the memory or the type: renew does not undo that.
-        """
+        """Return whether its last owner left a tensor as it was recorded, but for what renew undoes."""
         return (
             type(t) is torch.Tensor
             and t.dtype == self.dtype

@@ -1,8 +1,6 @@
 """
-The trees of one thread: how they call PyGraph, which threads may record and replay, their lock and
-stream order, questions about their recordings, and dropping recordings.
-
-Questions and drops are called with the manager's lock held, or while a node is recorded.
+The trees of one thread: how they call PyGraph, their lock and stream order, and questions about and drops of
+recordings, which are called with the manager's lock held, or while a node is recorded.
 """
 
 from __future__ import annotations
@@ -43,21 +41,12 @@ class GraphPolicy(Protocol):
         """Trees gave the function a name, under which it will be recorded."""
 
     def may_run(self, manager: CUDAGraphTreeManager) -> bool:
-        """
-        Return whether trees may run the function in this call. Called before trees end a path,
-        which would take the path's outputs away.
-        """
+        """Return whether trees may run the function in this call. Called before trees end a path."""
 
     def node_type(self) -> type[CUDAGraphNode]: ...
 
     def request(self, declared_static: Mapping[int, torch.Tensor]) -> RecordingRequest:
-        """
-        Return what the recording that is being made is to be like.
-
-        Args:
-            declared_static: inputs that are declared to keep their address, without those
-                that a graph of the path owns, by index
-        """
+        """Return what the recording is to be like, given the declared static inputs that no graph of the path owns."""
 
     def recorded(self, facts: RecordingFacts) -> None: ...
 
@@ -84,10 +73,8 @@ def has_trees() -> bool:
 @contextlib.contextmanager
 def without_trees() -> Iterator[None]:
     """
-    Hide trees from this thread while it records a function.
-
-    A custom operator of the function may call another compiled function. A replay of that
-    one would change the path that the recording is about to join, so it runs uncaptured.
+    Hide trees from this thread while it records a function. A custom operator may call another compiled function, whose
+    replay would change the path that the recording is about to join.
     """
     local = cudagraph_trees.local
     is_local = hasattr(local, "tree_manager_containers")
@@ -112,9 +99,8 @@ def manager_of(device_index: int) -> CUDAGraphTreeManager:
     """
     Return the calling thread's manager, which is made if there is none.
 
-    Replays read the generator's state from 16 bytes. They are allocated here, before the
-    manager's first capture: that capture would allocate them from the stream of graphs,
-    which has nothing else outside of the pool and would need a segment for them.
+    Replays read the generator's state from 16 bytes. The manager's first capture would allocate them from the stream of
+    graphs, which would need a segment for them.
     """
     manager = get_manager(device_index, create_if_none_exists=False)
     if manager is None:
@@ -127,28 +113,20 @@ def manager_of(device_index: int) -> CUDAGraphTreeManager:
 
 
 class StreamOrder:
-    """
-    Order the launches of one manager, on whichever streams they are: its graphs use the same
-    memory, and a replay reads the generator's state where the next one sets it.
-    """
+    """Orders the launches of one manager: its graphs share memory, and the generator's state."""
 
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index
         self.stream: torch.cuda.Stream | None = None
 
     def wait(self) -> None:
-        """
-        Make the current stream wait for the queue of the last launch's stream. The queue
-        includes an uncaptured backward that reads activations of the pool.
-        """
+        """Make the current stream wait for that of the last launch, or of a backward that reads the pool uncaptured."""
         last, stream = self.stream, torch.cuda.current_stream(self.device_index)
         if last is not None:
             try:
                 with torch.cuda.stream(last):
                     is_captured = torch.cuda.is_current_stream_capturing()
-                # If the program captures it, no launch is pending: the device was idle when
-                # the capture began. Waiting on an event of a capturing stream would pull the
-                # current stream into the capture.
+                # If the program captures it, no launch is pending, and waiting would pull this stream into the capture.
                 if not is_captured:
                     stream.wait_stream(last)
             except RuntimeError:
@@ -201,10 +179,7 @@ def recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> list[C
 
 
 def policies_around(manager: CUDAGraphTreeManager, function_id: FunctionID) -> OrderedSet[GraphPolicy] | None:
-    """
-    Return the policies of the other functions on the paths of a function's recordings, None if there
-    are none: they were dropped together with those of a function in front of it.
-    """
+    """Return the policies of the other functions on the paths of a function's recordings, None if it has none."""
     found = recordings(manager, function_id)
     if not found:
         return None
@@ -227,8 +202,8 @@ def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
 
 def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:
     """
-    Drop the recordings of a function that will not be replayed, and all nodes behind them. Return
-    False, and drop nothing, while one of these nodes has a live output, or is on a path that has one.
+    Drop the recordings of a function and all nodes behind them. Return False, and drop nothing, while one of these
+    nodes has a live output, or is on a path that has one.
     """
     found = recordings(manager, function_id)
     last = manager.current_node

@@ -1,4 +1,1 @@
-"""
-What the other packages exchange: candidates, reasons, descriptions of functions, results of
-recordings, reports. Nothing here imports from another package of PyGraph.
-"""
+"""What the other packages exchange. Nothing here imports from another package of PyGraph."""

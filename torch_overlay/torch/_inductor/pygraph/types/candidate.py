@@ -1,6 +1,6 @@
 """
-Candidates: no graph, or a graph together with a binding, which says how the external inputs of
-a call reach the graph, and a schedule, which says what of the graph runs side by side.
+Candidates: no graph, or a graph with a binding, which says how the external inputs of a call reach the graph, and a
+schedule, which says what of the graph runs side by side.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ COPY = "copy"
 NODE_UPDATE = "node_update"
 # The graph's first node sets them, or what it cannot set, the host.
 PRELUDE = "prelude"
-# The graph's first node writes a table from which Triton kernels load their pointers. This
-# candidate is only ever forced.
+# The graph's first node writes a table from which Triton kernels load their pointers. Only ever forced.
 TABLE = "table"
 
 # Candidates that bind external inputs by address.
@@ -48,12 +47,7 @@ class Candidate(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Candidate:
-        """
-        Return the candidate of a name.
-
-        Raises:
-            ValueError: there is none.
-        """
+        """Return the candidate of a name. Raises ValueError if there is none."""
         binding, comma, schedule = text.partition(",")
         is_bound = binding in BINDINGS
         if binding not in CANDIDATES or (comma and (schedule not in SCHEDULES or not is_bound)):

@@ -1,7 +1,6 @@
 """
-What is known of a function, what its recording is asked for, and what the recording gives.
-
-Everything here is frozen but FunctionState, which only the function's controller writes.
+What is known of a function, what its recording is asked for, and what the recording gives. All of it is frozen but
+FunctionState, which only the function's controller writes.
 """
 
 from __future__ import annotations
@@ -72,17 +71,15 @@ class FunctionState:
         outputs_outlive: gradients were held beyond their step, or the outputs are none
         has_stepped: whether gradients outlive their step is known
         id: the name that trees gave the function's present recordings
-        binding: the candidate that the next recording is made for; COPY or one of BINDINGS
+        binding, schedule: of the next recording; the binding is COPY or one of BINDINGS
         is_capturable: cleared for good when a capture failed
         outdated: a cell, which replays read: recordings are to be dropped before the next call
-        is_even: the graph measured no better than no graph, and waits for the decisions
-            on neighbouring functions
+        is_even: the graph measured no better than no graph, and waits for the decisions on neighbours
         recordings: how many captures began
         prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
-        schedule: the order of calls that the next recording is made for
         call_times_us: time on the device of each call of the function, by its number
     """
 
@@ -112,8 +109,7 @@ class RecordingRequest:
         is_decided: the binding was forced or selected: add a prelude to any graph
         static_input_idxs: inputs that keep their address and that no graph of the path owns
         alignment: at most this alignment of external inputs may be relied upon, in bytes
-        owned_output_idxs: outputs that get memory of their own in each call. The others stay
-            in the graphs' pool
+        owned_output_idxs: outputs that get memory of their own in each call. The others stay in the pool
         external_bytes: bytes of the external inputs of an earlier recording, or 0
         refusal: why the function cannot be recorded at all
     """
@@ -135,8 +131,7 @@ class RecordingRequest:
 @dataclasses.dataclass(frozen=True)
 class RecordingFacts:
     """
-    What a recording found out, for FunctionState and FunctionReport. None stands for what it did
-    not look at.
+    What a recording found out, for FunctionState and FunctionReport. None stands for what it did not look at.
 
     Attributes:
         has_captured: the capture began
@@ -163,8 +158,8 @@ class RecordingFacts:
 @dataclasses.dataclass(frozen=True)
 class Refused:
     """
-    A recording that was not made. If ``is_capturable``, the function may be recorded with another
-    binding. ``rerun`` gives the outputs of the call, uncaptured.
+    A recording that was not made. If ``is_capturable``, one with another binding may be. ``rerun`` gives the outputs of
+    the call, uncaptured.
     """
 
     reason: Reason

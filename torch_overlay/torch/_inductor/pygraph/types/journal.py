@@ -1,6 +1,4 @@
-"""
-The reports of this process, and the structured trace that other processes read them from.
-"""
+"""The reports of this process, and the structured trace that other processes read them from."""
 
 from __future__ import annotations
 
@@ -26,9 +24,8 @@ KINDS = {FunctionReport: ("function", functions), GraphReport: ("graph", graphs)
 
 
 def clear() -> None:
-    functions.clear()
-    graphs.clear()
-    breaks.clear()
+    for _, entries in KINDS.values():
+        entries.clear()
 
 
 def add(entry: FunctionReport | GraphReport | BreakReport) -> None:

@@ -1,8 +1,7 @@
 """
-What code generation knows about a compiled graph and the functions in it that may be captured.
-
-CompiledFxGraph holds a GraphInfo, so a graph from a cache has one as well. All of it is plain data:
-an object of the generated module appears by name, by which ``Runner.objects`` has it.
+What code generation knows about a compiled graph and the functions in it that may be captured. It is plain data, since
+a graph from a cache has it as well: an object of the generated module appears by name, by which ``Runner.objects`` has
+it.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from torch._inductor.pygraph.types.sizes import SizeMap
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """
-    An operator that waits for other ranks.
-
-    Args:
-        op: its name, without the namespace
-        group: the name of its process group; None if that is not known
-    """
+    """An operator that waits for other ranks, without its namespace, and its process group, if that is known."""
 
     op: str
     group: str | None = None
@@ -41,10 +34,8 @@ class PartitionInfo:
         collectives: operators that wait for other ranks, in the order of the code
         ranks_decide: config.pygraph_ranks when it was compiled
         saved_input_idxs: tensors that the forward computed
-        returned_output_idxs: outputs that leave the graph. The others are what later partitions
-            or the backward need.
-        reused_input_idxs: inputs that are not mutated and that the code may write all the same,
-            because nothing reads them any more
+        returned_output_idxs: outputs that leave the graph. Later partitions or the backward need the others
+        reused_input_idxs: inputs that are not mutated and that the code may write: nothing reads them any more
         code_hash: of the graph's code; None if decisions on the function are not kept
         sizes: what it does at other sizes, or why that is not known; None if it takes no size
         calls: what it launches, in its order; none if that is not known
@@ -73,8 +64,8 @@ class PartitionInfo:
 @dataclasses.dataclass(frozen=True)
 class DirectCall:
     """
-    What Runner.call does if it only calls its one partition and moves CPU values to the GPU.
-    Arguments of the graph have an index; the result of the k-th stage is num_args + k.
+    What Runner.call does if it only calls its one partition and moves CPU values to the GPU. Arguments of the graph
+    have an index; the result of the k-th stage is num_args + k.
 
     Args:
         packs: name of a Deliver, arguments that it reads

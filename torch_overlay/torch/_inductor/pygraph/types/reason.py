@@ -1,8 +1,6 @@
 """
-Why something was or was not captured, bound or chosen.
-
-A reason is a code with details. The report, the advice and the store key on the name of the code;
-``Code`` is the only place that has text for people.
+Why something was or was not captured, bound or chosen: a code with details. The report, the advice and the store key on
+the name of the code; ``Code`` is the only place that has text for people.
 """
 
 from __future__ import annotations
@@ -247,10 +245,7 @@ class Code(str, enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Reason:
-    """
-    Args:
-        details: what the text of the code is filled with, by name
-    """
+    """``details`` is what the text of the code is filled with, by name."""
 
     code: Code
     details: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
@@ -275,10 +270,7 @@ class Reason:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Reason:
-        """
-        Raises:
-            ValueError, LookupError, TypeError: it was written by another version.
-        """
+        """Raises ValueError, LookupError or TypeError if it was written by another version."""
         reason = cls(Code[content["code"]], {**content["details"]})
         # A detail that is missing would fail where the text is needed.
         reason.text

@@ -1,8 +1,4 @@
-"""
-What a report holds: the graphs that were compiled and the functions that could be captured.
-
-All of it is plain data, because reports of other processes are read from JSON.
-"""
+"""What a report holds. All of it is plain data, because reports of other processes are read from JSON."""
 
 from __future__ import annotations
 
@@ -36,11 +32,9 @@ class FunctionReport:
     Attributes:
         choice: the candidate that is deployed, or UNDECIDED
         reasons: why, the latest last
-        timings_us: median time of a call in microseconds by candidate, on the host or on the
-            device, whichever is longer
-        external_inputs: how many inputs trees would copy
-        stock_copied_bytes: bytes that trees would copy at each replay
-        copied_bytes: bytes that the chosen candidate copies at each replay
+        timings_us: median time of a call by candidate, on the host or on the device, whichever is longer
+        external_inputs, stock_copied_bytes: what trees would copy at each replay
+        copied_bytes: what the chosen candidate copies at each replay
         kernel_nodes: nodes of the last recording, of any kind
         updated_nodes: nodes that the host sets when all external inputs moved
         collectives: what waits for other ranks, and for which
@@ -148,13 +142,7 @@ class PartitionReport:
 
 @dataclasses.dataclass
 class GraphReport:
-    """
-    One compiled graph.
-
-    Attributes:
-        blockers: why nothing of the graph is captured
-        partitions: Inductor's partitions in their order
-    """
+    """One compiled graph. With ``blockers`` nothing of it is captured."""
 
     compile_id: str
     mode: str
@@ -170,12 +158,7 @@ class GraphReport:
 
 @dataclasses.dataclass(frozen=True)
 class BreakReport:
-    """
-    A place at which Dynamo breaks the graph without PyGraph.
-
-    Attributes:
-        is_repaired: Dynamo does not break the graph there
-    """
+    """A place at which Dynamo breaks the graph without PyGraph, and with it unless ``is_repaired``."""
 
     source: str
     reason: Reason

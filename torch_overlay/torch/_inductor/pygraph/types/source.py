@@ -18,10 +18,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:
-    """
-    Return (file, line, function) of a stack trace, outermost first. Frames of torch count
-    only if there are no others.
-    """
+    """Return (file, line, function) of a stack trace, outermost first, without frames of torch if there are others."""
     frames = [(f, int(line), fn) for f, line, fn in _FRAME.findall(trace)]
     return [f for f in frames if not f[0].startswith(_TORCH + os.sep)] or frames
 
@@ -36,10 +33,7 @@ def innermost(trace: str) -> str:
 
 
 def span(traces: Iterable[str | None]) -> str:
-    """
-    Return the lines that traces go through in the function that most of them belong to:
-    "file:first-last in function".
-    """
+    """Return the lines that most of the traces go through in one function: "file:first-last in function"."""
     lines: dict[tuple[str, str], list[int]] = {}
     for trace in traces:
         if frames := _frames(trace or ""):

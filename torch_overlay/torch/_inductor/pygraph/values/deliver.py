@@ -1,21 +1,15 @@
 """
-How values on the CPU come to the GPU in generated code, without waiting for it.
+How values on the CPU come to the GPU in generated code, which owns an object for each (compile/placement.py decides
+which):
 
-Each place in generated code owns one of these objects (compile/placement.py decides which):
-
-Deliver  small tensors: their bytes are parameters of one kernel. A captured graph has that
-         kernel as a node: the values are words to the binding, as addresses are
+Deliver  small tensors, whose bytes are parameters of one kernel: in a graph, words to the binding as addresses are
 Stage    larger tensors that may stay what they were
 Upload   the rest
 
-All read the tensor before they return, so that the program may change it at once, and see
-every change, one made through a NumPy view of its memory too. An earlier copy from the GPU
-to pinned memory may not have been made yet: pinned tensors are read in the order of the
-stream, as in eager mode, which waits unless the program's own copy is non_blocking.
+All read the tensor before they return, and see every change, one made through a NumPy view of its memory too. Pinned
+tensors are read in the order of the stream, as in eager mode: an earlier copy from the GPU may not have been made yet.
 
-Results belong to the object: code that keeps or changes one has to copy first. Deliver and
-Stage write the same memory in every call, in the order of the current stream, so each thread
-and stream has its own.
+Deliver and Stage own their results and write the same memory in every call, so each thread and stream has its own.
 """
 
 from __future__ import annotations
@@ -87,9 +81,8 @@ def offsets(sizes: Iterable[int], alignment: int) -> list[int]:
 
 def ptx(sizes: Sequence[int]) -> str:
     """
-    Return the kernel that takes values of these sizes (bytes) by value, one after the other in
-    whole pieces. It stores them MAX_ALIGNMENT apart: one less aligned input would lower the
-    alignment that a graph accepts of all.
+    Return the kernel that takes values of these sizes (bytes) by value, one after the other in whole pieces. It stores
+    them MAX_ALIGNMENT apart: one less aligned input would lower the alignment that a graph accepts of all.
     """
     *starts, _ = offsets(sizes, MAX_ALIGNMENT)
     *pieces, nbytes = offsets(sizes, PIECE_BYTES)
@@ -123,15 +116,13 @@ class CapturedValues:
     """
     The values that a graph under capture takes by value.
 
-    While it is active in a thread, kernels are captured with tokens in place of values:
-    words that nothing else holds, found in the captured nodes as placeholders are. A binding
-    then sets them to ``words()`` in each call. Values of another function, which an operator
-    calls, are packed once, under capture: they are constants of the graph.
+    While it is active in a thread, kernels are captured with tokens in place of values: words that nothing else holds,
+    found in the captured nodes as placeholders are. A binding then sets them to ``words()`` in each call. Values of
+    another function, which an operator calls, are constants of the graph.
 
     Args:
         own: those of the function that is captured
-        is_bound: False if the graph is going to be replayed as it is. Then it reads memory
-            of this thread that ``write`` writes ahead of it.
+        is_bound: False if the graph is replayed as it is, and reads memory of this thread that ``write`` writes before
     """
 
     def __init__(self, own: list[Deliver], *, is_bound: bool) -> None:
@@ -170,10 +161,7 @@ class CapturedValues:
         return native.compiled.Words(self.words, packs)
 
     def write(self) -> None:
-        """
-        Called before each replay of a graph that is not bound, in the thread that captured
-        it: another stream's replay may still read what the last call wrote.
-        """
+        """Called before each replay of a graph that is not bound, in the thread that captured it."""
         for deliver in self.delivers:
             with torch.cuda.device(deliver.device_index):
                 stream = torch._C._cuda_getCurrentRawStream(deliver.device_index)
@@ -195,10 +183,8 @@ def _function(name: str) -> int | None:
 
 class _Packed:
     """
-    The bytes of the values, each at its place among the kernel's parameters.
-
-    ``target`` is what this thread's graphs read that are not bound. The first call makes it,
-    since what a capture allocates is the pool's.
+    The bytes of the values, each at its place among the kernel's parameters. ``target``, which the first call makes, is
+    what this thread's graphs read that are not bound.
     """
 
     def __init__(self, sizes: Sequence[int]) -> None:
@@ -246,12 +232,8 @@ class _Target:
 
 class Deliver:
     """
-    Gives contiguous CPU tensors a copy on the GPU, each with its dtype and shape: ``pack``
-    reads them, and ``launch`` gives the copies, in code that may be captured.
-
-    Args:
-        device_index: the GPU
-        values: (dtype, shape) of each; together at most MAX_DELIVERED_BYTES
+    Gives contiguous CPU tensors, of these ``values`` (dtype, shape), a copy on the GPU: ``pack`` reads them, and
+    ``launch``, which may be captured, gives the copies. All take at most MAX_DELIVERED_BYTES.
     """
 
     def __init__(self, device_index: int, *values: tuple[torch.dtype, tuple[int, ...]]) -> None:
@@ -292,12 +274,7 @@ class Deliver:
             self.compiled.add(threading.get_ident(), packed.address, packed.memory, packed.pointer_attributes)
 
     def launch(self) -> list[torch.Tensor]:
-        """
-        Called with the GPU as the current device, after ``pack``.
-
-        Raises:
-            RuntimeError: the capture that is under way can not take values.
-        """
+        """Called on the device, after ``pack``. Raises RuntimeError if a capture can take no values."""
         packed = self.packed()
         stream = torch._C._cuda_getCurrentRawStream(self.device_index)
         capture: CapturedValues | None = getattr(_local, "capture", None)
@@ -309,8 +286,7 @@ class Deliver:
                 if key not in self.targets:
                     self.targets[key] = _Target(self, packed)
                 return self.targets[key].write(stream)
-            # The memory is the graph's: one of ours, or one to which values are constant,
-            # the program's own for instance.
+            # The memory is the graph's: one of ours, or one to which values are constant.
             if capture is not None:
                 packed = _Packed(self.sizes)
                 packed.words[:] = memoryview(array.array("Q", capture.tokens(self)))
@@ -326,20 +302,13 @@ class Deliver:
 def pinned_copy(value: torch.Tensor) -> torch.Tensor:
     """Copy a contiguous tensor. Freed memory is used again when the copies from it are done."""
     pinned = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
-    # copy_ would share a large copy between OpenMP's threads: where these are more than the
-    # CPUs that the process may use, waiting for the last takes longer than the copy.
+    # copy_ would share a large copy between OpenMP's threads, which may be more than the process has CPUs.
     ctypes.memmove(pinned.data_ptr(), value.data_ptr(), value.nbytes)
     return pinned
 
 
 class Upload:
-    """
-    Copies a contiguous CPU tensor to the GPU in every call, by way of pinned memory.
-
-    Args:
-        device_index: the GPU
-        non_blocking: whether the program's own copy is
-    """
+    """Copies a contiguous CPU tensor to the GPU in every call, by way of pinned memory."""
 
     def __init__(self, device_index: int, non_blocking: bool = False) -> None:
         self.device = torch.device("cuda", device_index)
@@ -363,9 +332,7 @@ MAX_BATCH = 16
 
 class _Staged:
     """
-    A copy on the GPU, and the bytes in it, for one thread and stream.
-
-    Pinned memory is read when the stream gets there. It is used again in batches, each with
+    A copy on the GPU, and the bytes in it, for one thread and stream. Pinned memory is used again in batches, each with
     an event behind its last copy: an event for each copy would take as long as the copy.
     """
 
@@ -420,18 +387,14 @@ class _Staged:
 
 
 class Stage(Upload):
-    """
-    Copies a contiguous CPU tensor to the GPU, unless its bytes are those of the last call.
-    What a pinned tensor will hold is not known yet: it is copied in every call.
-    """
+    """Copies a contiguous CPU tensor to the GPU, unless it is not pinned and has the bytes of the last call."""
 
     def __init__(self, device_index: int, non_blocking: bool = False) -> None:
         super().__init__(device_index, non_blocking)
         self.device_index = device_index
         # For each thread and stream.
         self.kept: dict[tuple[int, int], _Staged] = {}
-        # What is compiled calls _stage where it takes more than to compare and to copy by
-        # way of pinned memory that is there already.
+        # What is compiled calls _stage where it takes more than to compare and to copy.
         self.stage: Callable[[torch.Tensor], torch.Tensor] = self._stage
         self.compiled: Any = None
         if native.compiled is not None:

@@ -1,8 +1,6 @@
 """
-The verdict on a graph: whether it may be used, and if not, why and for good or not.
-
-The checks that cost little come first. A graph that differs is examined further, since the
-reason decides what can be tried next: inputs that are copied, or no graph at all.
+The verdict on a graph: whether it may be used, and if not, why and for good or not. Checks that cost little come first.
+A graph that differs is examined further: the reason decides whether inputs can be copied, or no graph is possible.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """
-    Args:
-        reason: why the graph must not be used, or None
-        is_capturable: whether a graph with another binding may be used
-    """
+    """With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``."""
 
     reason: Reason | None = None
     is_capturable: bool = True
@@ -39,10 +33,7 @@ class Verdict:
 
 def verify(rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE) -> Verdict:
     """
-    Compare a graph's first run with the rehearsal.
-
-    The first run must be the last thing that happened on the stream: what it wrote is
-    compared before anything else runs.
+    Compare a graph's first run, the last thing that happened on the stream, with the rehearsal.
 
     Args:
         run_graph: runs the graph again
@@ -98,8 +89,8 @@ class _Examination:
         if actual is None:
             return Verdict(failure)
         try:
-            # Last, for a graph that varies as the function does. A graph that holds the
-            # first of the numbers that the host passes may be as close.
+            # Last, for a graph that varies as the function does. One that holds the host's first numbers may be as
+            # close.
             others = rehearsal.other_runs(rehearsal.inputs)
             return Verdict(expected.failure(actual, others))
         except RuntimeError:
@@ -111,11 +102,7 @@ class _Examination:
         return self.rehearsal.results(self.outputs)
 
     def _leaves_results(self, actual: Proof) -> bool:
-        """
-        Return whether the graph does not write a result that differs.
-
-        A write to an address that no parameter shows would have gone to a placeholder.
-        """
+        """Return whether the graph does not write a result that differs, not even at a placeholder."""
         if self.wrote_placeholder:
             return False
         rehearsal, expected = self.rehearsal, self.rehearsal.proof
@@ -135,10 +122,8 @@ class _Examination:
 
     def _reads_free_memory(self) -> bool:
         """
-        Return whether the graph's results depend on what its pool held before, and those of
-        the uncaptured function do not.
-
-        A kernel that should write that memory then ran eagerly during capture.
+        Return whether the graph's results depend on what its pool held before, and those of the uncaptured function do
+        not: a kernel that should write that memory ran eagerly during capture.
         """
         first: Proof | None = None
         try:
@@ -157,11 +142,7 @@ class _Examination:
         return False
 
     def _host_code_varies(self) -> Code | None:
-        """
-        Return a code if the function varies from run to run and its graph does not.
-
-        The order of atomic operations would vary in both.
-        """
+        """Return a code if the function varies from run to run and its graph does not."""
         if room(self.rehearsal.device_index) < self.rehearsal.needed_bytes:
             return Code.NO_MEMORY_FOR_PROOF
         try:

@@ -1,13 +1,8 @@
 """
-Proof that a graph computes what the uncaptured function does.
-
-A graph's parameter words say where inputs are, not that an address is nowhere else. So the
-function runs once uncaptured on the inputs of the call (rehearsal.py). Then the graph, which
-was captured at poisoned placeholders and moved to the same inputs, has to reproduce that run:
-outputs, mutated inputs, and no trace on the poisoned pages (diagnose.py).
-
-Runs are compared by fingerprints of at most 64 KiB a tensor, so that the outputs of an
-uncaptured run can be freed before the graph is captured.
+Proof that a graph computes what the uncaptured function does. The graph, which was captured at poisoned placeholders
+and moved to the inputs of the call, has to reproduce the rehearsal: outputs, mutated inputs, and no trace on the
+poisoned pages. Runs are compared by fingerprints of at most 64 KiB a tensor, so that outputs can be freed before the
+capture.
 """
 
 from __future__ import annotations
@@ -28,18 +23,14 @@ if TYPE_CHECKING:
 # Each tensor is summed in this many pieces. The elements left over are pieces of their own.
 CHUNKS = 1024
 
-# Elements that are summed at a time. A sum in a wider dtype converts its operand first,
-# which takes memory.
+# Elements that are summed at a time. A sum in a wider dtype converts its operand first.
 MAX_ELEMENTS = 1 << 22
 
-# Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction
-# of the norm. NaN, the poison, is within no tolerance.
+# Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction of the norm.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
-# Sums that cancel out, of numbers that were rounded in a narrower dtype before, differ by
-# more. The graph may then differ by OWN_DIFFERENCES times the largest difference between
-# uncaptured runs, and by at most MAX_DIFFERENCE of the norm. Memory that the graph does not
-# write differs by all of the norm. A norm of nothing but errors differs by as much as those.
+# Sums that cancel out differ by more. The graph may then differ by OWN_DIFFERENCES times the largest difference between
+# uncaptured runs, and by at most MAX_DIFFERENCE of the norm. Memory that the graph does not write differs by all of it.
 OWN_DIFFERENCES = 8
 MAX_DIFFERENCE = {"total": 0.3, "signed": 0.3, "norm": 0.9}
 
@@ -54,16 +45,11 @@ class Fingerprint:
     Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over.
 
     Attributes:
-        bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight
-            depends on the place: the indices that a sort returns have the same plain sum
-            for any input.
-        sums: float64 [chunks] each, empty if the dtype has no TOLERANCE.
-            total: sums of the elements
-            signed: sums with some signs flipped. The gradient of a normalization always has
-            the plain sum zero.
-            norm: the L1 norm plus sqrt(number of elements) times the median of the chunks'
-            mean magnitudes. The second term is the error of a typical element: an element
-            that is almost zero is no more exact than others.
+        bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight depends on the place: the
+            indices that a sort returns have the same plain sum for any input.
+        sums: float64 [chunks] each, empty if the dtype has no TOLERANCE. total: sums of the elements signed: sums with
+            some signs flipped. The gradient of a normalization always has the plain sum zero. norm: the L1 norm plus
+            sqrt(number of elements) times the median of the chunks' mean magnitudes, the error of a typical element.
     """
 
     bits: torch.Tensor
@@ -128,12 +114,7 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
 
 
 def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
-    """
-    Return whether both can be results of one function.
-
-    Args:
-        others: results of further uncaptured runs, which show how much it varies by itself
-    """
+    """Return whether both can be results of one function. ``others`` show how much it varies by itself."""
     if identical(expected, actual):
         return True
     if not expected.sums or not actual.sums or expected.bits.shape != actual.bits.shape:
@@ -141,8 +122,7 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
     norm = expected.sums["norm"]
     allowed = expected.tolerance * norm
     result = allowed.isfinite()
-    # A sum that cancels out is small beside the norm, and so is the sum of unwritten memory.
-    # The signed sum and the norm tell these apart.
+    # The signed sum and the norm tell a sum that cancels out from the sum of unwritten memory.
     for name, most in MAX_DIFFERENCE.items():
         difference = (expected.sums[name] - actual.sums[name]).abs()
         # NaN compares false, so a chunk with NaN in either is not within tolerance.
@@ -160,19 +140,13 @@ def as_bytes(t: torch.Tensor) -> torch.Tensor:
 
 
 def mark_unwritten(t: torch.Tensor) -> None:
-    """
-    Fill a tensor's memory with UNWRITTEN before a run.
-
-    A function may return memory that it never wrote (``torch.empty``), or wrote in part. The
-    rest has to be the same for the uncaptured run and for the graph.
-    """
+    """Fill a tensor's memory with UNWRITTEN before a run: a function may return memory that it did not write."""
     if torch.ops.aten.is_non_overlapping_and_dense(t):
         as_bytes(t).fill_(UNWRITTEN)
 
 
 def is_unwritten(t: torch.Tensor) -> bool:
-    # In pieces: comparing takes as much memory as it compares, and the first piece mostly
-    # tells.
+    # In pieces: comparing takes as much memory as it compares, and the first piece mostly tells.
     return all(bool((some == UNWRITTEN).all()) for some in as_bytes(t).split(MAX_ELEMENTS))
 
 
@@ -200,11 +174,7 @@ class Proof:
         return fingerprint(output) if isinstance(output, torch.Tensor) and output.is_cuda else None
 
     def seeds(self) -> list[int]:
-        """
-        Return the unmarked outputs that may be a generator's seed or offset.
-
-        Attention returns them, and leaves them uninitialised if it draws nothing.
-        """
+        """Return the unmarked outputs that may be an attention's seed or offset, which it may leave unwritten."""
         return [i for i, t in self.unmarked.items() if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)]
 
     def unwritten(self) -> list[int]:
@@ -221,12 +191,7 @@ class Proof:
         return OrderedSet(self._differing(actual, identical))
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> Reason | None:
-        """
-        Return why a graph's results do not match, naming the first that differs, or None.
-
-        Args:
-            others: of further uncaptured runs on the same inputs
-        """
+        """Return why a graph's results do not match, or None. ``others`` are of further uncaptured runs."""
         for what, i in self._differing(actual, same, others):
             kind = f" ({actual.kinds[i]})" if what == "output" else ""
             return Reason.of(Code.DIFFERS, result=f"{what} {i}{kind}")

@@ -1,7 +1,4 @@
-"""
-An uncaptured run of a function on the inputs that are about to be recorded, and the state
-that it changes, saved so that the function can run again.
-"""
+"""An uncaptured run of a function on the inputs of a recording, and the state that it changes, to run it again."""
 
 from __future__ import annotations
 
@@ -26,24 +23,19 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
 
 
-# Runs that have to give the same bits before a function is taken to be deterministic. The
-# order of atomic additions may repeat itself.
+# Runs that have to give the same bits before a function is taken to be deterministic.
 RERUNS = 8
 
-# Runs that show how much a function that is not deterministic differs from itself. One run
-# may be close by chance: an early sum can make one number the error of all that follow.
+# Runs that show how much a function that is not deterministic differs from itself. One may be close by chance.
 OTHER_RUNS = 3
 
-# What free memory is filled with, as int64, to see whether it is read. Floating-point results
-# tell the last number from the first. It comes last because the memory may hold indices: the
-# second number is in bounds and has told by then, and the device fails for indices that are
-# out of bounds.
+# What free memory is filled with, as int64, to see whether it is read. The last number comes last because the memory
+# may hold indices, and the device fails for those that are out of bounds.
 FILLS = (0, 1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
 
 
 def write(t: torch.Tensor, values: torch.Tensor) -> None:
-    # A tensor that was made in inference mode can only be written there, but compiled code
-    # writes it anywhere. The version counter is the program's, so that it stays.
+    # A tensor that was made in inference mode can only be written there. The version counter, the program's, stays.
     with torch.inference_mode():
         t.data.copy_(values)
 
@@ -81,12 +73,7 @@ class RngState:
 
 
 class HostGenerators(RngState):
-    """
-    States of the host's generators that a function may draw from.
-
-    An operator may draw its seed on the host. A graph would replay the seed that was drawn
-    while it was captured.
-    """
+    """States of the host's generators. A graph would replay the seed that an operator drew during capture."""
 
     def __init__(self) -> None:
         state = torch.get_rng_state()
@@ -106,13 +93,8 @@ class HostGenerators(RngState):
 
 def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:
     """
-    Return the outputs of an uncaptured run, copied where they lie in inputs of the pool.
-
-    A gradient may be written over an activation. To trees the activation is dead then, and
-    the next graphs write its memory.
-
-    Args:
-        addresses: of these inputs
+    Return the outputs of an uncaptured run, copied where they lie in inputs of the pool, at ``addresses``: a gradient
+    may be written over an activation, which is dead to trees then.
     """
     return [
         o.clone() if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in addresses else o for o in outputs
@@ -121,17 +103,14 @@ def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:
 
 class Rehearsal:
     """
-    One uncaptured run, and further ones where a question needs them. Afterwards inputs and
-    generators are as they were before.
+    One uncaptured run, and further ones where a question needs them. Afterwards inputs and generators are as before.
 
     Args:
         model: the function
         run: runs the function without collectives, and marks the memory that it allocates
-        inspect: called with the outputs of the first run; returns the outputs that lie in
-            memory that was not marked
+        inspect: called with the outputs of the first run; returns those that lie in memory that was not marked
         inputs: of the call
-        managed: inputs that an earlier graph of the path left in the pool. The replay
-            overwrites them, so that there is no further run after it
+        managed: inputs that an earlier graph of the path left in the pool. No further run comes after the replay
         mutated: inputs that the program sees written
         reused: inputs whose memory the code may use again
 
@@ -197,8 +176,7 @@ class Rehearsal:
         self.proof = Proof(inputs, outputs, self.mutated)
         if not keep:
             return
-        # An output in the memory of a managed input must neither be restored with the input
-        # nor keep it alive.
+        # An output in the memory of a managed input must neither be restored with the input nor keep it alive.
         reused = frozenset(
             t.untyped_storage().data_ptr()
             for t, kept in zip(inputs, self.inputs)
@@ -211,12 +189,7 @@ class Rehearsal:
         )
 
     def _draws_from(self, host: HostGenerators, inputs: list[InputType]) -> bool:
-        """
-        Return whether the function draws from the host's generators, not another thread.
-
-        The function draws the same numbers in each run. The generators are as before if it
-        is the function, else as the other thread left them.
-        """
+        """Return whether the function draws from the host's generators, the same in each run, not another thread."""
         seen, after = HostGenerators(), []
         for _ in range(2):
             self._restore(inputs)
@@ -262,11 +235,8 @@ class Rehearsal:
 
     def writes_any(self, idxs: Sequence[int]) -> bool:
         """
-        Return whether the uncaptured function writes one of these outputs.
-
-        Operators allocate them, so that their memory is marked after one run and looked at
-        after the next, where that run gets the same memory. Returns False if none does, or
-        if there is no further run.
+        Return whether the uncaptured function writes one of these outputs, which operators allocate. Their memory is
+        marked after one run and looked at after the next, where that run gets the same memory.
         """
         if not self.can_rerun:
             return False
@@ -287,13 +257,8 @@ class Rehearsal:
 
     def depend_on_free_memory(self, results: OrderedSet[tuple[str, int]]) -> bool:
         """
-        Return whether these results depend on what the function's memory held before.
-
-        An operator may write only a part of what it returns. Called while no managed input
-        has died.
-
-        Args:
-            results: named as Proof.differing does
+        Return whether these results, named as Proof.differing does, depend on what the function's memory held before:
+        an operator may write only a part of what it returns.
         """
         first: Proof | None = None
         found: OrderedSet[tuple[str, int]] = OrderedSet()
@@ -309,10 +274,7 @@ class Rehearsal:
         return results <= found
 
     def repeats_itself(self) -> bool:
-        """
-        Return whether the function gives the same bits in RERUNS further runs. False if
-        there is no further run.
-        """
+        """Return whether the function gives the same bits in RERUNS further runs. False if there is no further run."""
         return self.can_rerun and all(
             self.proof.is_exact(self._run_again(self.inputs, self.unmarked)) for _ in range(RERUNS)
         )
