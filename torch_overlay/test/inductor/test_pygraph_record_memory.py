@@ -18,7 +18,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.capture import bound, copying
+from torch._inductor.pygraph.capture import bound
+from torch._inductor.pygraph.graph import memory
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import timing
 from torch._inductor.test_case import run_tests
@@ -153,7 +154,7 @@ class MemoryTest(RecordTestCase):
                     call(w)
             self.assertEqual(report()[0].choice, choice)
             with self.selects_at_once(99.0):
-                with mock.patch.object(copying, "room", lambda *_: 0):
+                with mock.patch.object(memory, "room", lambda *_: 0):
                     call(moved)
                 for _ in range(20):
                     call(w)

@@ -19,7 +19,7 @@ import json
 import logging
 import time
 from collections import Counter
-from typing import Any, Protocol, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch.distributed as dist
 from torch.utils._ordered_set import OrderedSet
@@ -40,21 +40,6 @@ PART_OF_TIMEOUT = 4
 
 # A request to a store: the name of its method, and arguments.
 Request = tuple[Any, ...]
-
-
-class Store(Protocol):
-    """The part of torch.distributed.Store that is used."""
-
-    def set(self, key: str, value: str) -> Any: ...
-
-    def get(self, key: str) -> bytes: ...
-
-    def add(self, key: str, amount: int) -> int: ...
-
-    def compare_set(self, key: str, expected: str, desired: str) -> Any: ...
-
-    def wait(self, keys: list[str], timeout: datetime.timedelta) -> Any:
-        """Raises RuntimeError after the time-out."""
 
 
 def connected(key: str, rank: int, own: Iterable[int]) -> Generator[Request, Any, list[int] | None]:
@@ -118,7 +103,7 @@ def agreement(
     return (yield from vote(f"{key}/{digest}", rank, members, value, decide))
 
 
-def run(requests: Generator[Request, Any, Any], store: Store, patience: datetime.timedelta) -> Any:
+def run(requests: Generator[Request, Any, Any], store: dist.Store, patience: datetime.timedelta) -> Any:
     """Answer requests by ``store``. All of their waits together end after ``patience``."""
     deadline = time.monotonic() + patience.total_seconds()
     answer: Any = None

@@ -136,6 +136,11 @@ class AllocationTrace:
         """Return whether an output lies in one of the allocations."""
         return StorageWeakRef(t.untyped_storage()) in self.ordinals
 
+    def others_of(self, outputs: OutputType) -> list[int]:
+        """Return which outputs lie in none of the allocations."""
+        tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
+        return [i for i, t in tensors if t.numel() > 0 and not self.holds(t)]
+
     def can_place(self, t: torch.Tensor) -> bool:
         """Return whether it lies in one that need not be in the graph's pool."""
         return self.holds(t) and StorageWeakRef(t.untyped_storage()) not in self.pooled

@@ -187,8 +187,7 @@ class BoundGraphNode(CopyGraphNode):
                 external=[] if request.spec.info.ranks_decide else [inputs[i] for i in self.non_static_input_idx],
                 device=torch.device("cuda", self.device),
             )
-            tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
-            return [i for i, t in tensors if t.numel() > 0 and not trace.holds(t)]
+            return trace.others_of(outputs)
 
         managed = self.cudagraph_managed_idxs
         if collectives is not None and managed:

@@ -235,10 +235,10 @@ class Collectives:
 
     def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``fn`` and add the nodes that it adds to the graph."""
-        before = nodes_so_far(self.device_index)
+        graph = capturing_graph(self.device_index)
+        before = OrderedSet(int(node) for node, _ in graph_nodes(graph))
         result = fn(*args, **kwargs)
-        after = nodes_so_far(self.device_index)
-        nodes |= {node: after[node] for node in after.keys() - before.keys()}
+        nodes |= {int(node): node for node, _ in graph_nodes(graph) if int(node) not in before}
         return result
 
     def set_aside(self, executable: int, placeholders: PlaceholderMap) -> None:
@@ -284,8 +284,3 @@ class Collectives:
 
 def _is_in_place(func: Any) -> bool:
     return func.overloadpacket.__name__ in IN_PLACE
-
-
-def nodes_so_far(device_index: int) -> dict[int, Any]:
-    """Return the nodes of the graph that the current stream is captured in, by handle."""
-    return {int(node): node for node, _ in graph_nodes(capturing_graph(device_index))}

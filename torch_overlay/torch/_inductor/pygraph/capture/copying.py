@@ -15,7 +15,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, CompilationMode, CUDAGraphNode, RecordingRefused
 from torch._inductor.pygraph.capture.allocation import Allocation
-from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
 from torch._inductor.pygraph.trees.manager import empty_capture, without_trees
@@ -133,13 +133,8 @@ class CopyGraphNode(CUDAGraphNode):
         return 2 * needed + self.request.external_bytes if needed else 0
 
     def _lack_of_memory(self) -> Reason | None:
-        """Return why there is not enough memory for the capture, or None."""
-        if not (needed := self._needed_bytes()):
-            return None
-        free = room(self.device, self.cuda_graphs_pool)
-        if free >= needed:
-            return None
-        return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
+        needed = self._needed_bytes()
+        return lack_of_memory(needed, self.device, self.cuda_graphs_pool) if needed else None
 
     def check_invariants(self, inputs: list[InputType]) -> tuple[CheckInvariantStatus, Callable[..., str]]:
         read = (*self.non_static_input_idx, *self.bound_input_idxs)

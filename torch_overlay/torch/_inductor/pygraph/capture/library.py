@@ -19,7 +19,8 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
 from torch._inductor.pygraph.graph.captured import CapturedNode, read_graph
-from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings
+from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
 from torch._inductor.pygraph.graph.placeholder import (
     arena,
     MAX_ALIGNMENT,
@@ -296,9 +297,9 @@ class CallTrace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        first = num_captured()
+        first = count_nodes(capturing_graph())
         results = func(*args, **kwargs)
-        last = num_captured()
+        last = count_nodes(capturing_graph())
         if func.overloadpacket not in OPERATORS or _draws(func, args, kwargs):
             if first != last:
                 self.unknown = self.unknown or str(func)
@@ -324,15 +325,6 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Return whether an attention drops out, by numbers that a graph would draw anew."""
     names = [argument.name for argument in func._schema.arguments]
     return bool({**dict(zip(names, args)), **kwargs}.get("dropout_p"))
-
-
-def num_captured() -> int:
-    """Return how many nodes the graph has that is being captured."""
-    cu = bindings()
-    stream = torch.cuda.current_stream().cuda_stream
-    _, _, graph, *_ = check(cu.cuStreamGetCaptureInfo(cu.CUstream(stream)))
-    *_, count = check(cu.cuGraphGetNodes(graph))
-    return count
 
 
 def alignment_of(address: int) -> int:

@@ -56,13 +56,17 @@ class Word(NamedTuple):
         return self.value.value != before
 
 
+def aligned_words(buffer: Any) -> memoryview:
+    whole = len(buffer) // WORD_BYTES * WORD_BYTES
+    return memoryview(bytes(buffer))[:whole].cast("Q")
+
+
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:
     """Return every aligned word of a parameter buffer that lies in a placeholder's range."""
     # Bytes of two neighbours read as one word have passed for an address.
-    whole = len(buffer) // WORD_BYTES * WORD_BYTES
     return [
         Word(*hit, ctypes.c_uint64.from_buffer(buffer, i * WORD_BYTES))
-        for i, value in enumerate(memoryview(bytes(buffer))[:whole].cast("Q"))
+        for i, value in enumerate(aligned_words(buffer))
         if (hit := placeholders.find(value)) is not None
     ]
 
@@ -117,6 +121,14 @@ def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> 
     params.kernelParams = ctypes.addressof(pointers)
     params.extra = 0
     return buffers, pointers
+
+
+def set_captured_node(node: Any, params: Any, buffers: Sequence[ctypes.Array[Any]]) -> None:
+    """Let a captured node, which keeps a copy, have these parameters. Raises DriverError: the node is as it was."""
+    keep = set_kernel_parameters(params, buffers)
+    result = bindings().cuGraphKernelNodeSetParams(node, params)
+    del keep
+    check(result)
 
 
 def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:

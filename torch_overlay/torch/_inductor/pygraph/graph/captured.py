@@ -1,9 +1,8 @@
 """
 What the nodes of a captured graph launch. A node of another graph can be set to launch the same.
 
-cuGraphExecKernelNodeSetParams changes a node's function, grid and parameters. It leaves the
-attributes as they are, of which a kernel may need others, such as the clusters of its thread
-blocks: its launch would end the context.
+cuGraphExecKernelNodeSetParams changes a node's function, grid and parameters. It leaves the attributes as they are, of
+which a kernel may need others, such as the clusters of its thread blocks: its launch would end the context.
 """
 
 from __future__ import annotations
@@ -13,11 +12,13 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph.binding import (
+    aligned_words,
     graph_nodes,
     kernel_function,
     kernel_parameters,
     MEMSET_BYTES,
     NodeUpdate,
+    set_captured_node,
     set_kernel_parameters,
     struct_buffer,
     WORD_BYTES,
@@ -106,8 +107,7 @@ class CapturedNode:
     def words(self) -> Iterator[tuple[int, int, int]]:
         """Yield (buffer, offset, value) of each aligned word at capture."""
         for i, content in enumerate(self.captured):
-            whole = len(content) // WORD_BYTES * WORD_BYTES
-            for k, value in enumerate(memoryview(content)[:whole].cast("Q")):
+            for k, value in enumerate(aligned_words(content)):
                 yield i, WORD_BYTES * k, value
 
     def grid_places(self) -> list[ctypes.c_uint32]:
@@ -208,22 +208,12 @@ def is_kernel(node: Any) -> bool:
 
 
 def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
-    """
-    Let a captured kernel take other memory for a range.
-
-    Raises:
-        DriverError: the node is as it was.
-    """
-    cu = bindings()
-    params = check(cu.cuGraphKernelNodeGetParams(node))
+    """Let a captured kernel take other memory for a range. Raises as set_captured_node."""
+    params = check(bindings().cuGraphKernelNodeGetParams(node))
     buffers = [buffer for _, buffer in kernel_parameters(params)]
     for buffer in buffers:
         for offset in range(0, len(buffer) - WORD_BYTES + 1, WORD_BYTES):
             word = ctypes.c_uint64.from_buffer(buffer, offset)
             if memory[0] <= word.value < memory[1]:
                 word.value += to - memory[0]
-    keep = set_kernel_parameters(params, buffers)
-    result = cu.cuGraphKernelNodeSetParams(node, params)
-    # The node has a copy.
-    del keep
-    check(result)
+    set_captured_node(node, params, buffers)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Edge = tuple[int, int]
 
 
-def capturing_graph(device_index: int) -> Any:
+def capturing_graph(device_index: int | None = None) -> Any:
     """Return the graph that the current stream is captured in."""
     cu = bindings()
     stream = torch.cuda.current_stream(device_index).cuda_stream

@@ -14,7 +14,7 @@ import torch
 from torch._inductor.pygraph.graph.binding import read_host_memory
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.placeholder import tensor_at
-from torch._inductor.pygraph.types.reason import RefusedError
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 
 
 if TYPE_CHECKING:
@@ -79,6 +79,13 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     free = min(free, allowed - torch.cuda.memory_reserved(device_index))
     of_pool = () if pool is None else segments_of(pool)
     return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
+
+
+def lack_of_memory(needed: int, device_index: int, pool: _POOL_HANDLE) -> Reason | None:
+    """Return why there are not so many bytes, or None."""
+    if (free := room(device_index, pool)) >= needed:
+        return None
+    return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
 
 
 def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:

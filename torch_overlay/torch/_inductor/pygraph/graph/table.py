@@ -17,7 +17,7 @@ import torch
 from torch._inductor.pygraph.graph.binding import (
     kernel_function,
     parameter_layout,
-    set_kernel_parameters,
+    set_captured_node,
     SLOT,
     WORD_BYTES,
     Write,
@@ -171,9 +171,4 @@ class Table:
             values[i] = self._slot(k, delta).to_bytes(WORD_BYTES, "little")
         params.func = function
         params.sharedMemBytes = compiled.metadata.shared
-        buffers = [ctypes.create_string_buffer(v, len(v)) for v in values]
-        keep = set_kernel_parameters(params, buffers)
-        result = bindings().cuGraphKernelNodeSetParams(reader.node, params)
-        # The node has a copy.
-        del keep
-        check(result)
+        set_captured_node(reader.node, params, [ctypes.create_string_buffer(v, len(v)) for v in values])

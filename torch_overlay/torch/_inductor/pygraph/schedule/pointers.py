@@ -12,13 +12,13 @@ import bisect
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph.binding import (
+    aligned_words,
     kernel_function,
     kernel_parameters,
     MEMCPY_BYTES,
     MEMSET_BYTES,
     parameter_layout,
     struct_buffer,
-    WORD_BYTES,
 )
 from torch._inductor.pygraph.graph.driver import bindings, check
 
@@ -52,11 +52,7 @@ def words_of(node: Any) -> list[int] | None:
         buffers = [struct_buffer(params, MEMCPY_BYTES)]
     else:
         return None
-    return [
-        word
-        for buffer in buffers
-        for word in memoryview(bytes(buffer))[: len(buffer) // WORD_BYTES * WORD_BYTES].cast("Q")
-    ]
+    return [word for buffer in buffers for word in aligned_words(buffer)]
 
 
 class Memory:

@@ -20,7 +20,7 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.capture.library import Memo
 from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import room
+from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.replay.interpreter import make_replay
 from torch._inductor.pygraph.replay.plan import sized_plan
@@ -359,9 +359,8 @@ class ManySizes:
         at, reserve = map(self.sized.function.at, (sizes, top))
         more = sum(max(reserve.extent(t) - at.extent(t), 0) for t in self.sized.memory.values())
         needed = min(int(rehearsal.needed_bytes * factor), rehearsal.needed_bytes + more)
-        free = room(self.spec.device_index, memory.pool)
-        if free < needed:
-            raise RefusedError(Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20))
+        if (lack := lack_of_memory(needed, self.spec.device_index, memory.pool)) is not None:
+            raise RefusedError(lack)
 
     def _rehearse(self, inputs: list[InputType]) -> Rehearsal:
         trace = AllocationTrace()
@@ -371,14 +370,10 @@ class ManySizes:
             trace.begin()
             return traced(inputs)
 
-        def inspect(outputs: OutputType) -> list[int]:
-            tensors = ((i, t) for i, t in enumerate(outputs) if isinstance(t, torch.Tensor))
-            return [i for i, t in tensors if t.numel() > 0 and not trace.holds(t)]
-
         return Rehearsal(
             self.model,
             run,
-            inspect,
+            trace.others_of,
             inputs,
             device_index=self.spec.device_index,
             managed=OrderedSet(),
