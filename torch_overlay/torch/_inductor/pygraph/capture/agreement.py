@@ -1,13 +1,8 @@
 """
-How ranks take one decision.
-
-The ranks that share a function's collectives come to the same point of the program. Each posts what it knows under a
-key. The rank that posts last decides for all and writes the decision into a register, whose first value holds. A rank
-that does not take part, or has waited too long, writes that there is no agreement. So all ranks return the same, and
-each within the time-out. The exchange goes over the store of the default group, on the CPU, because a collective would
-wait for a rank that never comes.
-
-The protocol is a generator of requests to a store, which tests answer in every order.
+How ranks take one decision. Each posts what it knows under a key. The rank that posts last decides for all and writes
+the decision into a register, whose first value holds. A rank that does not take part, or has waited too long, writes
+that there is no agreement. So all ranks return the same, and each within the time-out. The exchange goes over the store
+of the default group, on the CPU. The protocol is a generator of requests to a store, which tests answer in every order.
 """
 
 from __future__ import annotations
@@ -43,12 +38,7 @@ Request = tuple[Any, ...]
 
 
 def connected(key: str, rank: int, own: Iterable[int]) -> Generator[Request, Any, list[int] | None]:
-    """
-    Return the ranks that groups connect with this one, by way of others, too. None if one of them does not come.
-
-    Args:
-        own: the ranks of the groups that this rank is in
-    """
+    """Return the ranks that groups, in the end, connect with this one, whose groups have the ranks ``own``, or None."""
     known = {rank: sorted(own)}
     yield "set", f"{key}/connects/{rank}", json.dumps(known[rank])
     while missing := OrderedSet(itertools.chain.from_iterable(known.values())) - known.keys():
@@ -65,11 +55,8 @@ def vote(
     key: str, rank: int, members: Sequence[int], value: Any, decide: Callable[[list[Any]], Any]
 ) -> Generator[Request, Any, Any]:
     """
-    Return what ``decide`` makes of the values of all members, or None if one of them does not take part in time.
-
-    Args:
-        key: names the decision. Another decision has another key
-        value: as JSON has it; None if this rank does not take part
+    Return what ``decide`` makes of the values of all members, or None if one of them does not take part in time: its
+    value is None. Another decision has another key.
     """
     register = f"{key}/decision"
     if value is None:
@@ -128,13 +115,8 @@ def agree(
     groups: Sequence[str], name: str, value: Any, decide: Callable[[list[Any]], Any] = lambda values: True
 ) -> Any:
     """
-    Return what the ranks of ``groups`` decide together, and None if they do not.
-
-    Waits for the other ranks, unless ``value`` is None: this rank does not take part.
-
-    Args:
-        groups: names of process groups
-        name: of the step; it is the same on all ranks, and no other step has it
+    Return what the ranks of process groups decide together, and None if they do not. Waits for the other ranks, unless
+    ``value`` is None: this rank does not take part. The name is the same on all ranks, and no other step has it.
     """
     try:
         found = [dist.distributed_c10d._resolve_process_group(group) for group in groups]  # type: ignore[arg-type]

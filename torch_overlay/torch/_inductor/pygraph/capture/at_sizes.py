@@ -1,6 +1,4 @@
-"""
-A function that may be recorded for many sizes, and its captures at the sizes of calls.
-"""
+"""A function that may be recorded for many sizes, and its captures at the sizes of calls."""
 
 from __future__ import annotations
 
@@ -205,12 +203,7 @@ class FunctionCapture:
         return placed
 
     def pairs(self) -> Iterator[tuple[LaunchOf | OperatorOf, TracedCall | None, list[CapturedNode]]]:
-        """
-        Yield for each event of the function its call and its nodes.
-
-        Raises:
-            RefusedError: there are other nodes or calls.
-        """
+        """Yield for each event of the function its call and its nodes. Raises RefusedError: there are others."""
         calls, position = iter(self.trace.calls), 0
         for event in self.model.function.events:
             if isinstance(event, LaunchOf):

@@ -1,12 +1,10 @@
 """
 Whether a captured graph launches what a replay at its sizes sets.
 
-A Triton kernel is compared in full. A library call lies elsewhere when it is captured alone: addresses
-of operands and of temporary memory are those of the other capture. Libraries also leave bytes of their
-parameters undefined. These hold what earlier calls left on the stack: an H100 showed it for the unused
-dimensions of PyTorch's copy kernel. Others are addresses of the host's memory: cuBLAS passes where alpha and
-beta lie on the stack, beside their values. Two captures by one piece of code often have the same there, so
-undefined bytes are found by captures with other content and another depth of the stack.
+A Triton kernel is compared in full. A library call lies elsewhere when it is captured alone: addresses of operands and
+of temporary memory are those of the other capture. Libraries also leave bytes of their parameters undefined, or pass
+where alpha and beta lie on the stack. Such bytes are found by captures with other content and another depth of the
+stack.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
 """
-What operators launch: the kernels that a library chooses for the sizes of a call.
-
-Nothing describes these kernels for other sizes. So a call is captured alone, at placeholders, the
-first time that its signature comes, and its nodes are kept. Layers and functions share them. What
-is captured here never runs. Its temporary memory does: it lies in a pool of its own, which all
-calls of the device share, because the calls of one manager follow one another.
+What operators launch: the kernels that a library chooses for the sizes of a call. A call is captured alone, at
+placeholders, the first time that its signature comes, and its nodes are kept. Layers and functions share them, and the
+pool of their temporary memory, because the calls of one manager follow one another.
 """
 
 from __future__ import annotations
@@ -73,13 +70,8 @@ ENTRY_BYTES = 2048
 
 class Signature(NamedTuple):
     """
-    What an operator's launches depend on.
-
-    Args:
-        operands: metadata and alignment in bytes of each tensor
-        arguments: all others, by their place
-        structure: of the arguments
-        settings: of the process
+    What an operator's launches depend on: metadata and alignment in bytes of each tensor, other ``arguments``, by their
+    place, their structure, and settings of the process.
     """
 
     op: Any
@@ -114,12 +106,8 @@ class Slot(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """
-    What a call launches.
-
-    Args:
-        slots: of each node the words that are the address of an operand, or, behind the operands,
-            of a result. Temporary memory stays where it is
-        graph: keeps the nodes
+    What a call launches. ``slots`` are of each node the words that are the address of an operand, or, behind the
+    operands, of a result. The graph keeps the nodes.
     """
 
     nodes: tuple[CapturedNode, ...]
@@ -145,12 +133,7 @@ class Scratch:
         self.cuda_graphs_pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Callable[[], Any], pool: _POOL_HANDLE) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """
-        Return the graph, which is not instantiated, and what ``run`` returned.
-
-        Raises:
-            RefusedError: what was captured cannot be.
-        """
+        """Return the graph, which is not instantiated, and what ``run`` returned. Raises RefusedError."""
         stream = torch.cuda.current_stream(self.device)
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         try:
@@ -179,13 +162,7 @@ class Memo(Scratch):
         self.nbytes = 0
 
     def entry(self, signature: Signature, spec: TreeSpec) -> Entry:
-        """
-        Args:
-            spec: the structure of the call's arguments
-
-        Raises:
-            RefusedError: the call cannot be captured.
-        """
+        """``spec``: the structure of the call's arguments. Raises RefusedError: the call cannot be captured."""
         entry = self.entries.get(signature)
         if entry is None:
             entry = self.entries[signature] = self.captured(signature, spec)
@@ -199,10 +176,7 @@ class Memo(Scratch):
     def captured(
         self, signature: Signature, spec: TreeSpec, around: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Entry:
-        """
-        Args:
-            around: runs what it is called with: the operator
-        """
+        """``around``: runs what it is called with: the operator."""
         sizes = [(storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
         places = arena(self.device, ZERO).place(sizes)
         operands = [
@@ -260,13 +234,7 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedCall:
-    """
-    A call that was captured.
-
-    Args:
-        first, last: its nodes are those from the first to before the last
-        arguments: those that are no tensors, by their place
-    """
+    """A call that was captured as the nodes from ``first`` to before ``last``. ``arguments`` are no tensors."""
 
     op: Any
     operands: list[Operand]
@@ -279,14 +247,8 @@ class TracedCall:
 
 class CallTrace(TorchDispatchMode):
     """
-    Notes the calls of OPERATORS during a capture.
-
-    Args:
-        place: called with the number of a call and its new results; returns the tensors that the
-            function gets in their place
-
-    Attributes:
-        unknown: another operator that adds nodes to the graph
+    Notes the calls of OPERATORS during a capture, and an ``unknown`` one that adds nodes to the graph. ``place``, given
+    the number of a call and its new results, returns the tensors that the function gets in their place.
     """
 
     def __init__(self, place: Callable[[int, list[torch.Tensor]], list[torch.Tensor]]) -> None:

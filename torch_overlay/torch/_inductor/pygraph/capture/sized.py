@@ -1,12 +1,10 @@
 """
 A recording of a function for many sizes.
 
-It is captured in a call, with memory for the largest sizes of a bucket, and replayed at all sizes
-of the bucket. A SizeMap says which parameters and grids of Triton kernels depend on the sizes, and
-how. What operators launch is known from library.Memo. Outputs have their exact size and strides.
-
-All tensors that the function takes, weights as well, are bound, and no output lies in a pool. So
-trees know nothing of such a recording: to them the call is an uncaptured one.
+It is captured in a call, with memory for the largest sizes of a bucket, and replayed at all sizes of the bucket. A
+SizeMap says how parameters and grids of Triton kernels depend on the sizes. What operators launch is known from
+library.Memo. All tensors that the function takes are bound, and no output lies in a pool: to trees the call is an
+uncaptured one.
 """
 
 from __future__ import annotations
@@ -55,13 +53,7 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """
-    A Triton kernel of a recording.
-
-    Args:
-        node: as it was captured, with the words that are compared
-        updates: set the executable graph's node, and switch it on or off
-    """
+    """A Triton kernel of a recording, as it was captured. ``updates`` set its node, and switch it on or off."""
 
     event: LaunchOf
     node: CapturedNode
@@ -101,10 +93,8 @@ class KeptSizes(NamedTuple):
 
 class SizedRecording:
     """
-    A recording for all sizes up to ``top``.
-
-    What a replay sets are numbers by their place: addresses of inputs, of the memory of outputs, and
-    of the recording's own, then what SizedFunction computes from the sizes.
+    A recording for all sizes up to ``top``. What a replay sets are numbers by their place: addresses of inputs, of the
+    memory of outputs, and of the recording's own, then what SizedFunction computes from the sizes.
 
     Attributes:
         bound_alignments: of the inputs, in bytes
@@ -345,12 +335,7 @@ class SizedRecording:
     # Proof
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
-        """
-        Compare a capture, node by node, with what a replay at its sizes launches.
-
-        Raises:
-            RefusedError: they differ.
-        """
+        """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
         numbers = [*addresses, *at.numbers]
         launches, calls = iter(self.launches), iter(self.calls)
@@ -402,11 +387,7 @@ class SizedRecording:
     # Calls
 
     def bind(self, inputs: Sequence[InputType], kept: KeptSizes) -> list[torch.Tensor] | None:
-        """
-        Set the nodes' parameters and grids for a call. Return its bound inputs and the memory of its outputs.
-
-        Returns None if the recording cannot be bound. The graph must not be launched then.
-        """
+        """Set the nodes for a call. Return its bound inputs and the memory of its outputs, None if a node refused."""
         tensors: list[torch.Tensor] = [inputs[i] for i in self.model.inputs]  # type: ignore[misc]
         addresses = [t.data_ptr() for t in tensors]
         if any(a % n for a, n in zip(addresses, self.bound_alignments)) or any(map(is_lazy, tensors)):

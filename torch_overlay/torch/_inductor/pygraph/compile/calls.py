@@ -1,8 +1,6 @@
 """
-Describes what generated code calls, in its order, and lets the code note each call; see types/calls.py.
-
-A recording pairs the nodes that it captures with these calls, and orders them by what they use. The
-notes are lines behind the calls, so that each tensor has its name and its memory there.
+Describes what generated code calls, in its order, and lets the code note each call, on the line behind it; see
+types/calls.py. A recording pairs the nodes that it captures with these calls, and orders them by what they use.
 """
 
 from __future__ import annotations
@@ -174,12 +172,7 @@ def _has_schema(operation: ir.ExternKernel, op: Any) -> bool:
 
 
 def _buffers(given: Any) -> Iterator[str]:
-    """
-    Yield the names of the buffers among an operator's arguments.
-
-    Raises:
-        TypeError: another object is one of them, such as a generator.
-    """
+    """Yield the names of the buffers among an operator's arguments. Raises TypeError: one is another object."""
     for argument in pytree.tree_leaves(given, is_leaf=lambda leaf: isinstance(leaf, ir.IRNode)):
         if not isinstance(argument, ir.IRNode) or isinstance(argument, NO_TENSORS):
             if isinstance(argument, torch.Generator):

@@ -1,8 +1,6 @@
 """
-Describes how a generated function depends on its sizes; see types/sizes.py for the result.
-
-The sources are those of compile/describe.py: the expressions of the scheduler's nodes and of the
-wrapper's lines. The code itself is not read.
+Describes how a generated function depends on its sizes, from the expressions of the scheduler's nodes and of the
+wrapper's lines. The result is in types/sizes.py.
 """
 
 from __future__ import annotations
@@ -62,10 +60,7 @@ WORDS = {"i32": 4, "u32": 4, "i64": 8, "u64": 8}
 def describe_sizes(
     wrapper: codegen.PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]
 ) -> SizeMap | Reason | None:
-    """
-    Return how the function that ``wrapper`` has generated for ``nodes`` depends on its sizes, or
-    why that is not known; None if no input is a size.
-    """
+    """Return how the function depends on its sizes, or why that is not known; None if no input is a size."""
     inputs = wrapper.get_graph_inputs()
     sizes = {name: value for name, value in inputs.items() if isinstance(value, sympy.Symbol)}
     if not sizes:

@@ -191,18 +191,12 @@ class Branches(Hosts, Breaks):
         return joiner.code
 
     def break_at_conds(self) -> None:
-        """
-        Raises:
-            RestartAnalysis: without torch.cond there may be no error.
-        """
+        """Raises RestartAnalysis: without torch.cond there may be no error."""
         if self.conds:
             restart(self.conds, Code.BRANCH_STAYS, "torch.cond does not compile")
 
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Raises:
-            RestartAnalysis: the complete graph tells a join from what it stands for.
-        """
+        """Raises RestartAnalysis: the complete graph tells a join from what it stands for."""
         if self.joins and (told := told_apart(tx.output.graph, self.joins)):
             restart([j.site for j in told], Code.JOIN_IS_SEEN, "it returns, writes or differentiates the tensor")
         if self.joins and tx.output.side_effects.tensor_hooks:
@@ -212,12 +206,7 @@ class Branches(Hosts, Breaks):
 def join_paths(
     tx: InstructionTranslatorBase, condition: Any, paths: list[Path], fork: Fork, site: tuple[Any, int]
 ) -> tuple[Joiner, Path, list[Join]]:
-    """
-    Join the paths in the first form that is exact.
-
-    Raises:
-        RefusedError: there is none.
-    """
+    """Join the paths in the first form that is exact. Raises RefusedError: there is none."""
     last = last_node(tx.output.graph)
     try:
         joiner = Joiner(tx, condition, paths)

@@ -1,18 +1,7 @@
 """
-What Dynamo does for PyGraph, as the capabilities of Inductor with ``config.pygraph``.
-
-PyGraph extends the analysis of each frame:
-
-- items      the value of a 0-d CPU tensor becomes an input of the graph (items.py)
-- slices     a slice with tensor bounds breaks the graph where it is used (slices.py)
-- loops      the code before a loop that breaks the graph is compiled (obstacles.py)
-- effects    print, loggers and warnings.warn are called behind the graph (effects.py), with ``config.pygraph_mend``
-- checks     a path that only raises is run behind the graph (checks.py), with ``config.pygraph_mend``
-- turns      the body of a loop that asks a tensor is compiled (loops.py), with ``config.pygraph_mend``
-- branches   a branch on a tensor does not break the graph (branches.py), with ``config.pygraph_mend``
-- copies     copy.deepcopy of a plain object is traced (copies.py), with ``config.pygraph_mend``
-- sharded    parameters that FSDP gathers are no static inputs (sharded.py)
-- obstacles  none of the others happens where compiled code may differ from eager code (obstacles.py)
+What Dynamo does for PyGraph, as the capabilities of Inductor with ``config.pygraph``. The classes that extend the
+analysis of each frame are described in their modules. Branches, checks, copies, effects and bodies of loops need
+``config.pygraph_mend``.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
 """
-Checks of a tensor's value behind the graph: assertions, ``if bad: raise``, and functions such as torch._check_tensor_all.
+Checks of a tensor's value behind the graph: assertions, ``if bad: raise``, and functions such as
+torch._check_tensor_all.
 
 Dynamo breaks the graph where the host reads the value. PyGraph queues the check with the effects (see effects.py).
 Bytecode reads the value when the graph has run, and calls the code of the path that raises. Eager mode cannot be told
@@ -56,10 +57,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass
 class Check(Effect):
-    """
-    Attributes:
-        raises_if: the truth of the first value with which the call raises
-    """
+    """``raises_if``: the truth of the first value with which the call raises."""
 
     raises_if: bool = False
 
@@ -73,11 +71,7 @@ class Check(Effect):
         return found is not None and all(device in (CPU, i.meta["example_value"].device) for i in found)
 
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
-        """
-        Let operators that follow index with zeros if the check raises.
-
-        The graph runs to its end then, and an index that the check has found would raise another error.
-        """
+        """Let operators that follow index with zeros if the check raises: the graph runs to its end then."""
         graph = tx.output.graph
         risky = [node for node in nodes_after(self.last) if node not in copies and not is_total(node)]
         if not risky:

@@ -8,10 +8,8 @@ from before the branch become operands. Eager mode cannot be told from this if
 - gradients of all results reach the same tensors: torch.cond gives zeros where eager mode gives None
 - no gradient depends on random numbers or on autocast: the backward runs the path again
 
-On a GPU, torch.cond waits for the device as eager mode does, and config.pygraph_cond captures what is around it. Without
-that setting nothing of the graph would be captured, and a graph break is better.
-
-An operand that no gradient reaches is detached. A result that shares memory with an older tensor is cloned.
+On a GPU, torch.cond waits for the device as eager mode does. Without config.pygraph_cond nothing of the graph would be
+captured, and a graph break is better.
 """
 
 from __future__ import annotations
@@ -98,12 +96,7 @@ class CondJoiner(Joiner):
         return made
 
     def select(self, site: tuple[Any, int]) -> list[Join]:
-        """
-        Join the tensors by torch.cond. Return the joins of tensors that existed before.
-
-        Raises:
-            RefusedError: eager mode could be told from it.
-        """
+        """Join the tensors by torch.cond. Return the joins of tensors that existed before. Raises RefusedError."""
         tx, graph = self.tx, self.tx.output.graph
         own = OrderedSet(node for path in self.paths for node in path.nodes if is_movable(tx, node))
         for node in own:
@@ -240,10 +233,7 @@ def is_movable(tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool:
 
 
 def check_node(node: torch.fx.Node) -> None:
-    """
-    Raises:
-        RefusedError: a path may not have the node.
-    """
+    """Raises RefusedError: a path may not have the node."""
     if node.op == "get_attr":
         return
     example = node.meta.get("example_value")
@@ -307,13 +297,7 @@ def outputs_of(body: torch.fx.GraphModule) -> tuple[torch.fx.Node, ...]:
 
 
 class Operators(TorchDispatchMode):
-    """
-    Watches the operators of paths.
-
-    Attributes:
-        draws: there are random numbers
-        outer: storages that paths may not write
-    """
+    """Watches the operators of paths: whether there are ``draws``. They may not write ``outer`` storages."""
 
     def __init__(self, outer: OrderedSet[int]) -> None:
         super().__init__()
@@ -352,12 +336,7 @@ class Paths(torch.fx.Interpreter):
 def observe(
     tx: InstructionTranslatorBase, bodies: list[torch.fx.GraphModule], operands: list[torch.fx.Node]
 ) -> Operators:
-    """
-    Run the paths on fake tensors.
-
-    Raises:
-        RefusedError: a path acts on what existed before, or outside of the graph.
-    """
+    """Run the paths on fake tensors. Raises RefusedError: a path acts on what existed before, or outside."""
     examples = [node.meta["example_value"] for node in operands]
     mode = Operators(OrderedSet(t.untyped_storage()._cdata for t in examples if isinstance(t, torch.Tensor)))
     with tx.fake_mode, mode:

@@ -126,10 +126,7 @@ class Copies:
         return {name: self._copy(tx, attribute, seen) for name, attribute in attributes.items()}
 
     def check_copies(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Raises:
-            RestartAnalysis: bytecode would set attributes of a copy by the class, which copy.deepcopy does not.
-        """
+        """Raises RestartAnalysis: bytecode would set attributes of a copy by the class."""
         if not self.copies:
             return
         effects = tx.output.side_effects

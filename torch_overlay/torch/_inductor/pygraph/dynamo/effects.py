@@ -96,13 +96,7 @@ class Rebuilt(VariableTracker):
 
 @dataclasses.dataclass
 class Text:
-    """
-    A tensor whose text is wanted.
-
-    Attributes:
-        copy: its values at the call
-        version: of the tensor at the call; None if only the copy may be read
-    """
+    """A tensor whose text is wanted. ``copy`` has its values at the call. Without ``version`` only that is read."""
 
     tensor: variables.TensorVariable
     copy: variables.TensorVariable
@@ -122,7 +116,6 @@ class Effect:
         code, instruction: where the call is
         last: the graph's last node before the call
         versions: of the graph's inputs at the call
-        may_raise: the call may raise
         values: what bytecode passes, complete when the graph is
         texts: the tensors among the values
         makers: each returns a value, given whether inputs were written since the call
@@ -158,10 +151,7 @@ class Effects(Breaks):
         self.checked: torch.fx.Node | None = None
 
     def on_call(self, tx: InstructionTranslatorBase, fn: VariableTracker) -> None:
-        """
-        Raises:
-            RestartAnalysis: a call cannot be made behind what follows it. Dynamo need not trace the rest of the frame.
-        """
+        """Raises RestartAnalysis: a call cannot be made behind what follows it."""
         super().on_call(tx, fn)
         # What a call made that still runs may be left to a frame of its own.
         if not self.queue or tx is not tx.output.root_tx:
@@ -230,12 +220,7 @@ class Effects(Breaks):
         return lambda written: value
 
     def check_effects(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Decide what bytecode passes, once the graph is complete.
-
-        Raises:
-            RestartAnalysis: a call cannot be made behind the graph.
-        """
+        """Decide what bytecode passes. Raises RestartAnalysis: a call cannot be made behind the complete graph."""
         graph = tx.output.graph
         copies = self._copies()
         for effect in self.queue:
@@ -257,10 +242,7 @@ class Effects(Breaks):
 
 
 def check_nodes(effect: Effect, nodes: Iterable[torch.fx.Node], copies: OrderedSet[torch.fx.Node]) -> None:
-    """
-    Raises:
-        RestartAnalysis: the call cannot be made behind one of the nodes.
-    """
+    """Raises RestartAnalysis: the call cannot be made behind one of the nodes."""
     for node in nodes:
         if node not in copies and not effect.allows(node):
             break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node) or node.name))

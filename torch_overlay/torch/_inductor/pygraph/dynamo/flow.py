@@ -113,9 +113,8 @@ class Flow:
 
     def meeting(self, start: int) -> int | None:
         """
-        Return the first instruction that all paths from ``start`` reach, unless they raise.
-
-        The number of instructions if it is the return, and None if all paths raise.
+        Return the first instruction that all paths from ``start`` reach, unless they raise: the number of instructions
+        if it is the return, and None if all paths raise.
         """
         end = len(self.instructions)
         everything = (1 << (end + 1)) - 1

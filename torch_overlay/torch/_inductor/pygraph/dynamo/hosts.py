@@ -1,14 +1,13 @@
 """
-Branches on CPU values that the host knows before the graph runs: ``if torch.rand([]) < layerdrop``, ``if self.started``.
+Branches on CPU values that the host knows before the graph runs: ``if torch.rand([]) < layerdrop``, ``if
+self.started``.
 
-Dynamo traces the path that is taken, and a guard finds the outcome of each call on a copy of the generator's state. With
-another outcome Dynamo compiles another graph. Each graph holds one path, so gradients of the other one are None, and
-effects, aliases, random numbers and exceptions are eager mode's, whatever the paths contain. torch.cond would need one
-graph for all outcomes, but its paths must be alike, its gradients are zeros, and its backward draws other numbers.
+Dynamo traces the path that is taken, and a guard finds the outcome of each call on a copy of the generator's state.
+With another outcome Dynamo compiles another graph. Each graph holds one path, so that all is eager mode's, whatever the
+paths contain. torch.cond's paths must be alike, its gradients are zeros, and its backward draws other numbers.
 
-The price is one compilation an outcome. Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame,
-the graph breaks. In a loop over large layers that draws in each turn, as layerdrop, the body becomes a function at the
-second draw (loops.py): all layers share a graph, and a dropped layer runs none.
+Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop over large
+layers that draws in each turn, as layerdrop, the body becomes a function at the second draw (loops.py).
 
 Draws that only a branch reads leave the graph: bytecode draws in front of it.
 """
@@ -99,11 +98,7 @@ class Hosts:
         self.certain: OrderedSet[torch.fx.Node] = OrderedSet()
 
     def draw_in_front(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> None:
-        """
-        Let bytecode draw what decides nothing. The program finds the generator as eager mode leaves it.
-
-        Inductor eliminates draws that nothing reads, unless config.fallback_random is set.
-        """
+        """Let bytecode draw what decides nothing. The program finds the generator as eager mode leaves it."""
         root = tx.output.root_tx
         if root is None or torch._inductor.config.fallback_random or context(root.f_code)[IN_GRAPH]:
             return
@@ -151,10 +146,7 @@ class Hosts:
                 tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
 
     def erase_draws(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Raises:
-            RestartAnalysis: the complete graph reads a number that decided.
-        """
+        """Raises RestartAnalysis: the complete graph reads a number that decided."""
         graph = tx.output.graph
         for node in reversed(list(graph.nodes)):
             if node in self.slice | self.certain and node.op != "placeholder" and not node.users:

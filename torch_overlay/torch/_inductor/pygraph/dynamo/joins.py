@@ -5,7 +5,8 @@ With torch.where both paths run. Eager mode cannot be told from this if
 
 - the paths are few operators, most of them pointwise, that raise for no value
 - two tensors that are joined agree in all but their elements, and their gradients reach the same tensors
-- under autograd each operator passes a zero on as a zero, whatever its operand: not sqrt, whose derivative may be infinite
+- under autograd each operator passes a zero on as a zero, whatever its operand: not sqrt, whose derivative may be
+  infinite
 - where a path leaves a tensor as it was, nothing tells that tensor from the join, which is another one
 """
 
@@ -56,14 +57,7 @@ IDENTITY = frozenset(
 
 @dataclasses.dataclass
 class Join:
-    """
-    A join of a tensor that existed before.
-
-    Attributes:
-        node, other: the join, and the tensor
-        own: the nodes of both paths
-        site: where the branch is
-    """
+    """A join, ``node``, of a tensor that existed before, ``other``. The nodes of both paths are the join's ``own``."""
 
     node: torch.fx.Node
     other: torch.fx.Node
@@ -90,12 +84,7 @@ class Joiner:
         self.has_truths = False
 
     def match(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
-        """
-        Return what makes the join of two values.
-
-        Raises:
-            RefusedError: there is none.
-        """
+        """Return what makes the join of two values. Raises RefusedError: there is none."""
         if a is b or (a.source is not None and a.source == b.source and type(a) is type(b)):
             return lambda: a
         a, b = (v.realize() if isinstance(v, LazyVariableTracker) else v for v in (a, b))
@@ -169,12 +158,7 @@ class Joiner:
         return tensor.call_method(self.tx, name, [*args], {})
 
     def select(self, site: tuple[Any, int]) -> list[Join]:
-        """
-        Join each pair of tensors by torch.where. Return the joins of tensors that existed before.
-
-        Raises:
-            RefusedError: the paths cannot both run.
-        """
+        """Join each pair of tensors by torch.where. Return the joins of older tensors. Raises RefusedError."""
         own = OrderedSet(node for path in self.paths for node in path.nodes)
         for node in own:
             if not is_selectable(node):
@@ -205,12 +189,7 @@ class Joiner:
 
 
 def join(joiner: Joiner, fork: Fork, site: tuple[Any, int]) -> tuple[Path, list[Join]]:
-    """
-    Return the stack and the variables behind both paths, and the joins of tensors that existed before.
-
-    Raises:
-        RefusedError: there are none.
-    """
+    """Return the stack and the variables behind both paths, and joins of older tensors. Raises RefusedError."""
     one, other = joiner.paths
     if len(one.stack) != len(other.stack):
         raise RefusedError("the stacks differ")

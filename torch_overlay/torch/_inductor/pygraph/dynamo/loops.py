@@ -8,11 +8,10 @@ would call itself in each turn. With PyGraph, Dynamo analyses the frame again as
     *exits, state = for_each(body, items, state, others, numbers)  # see turns.py
     code after the loop
 
-The body is the loop's bytecode as a function of the variables that it reads. A graph break in it is one in a frame
-without a loop. It returns the variables that the loop stores where a turn ends: at a jump to the next turn, and at a
-jump out of the loop. If a turn ends with a branch on a value, the body returns the value, and the host reads it as in
-eager mode. The code after the loop begins where the jump out of the loop led to. Each instruction of the program
-runs as often, and in the same order, as in eager mode.
+The body is the loop's bytecode as a function of the variables that it reads. It returns the variables that the loop
+stores where a turn ends: at a jump to the next turn, and at a jump out of the loop. If a turn ends with a branch on a
+value, the body returns the value, and the host reads it as in eager mode. Each instruction of the program runs as
+often, and in the same order, as in eager mode.
 
 A loop stays as it is
 
@@ -117,22 +116,14 @@ class Loops(FrameExtension):
         return Enumerate([items]) if is_enumerate and has_items(items) else None
 
     def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
-        """
-        Raises:
-            exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function.
-        """
+        """Raises exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function."""
         super().on_graph_break(tx, error)
         if error.gb_type in READS and (why := self.outline(tx)) is not None:
             refuse(tx, Code.LOOP_STAYS, why=why)
             add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=why), is_repaired=False)
 
     def outline(self, tx: InstructionTranslatorBase) -> str | None:
-        """
-        Return why a loop around the current instruction stays as it is. None if there is no loop in the frame.
-
-        Raises:
-            exc.ReplacedCodeRestartAnalysis: the body of the loop can be a function.
-        """
+        """Return why a loop around it stays, None if there is none. Raises if its body can be a function."""
         if tx is not tx.output.root_tx:
             return None
         position = tx.indexof[tx.current_instruction]
@@ -147,9 +138,8 @@ class Loops(FrameExtension):
 
 def with_function(code: types.CodeType, position: int) -> types.CodeType | str | None:
     """
-    Return code that does the same, with a function for the body of the outermost loop around an instruction.
-
-    If the loop stays as it is, return why; None if the instruction is not in a loop.
+    Return code that does the same, with a function for the body of the outermost loop around an instruction. If the
+    loop stays as it is, return why; None if the instruction is not in a loop.
     """
     cache = code_context.get_context(code).setdefault("pygraph_loops", {})
     if position not in cache:

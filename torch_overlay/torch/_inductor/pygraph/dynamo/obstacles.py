@@ -1,9 +1,6 @@
 """
-Frames that run eagerly without PyGraph, and why compiled code may differ there.
-
-Without PyGraph, Dynamo runs these frames eagerly: a frame with a loop that breaks the graph, and
-the code after a slice that does. PyGraph compiles them if nobody can tell the difference. Marks in
-the context of the code object survive the analysis, which Dynamo may repeat.
+Frames that run eagerly without PyGraph, and why compiled code may differ there: a frame with a loop that breaks the
+graph, and the code after a slice that does. PyGraph compiles them if nobody can tell the difference.
 
 Compiled code differs from eager code in four ways:
 
@@ -12,14 +9,8 @@ Compiled code differs from eager code in four ways:
 - Inductor computes some results in another way: random numbers, strides, sums of floats.
 - Dynamo and Inductor have faults, which the frame did not have as long as it ran eagerly.
 
-An obstacle is a construct for which one of these may matter. The functions below yield the
-obstacles of a frame as text for the log. Constructs that are not known to be safe are obstacles.
-
-Three differences remain:
-
-- Frame inspectors no longer see locals that later bytecode does not read.
-- functools.lru_cache counts no calls.
-- A frame that is compiled again raises an error if the program asks for one.
+An obstacle is a construct for which one of these may matter, or that is not known to be safe. The functions below yield
+the obstacles of a frame as text for the log.
 """
 
 from __future__ import annotations
@@ -105,8 +96,7 @@ PLAIN_OPNAMES = frozenset(
     """.split()
 )
 
-# The arguments with which CALL_INTRINSIC_1 of Python 3.12 replaces UNARY_POSITIVE and
-# LIST_TO_TUPLE.
+# The arguments with which CALL_INTRINSIC_1 of Python 3.12 replaces UNARY_POSITIVE and LIST_TO_TUPLE.
 PLAIN_INTRINSICS = (5, 6)
 
 # FORMAT_VALUE's flag for a format on top of the stack.
@@ -136,11 +126,7 @@ SUMS = "a sum of floats is computed in another order"
 
 
 class Traced(FrameExtension):
-    """
-    Keeps the obstacles that are seen only while Dynamo traces the frame and what it inlines.
-
-    They are text, because variables would keep the program's tensors alive.
-    """
+    """Keeps the obstacles, as text, that are seen only while Dynamo traces the frame and what it inlines."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,10 +149,7 @@ class Traced(FrameExtension):
         return root is not None
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
-        """
-        Raises:
-            SkipFrame: the frame runs eagerly without PyGraph, and there is an obstacle.
-        """
+        """Raises SkipFrame: the frame runs eagerly without PyGraph, and there is an obstacle."""
         code = tx.f_code
         if is_eager(code) and (obstacle := next(of_frame(tx, self), None)) is not None:
             reason = Reason.of(Code.EAGER, obstacle=obstacle)
@@ -329,11 +312,7 @@ def is_setting(node: torch.fx.Node) -> bool:
 
 
 def writes_an_input(node: torch.fx.Node) -> bool:
-    """
-    Return whether the node writes an input in place.
-
-    Writes to a view of an input, and those of a foreach operator, are not seen.
-    """
+    """Return whether the node writes an input in place, but not by a view or by a foreach operator."""
     written = node.kwargs.get("out", node.args[0] if node.args else None)
     return is_in_place(node) and isinstance(written, torch.fx.Node) and written.op == "placeholder"
 

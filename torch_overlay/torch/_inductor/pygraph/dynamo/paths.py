@@ -106,12 +106,7 @@ class Path:
 
 
 def fork_at(tx: InstructionTranslatorBase, inst: Instruction) -> Fork:
-    """
-    Return how the paths of a conditional jump run.
-
-    Raises:
-        RefusedError: they cannot be joined.
-    """
+    """Return how the paths of a conditional jump run. Raises RefusedError: they cannot be joined."""
     flow, jump = flow_of(tx.f_code), tx.indexof[inst]
     join = flow.meeting(jump)
     if join is None:
@@ -129,12 +124,7 @@ def fork_at(tx: InstructionTranslatorBase, inst: Instruction) -> Fork:
 
 
 def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[VariableTracker]) -> Path:
-    """
-    Trace a path from the instruction ``start``. The translator is left as it was.
-
-    Raises:
-        RefusedError: it changes what existed before, breaks the graph, or raises.
-    """
+    """Trace a path from ``start``. Raises RefusedError: it changes what existed before, breaks the graph, or raises."""
     output = tx.output
     if OPAQUE_NAMES.intersection(tx.f_code.co_names):
         raise RefusedError("the code may read its variables by name")

@@ -1,8 +1,6 @@
 """
-The code of a path that only raises, as a function of the variables that it reads.
-
-Dynamo does not trace such a path. The function is called behind the graph, and is the program's own code: what it
-reads from objects and globals, and what it raises, is that of eager mode.
+The code of a path that only raises, as a function of the variables that it reads. Dynamo does not trace such a path.
+The function, which is the program's own code, is called behind the graph.
 """
 
 from __future__ import annotations

@@ -10,10 +10,7 @@ if TYPE_CHECKING:
 
 
 def release_gathered(tx: InstructionTranslatorBase) -> None:
-    """
-    Take no parameter of a module that FSDP manages for static. Dynamo marks each parameter, and CUDA
-    graph trees record a function again for each address of a static input.
-    """
+    """Take no parameter of a module that FSDP manages for static: a function is recorded for each address of those."""
     for node in tx.output.graph.find_nodes(op="placeholder"):
         argument = node.meta.get("grapharg")
         if argument is not None and argument.source.guard_source.is_fsdp_module():

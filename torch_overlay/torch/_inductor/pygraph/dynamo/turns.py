@@ -1,9 +1,8 @@
 """
-The loop of a frame whose body is a function (see loops.py).
-
-Dynamo runs these functions as they are, and compiles the body. A body makes one turn with the variables that the loop
-stores, followed by others that it reads. It returns a condition, the exit if it is true, the exit if it is false, and
-the stored variables. The functions below return for each of ``exits`` whether it was taken, and the stored variables.
+The loop of a frame whose body is a function (see loops.py), which Dynamo compiles. A body makes one turn with the
+variables that the loop stores, followed by others that it reads. It returns a condition, the exit if it is true, the
+exit if it is false, and the stored variables. The functions below return which of ``exits`` was taken, and the
+variables.
 """
 
 from __future__ import annotations

@@ -142,10 +142,7 @@ class CapturedNode:
 
 
 def read_node(node: Any, kind: Any, edge: tuple[int, int, int]) -> CapturedNode:
-    """
-    Raises:
-        RefusedError: it is neither a kernel nor a memset.
-    """
+    """Raises RefusedError: it is neither a kernel nor a memset."""
     cu = bindings()
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
         params = check(cu.cuGraphKernelNodeGetParams(node))

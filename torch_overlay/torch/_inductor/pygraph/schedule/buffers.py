@@ -1,10 +1,7 @@
 """
-Memory of a function's buffers while it is captured for a schedule.
-
-The caching allocator hands the memory of a dead buffer to the next one. Calls that do not depend on
-one another then wait for each other, because they use the same memory. Buffers keeps what died
-until a call allocates as much that comes behind all calls that used it. Buffers that lie apart can be
-slower: on an H100 they were in a U-Net. They lie apart only where calls wait for memory.
+Memory of a function's buffers while it is captured for a schedule. The caching allocator hands the memory of a dead
+buffer to the next one, and calls that do not depend on one another wait for each other. Buffers keeps what died until a
+call allocates as much that comes behind all calls that used it.
 """
 
 from __future__ import annotations
@@ -37,12 +34,7 @@ MIN_GAIN = 1.25
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Held:
-    """
-    A storage that is kept.
-
-    Attributes:
-        users: the calls that used it, as bits
-    """
+    """A storage that is kept. ``users``: the calls that used it, as bits."""
 
     ref: StorageWeakRef
     storage: torch.UntypedStorage
@@ -74,13 +66,8 @@ def buffers_apart(
     more: int,
 ) -> Buffers | None:
     """
-    Return what allocates while a function is captured, or None if its calls wait for little memory.
-
-    Args:
-        rehearsed: an earlier run of the function
-        moving: inputs that lie elsewhere in another call
-        times_us: time of each call that was timed
-        more: bytes that buffers take at most beyond those of the rehearsal
+    Return what allocates while a function is captured, or None if its calls wait for little memory. Buffers take at
+    most ``more`` bytes beyond those of an earlier run, ``rehearsed``. Inputs ``moving`` lie elsewhere in another call.
     """
     if not rehearsed.is_complete:
         return None
@@ -111,12 +98,7 @@ def peak_bytes(notes: Sequence[Note]) -> int:
 
 
 class Buffers:
-    """
-    Args:
-        waits: what calls wait for besides memory
-        allocate: takes size, stride and dtype
-        limit: bytes that live and dead buffers take at most
-    """
+    """``waits`` is what calls wait for besides memory, ``limit`` the bytes of live and dead buffers."""
 
     def __init__(self, waits: Waits, allocate: Callable[..., torch.Tensor], limit: int) -> None:
         self.behind = reached(waits)

@@ -1,8 +1,6 @@
 """
-Which calls have to wait for which, from the memory and resources that they use.
-
-Calls are numbered in the order in which they were captured. ``Waits`` holds for each call the
-earlier calls that it waits for.
+Which calls have to wait for which, from the memory and resources that they use. Calls are numbered in the order of
+their capture. ``Waits`` holds for each call the earlier calls that it waits for.
 """
 
 from __future__ import annotations
@@ -24,11 +22,8 @@ Waits = list[set[int]]
 @dataclasses.dataclass(frozen=True, slots=True)
 class Access:
     """
-    A call uses the addresses from ``start`` to before ``end``.
-
-    Args:
-        input: the input of the function that lies there, or None
-        moves: that input lies elsewhere in another call, and may overlap other inputs there
+    A call uses the addresses from ``start`` to before ``end``, where the function's ``input`` lies, if any. An input
+    that ``moves`` lies elsewhere in another call, and may overlap other inputs there.
     """
 
     start: int
@@ -40,11 +35,7 @@ class Access:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Call:
-    """
-    Args:
-        resources: what it uses without naming an address; calls with the same one keep their order
-        is_barrier: it may use anything
-    """
+    """Calls that share one of ``resources`` keep their order. One that ``is_barrier`` may use anything."""
 
     accesses: tuple[Access, ...] = ()
     resources: frozenset[str] = frozenset()

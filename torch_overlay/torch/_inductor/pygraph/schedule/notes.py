@@ -1,7 +1,6 @@
 """
-What generated code notes of each call while it runs: the tensors that the call uses, and where they lie.
-
-Notes of a capture also tell which of the graph's nodes belong to the call.
+What generated code notes of each call while it runs: the tensors that the call uses, where they lie, and, in a capture,
+which of the graph's nodes belong to the call.
 """
 
 from __future__ import annotations
@@ -30,13 +29,8 @@ APART = 1 << 60
 
 class Use(NamedTuple):
     """
-    A tensor of a call.
-
-    Attributes:
-        memory: where it lies; of an input the whole storage, because a kernel may read more than
-            the tensor has
-        storage: an address is used again, a storage is not
-        extent: where the storage lies
+    A tensor of a call, where its storage lies (``extent``), and what is used: of an input the whole storage, because a
+    kernel may read more than the tensor has. An address is used again, a storage is not.
     """
 
     operand: Operand
@@ -46,12 +40,7 @@ class Use(NamedTuple):
 
 
 class Note(NamedTuple):
-    """
-    A call that ran.
-
-    Attributes:
-        end: how many nodes the graph had behind it, if it was captured
-    """
+    """A call that ran. ``end``: how many nodes the graph had behind it, if it was captured."""
 
     number: int
     end: int
@@ -60,13 +49,8 @@ class Note(NamedTuple):
 
 class CallLog:
     """
-    Called by generated code behind each call.
-
-    Args:
-        calls: of the function
-        is_captured: whether the calls are captured
-        noted: called with each note
-        ends: the call in front of which a storage was let go that was kept until then
+    Called by generated code behind each call. ``noted`` is called with each note. ``ends`` has the call in front of
+    which a storage was let go that was kept until then.
     """
 
     def __init__(
@@ -136,14 +120,7 @@ class Apart:
 def declared_call(
     note: Note, call: CallInfo, moving: Collection[int], others: Collection[Range] = (), apart: Apart | None = None
 ) -> Call:
-    """
-    Return what a call uses.
-
-    Args:
-        moving: inputs that lie elsewhere in another call
-        others: memory that it does not declare
-        apart: gives buffers memory of their own, if any does
-    """
+    """Return what a call uses, with memory that it does not declare, ``others``, and buffers that ``apart`` moves."""
     if not call.is_declared:
         return Call(is_barrier=True)
     declared = [(use.operand, use.memory if apart is None else apart(use)) for use in note.uses]

@@ -1,9 +1,6 @@
 """
-From a captured graph, a row of nodes, to one whose calls wait for what they depend on.
-
-Generated code notes each call while it is captured (notes.py). The nodes that were added since the note
-before are the call's. They stay in a row. Nodes behind the last note belong to no call: they wait for
-all others.
+From a captured graph, a row of nodes, to one whose calls wait for what they depend on. The nodes that were added since
+the note before are a call's, and stay in a row. Nodes behind the last note belong to no call: they wait for all others.
 """
 
 from __future__ import annotations
@@ -49,11 +46,7 @@ class Unit(NamedTuple):
 
 class Graph:
     """
-    The units of a captured graph, and what each uses.
-
-    Args:
-        raw_graph: not instantiated
-        moving: inputs that lie elsewhere in another call
+    The units of a captured graph that is not instantiated, and what each uses.
 
     Raises:
         DriverError: the graph cannot be read.
@@ -113,13 +106,7 @@ class Graph:
         return {memory: units for memory, units in users.items() if len(units) > 1}
 
     def calls(self, apart: Apart | None = None, places: Mapping[tuple[int, Range], Range | None] | None = None) -> list[Call]:
-        """
-        Return what each unit uses.
-
-        Args:
-            apart: gives buffers memory of their own, if any does
-            places: where workspaces of units come to lie; None counts as no memory
-        """
+        """Return what each unit uses. ``places`` is where workspaces come to lie; None counts as no memory."""
         found = []
         for i, (unit, others) in enumerate(zip(self.units, self.others)):
             if others is None or unit.note is None or unit.call is None:
@@ -145,14 +132,8 @@ def schedule_graph(
     graph: Graph, schedule: str, times_us: Mapping[int, float], take: Callable[[int, int], list[int]]
 ) -> ScheduleFacts:
     """
-    Give a graph the order of a schedule, and return what is known of it.
-
-    Args:
-        times_us: time of each call that was timed
-        take: returns the addresses of at most so many workspaces: (bytes, number)
-
-    Raises:
-        RefusedError: the graph is of no use.
+    Give a graph the order of a schedule, and return what is known of it. ``take`` returns the addresses of at most so
+    many workspaces: (bytes, number). Raises RefusedError: the graph is of no use.
     """
     times = graph.times(times_us)
     if schedule == CHAIN:

@@ -1,9 +1,7 @@
 """
-What the nodes of a captured graph may use, from the addresses among their parameters.
-
-Generated code declares the tensors of each call. An operator also uses memory of its own, such as a
-workspace. An address among a node's parameters that lies in none of the declared tensors stands for
-all memory that may begin there, which the call is taken to read and write.
+What the nodes of a captured graph may use, from the addresses among their parameters. An address that lies in none of
+the tensors that generated code declares stands for memory of the operator's own, such as a workspace: all that may
+begin there.
 """
 
 from __future__ import annotations
@@ -56,13 +54,7 @@ def words_of(node: Any) -> list[int] | None:
 
 
 class Memory:
-    """
-    What else may lie at an address.
-
-    Args:
-        pool: in which the function allocates
-        placeholders: of the function's external inputs and outputs
-    """
+    """What else may lie at an address, in the ``pool`` of the function, at ``placeholders``, or elsewhere."""
 
     def __init__(self, pool: PoolRanges, placeholders: PlaceholderMap) -> None:
         self.pool = pool
@@ -71,12 +63,7 @@ class Memory:
         self.known: dict[int, Range | None] = {}
 
     def around(self, address: int, live: Iterable[Range]) -> Range | None:
-        """
-        Return the memory that may belong to what lies at an address, or None if it is no address.
-
-        Args:
-            live: what is known to be allocated in the pool at that point of the function
-        """
+        """Return the memory that may belong to what lies at an address, None if it is none. ``live`` is allocated."""
         if (hit := self.placeholders.find(address)) is not None:
             placeholder = self.placeholders.placeholders[hit[0]]
             return placeholder.start, placeholder.end

@@ -1,9 +1,7 @@
 """
-Workspaces of a library, whose content no later call reads.
-
-cuBLAS has one for a stream, so that all matmuls whose kernels name it wait for one another. In a
-captured graph, words among the kernels' parameters tell which. They are moved to further workspaces
-as those of inputs are, and the proof would show one that was missed.
+Workspaces of a library, whose content no later call reads. cuBLAS has one for a stream, so that all matmuls whose
+kernels name it wait for one another. The words among the kernels' parameters are moved to further workspaces, as those
+of inputs.
 """
 
 from __future__ import annotations
@@ -27,11 +25,8 @@ MAX_WORKSPACES = 4
 
 def spread(waits: Waits, users: Collection[int], times: Sequence[float], count: int) -> dict[int, int]:
     """
-    Return which of ``count`` workspaces each user takes: the one in which it starts first, and of
-    these one whose last user it waits for anyway.
-
-    Args:
-        waits: what calls wait for besides the workspace
+    Return which of ``count`` workspaces each user takes: the one in which it starts first, and of these one whose last
+    user it waits for anyway.
     """
     behind = reached(waits)
     ends: list[float] = []
@@ -60,12 +55,7 @@ class Ring:
         self.blocks: list[torch.Tensor] = []
 
     def take(self, nbytes: int, count: int, budget: int) -> list[int]:
-        """
-        Return the addresses of at most ``count`` workspaces.
-
-        Args:
-            budget: bytes that all of them may take
-        """
+        """Return the addresses of at most ``count`` workspaces. ``budget``: bytes that all of them may take."""
         found = [block for block in self.blocks if block.nbytes >= nbytes][:count]
         while len(found) < count and sum(block.nbytes for block in self.blocks) + nbytes <= budget:
             try:

@@ -138,13 +138,7 @@ def start(deployment: Any, fns: dict[Any, ModelType]) -> ModelType:
 
 @dataclasses.dataclass(eq=False)
 class ManySizes:
-    """
-    Records a function for many sizes, and replays it. It takes the place of a Deployment's own recorder.
-
-    Args:
-        deployment: the Deployment of the function
-        fns: what is deployed, by sizes
-    """
+    """Records a function for many sizes, and replays it, in the place of its Deployment. ``fns`` is what is deployed."""
 
     deployment: Any
     fns: dict[Any, ModelType]
@@ -385,11 +379,8 @@ class ManySizes:
         self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal, *, is_new: bool
     ) -> OutputType | None:
         """
-        Replay a recording and compare it with an uncaptured run, and its nodes with a capture. Return
-        None if the inputs cannot be bound.
-
-        Raises:
-            RefusedError: they differ. The inputs are as they were.
+        Replay a recording and compare it with an uncaptured run, and its nodes with a capture. Return None if the
+        inputs cannot be bound. Raises RefusedError: they differ, and the inputs are as they were.
         """
         if not is_new:
             recording.compare(recording.scratch(inputs, kept.at), kept.at)

@@ -1,10 +1,7 @@
 """
-Selection of a function with collectives, by all ranks together.
-
-Graphs with collectives run on all ranks or on none (capture/collectives.py). So each rank times each candidate for the
-same number of calls, and the ranks exchange their times between two calls: the decision follows from the largest time
-of each candidate over the ranks. All ranks have launched the collectives of earlier calls by then, so that none waits
-for a collective while it waits for the exchange.
+Selection of a function with collectives, by all ranks together. Each rank times each candidate for the same number of
+calls, and the largest time of each candidate over the ranks decides. The ranks exchange times between two calls: no
+rank waits for a collective then.
 
 A rank that comes late, has other sizes, recompiles or dies leaves the others without an agreement. They decide by
 themselves then: no graph if not all of them have recorded it, else the graph.

@@ -14,13 +14,7 @@ RANDOM = "random"
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """
-    A tensor of a call.
-
-    Args:
-        buffer: its name in the code; a name stands for one tensor
-        input: which of the function's inputs it is, or None
-    """
+    """A tensor of a call: its name in the code, which stands for no other one, and which input it is, if any."""
 
     buffer: str
     writes: bool

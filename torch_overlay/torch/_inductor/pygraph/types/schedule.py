@@ -22,13 +22,8 @@ class ScheduledCall(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class ScheduleFacts:
     """
-    Args:
-        schedule: the order that the graph has
-        calls_us: time of all calls
-        critical_us: the longest time of calls that wait for one another
-        width: the most calls that may run side by side
-        reason: why the graph does not have the order that was asked for, or why its calls are not known
-        timeline: its calls, unless they are in a row
+    The order that a graph has, the time of all calls, the longest time of calls that wait for one another, the most
+    that may run side by side, why it has another order than it should, and its calls, unless they are in a row.
     """
 
     schedule: str

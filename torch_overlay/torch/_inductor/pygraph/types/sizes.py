@@ -1,8 +1,6 @@
 """
-What a function does at any sizes: the numbers that it computes from them, and where it uses each.
-
-compile/sizes.py makes a SizeMap while Inductor generates the code. It is part of PartitionInfo, so
-that a graph from a cache has one as well. values/sizes.py computes the numbers.
+What a function does at any sizes: the numbers that it computes from them, and where it uses each. compile/sizes.py
+makes a SizeMap while Inductor generates the code. values/sizes.py computes the numbers.
 """
 
 from __future__ import annotations
@@ -21,13 +19,7 @@ Step = tuple[Operation, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class SizeInput:
-    """
-    A size that the function takes.
-
-    Args:
-        input: its place among the function's inputs
-        lower, upper: what the guards admit; no ``upper`` is without a limit
-    """
+    """A size that the function takes, the place of the input, and what the guards admit, if there is a limit."""
 
     name: str
     input: int
@@ -38,12 +30,8 @@ class SizeInput:
 @dataclasses.dataclass(frozen=True)
 class TensorAt:
     """
-    A tensor.
-
-    Args:
-        owner: what its memory belongs to: an input, a buffer that the function allocates, the
-            result of an operator, or a constant of the graph
-        offset: in bytes from the owner's address
+    A tensor, ``offset`` bytes behind the ``owner`` of its memory: an input, a buffer that the function allocates, the
+    result of an operator, or a constant of the graph.
     """
 
     owner: str

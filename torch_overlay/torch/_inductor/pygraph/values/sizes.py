@@ -193,8 +193,7 @@ class AtSizes(NamedTuple):
 
 class SizedFunction:
     """
-    A function at any sizes: a SizeMap, of which each number has one place in what ``compute``
-    returns for the sizes.
+    A function at any sizes: a SizeMap, of which each number has one place in what ``compute`` returns for the sizes.
 
     Attributes:
         events: what it launches and calls, in order
