@@ -19,6 +19,7 @@ import itertools
 import random
 import sys
 import tempfile
+import types
 import unittest
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
@@ -51,6 +52,7 @@ from torch.testing._internal.modelled_sizes import (
     symbols,
 )
 from torch.testing._internal.pygraph_common import ByPython
+from torch.testing._internal.pygraph_simulation import NoisySimulation
 
 
 if TYPE_CHECKING:
@@ -595,6 +597,75 @@ class ManySizesTest(ManySizesTestCase):
             self.check(SizedProgram(self.device(), program, "node_update"), (37, 37, 5, 6))
         many.assert_not_called()
         self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])
+
+
+class SimulatedDevice(NoisySimulation):
+    """Times of an H100's order, in microseconds, of what a SizedDevice does."""
+
+    def attach(self, device: SizedDevice) -> None:
+        driver = device.driver
+        launch_kernel, capture, set_node, launch = device.launch_kernel, device.capture_operator, driver._set, driver.launch
+
+        def launch_one(kernel: Any, grid: tuple[int, ...], parameters: list[bytes]) -> None:
+            if device.captured is None:
+                self.work(20, 2)
+            launch_kernel(kernel, grid, parameters)
+
+        def launch_graph(executable: int, order: Any = None) -> None:
+            self.replay(8, 3 * len(driver.graphs[driver.executables[executable]]))
+            launch(executable, order)
+
+        def after(us: float, fn: Callable[..., Any], *args: Any) -> Any:
+            self.host += us
+            return fn(*args)
+
+        device.launch_kernel, driver.launch = launch_one, launch_graph
+        device.capture_operator = functools.partial(after, 30, capture)
+        driver._set = functools.partial(after, 2, set_node)
+
+    @contextlib.contextmanager
+    def patched(self) -> Iterator[SimulatedDevice]:
+        new_event = torch.cuda.Event
+        event = lambda *args, **kwargs: self.event(**kwargs) if kwargs else new_event(*args)  # noqa: E731
+        with (
+            mock.patch.object(timing, "time", types.SimpleNamespace(perf_counter=lambda: self.host / 1e6)),
+            mock.patch("torch.cuda.Event", event),
+            mock.patch("torch.cuda._sleep", self.sleep),
+        ):
+            yield self
+
+
+class SelectionTest(ManySizesTestCase):
+    def captured_calls(self, sizes: Sequence[int]) -> list[int]:
+        """Run a program at these sizes, one a call. Return the calls that a recording served."""
+        simulation = SimulatedDevice(random.Random(0))
+        program = self.program(mlp, force=None)
+        simulation.attach(program.device)
+        (name,) = symbols(program.inputs)
+        inputs = {n: program.make_inputs({name: n}) for n in {*sizes}}
+        captured = []
+        with simulation.patched(), mock.patch.object(store, "entry_for", lambda *args: None):
+            for call, n in enumerate(sizes):
+                before = sum(entry.captured_calls for entry in report())
+                program.run(inputs[n], captured=True)
+                if sum(entry.captured_calls for entry in report()) > before:
+                    captured.append(call)
+                simulation.work(5, 0)
+        return captured
+
+    def test_sizes_that_vary(self) -> None:
+        """Calls are captured from the one that records on, while the graph is timed and after that."""
+        draw = random.Random(0).randint
+        ring = [draw(2, 32) for _ in range(20)]
+        sequences = {"a ring": ring * 5, "one more in each call": range(2, 102)}
+        for name, sizes in sequences.items():
+            with self.subTest(name), mock.patch.object(timing, "MAX_SAMPLES", timing.SAMPLES):
+                trees.reset_cudagraph_trees()
+                reset_report()
+                captured = self.captured_calls(sizes)
+                # The call that records is none of them.
+                self.assertEqual(captured, [*range(captured[0], 100)])
+                self.assertLess(captured[0], 24)
 
 
 class PythonManySizesTest(ByPython, ManySizesTestCase):

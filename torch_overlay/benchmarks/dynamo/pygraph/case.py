@@ -38,7 +38,7 @@ class Case:
     min_gain_over_stock: float | None = None
     # Of PyGraph with schedules.
     min_scheduled_gain: float | None = None
-    # Of one recording for many sizes, over no CUDA graphs and over stock ones.
+    # Of one recording for many sizes, over no CUDA graphs.
     min_sizes_gain: float | None = None
     min_saved_mib: float = 0.0
     # Graph breaks that PyGraph may leave.
@@ -114,7 +114,8 @@ class Suite:
     # PyGraph selects in the loop that is timed then, and not in one that compares results. In
     # another program another choice may be right.
     selects_in_loop: bool = False
-    # Compiled for all sizes at once.
+    # Compiled for all sizes at once. A round goes once around the ring, whose inputs differ in size, and no timing is
+    # repeated: sizes come too seldom for a recording of each.
     dynamic: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02

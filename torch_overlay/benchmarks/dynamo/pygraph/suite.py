@@ -345,7 +345,7 @@ def _missed_sizes(case: Case, row: Row) -> list[str]:
     for other in ("no_cg", "stock_cg"):
         if other in ratios:
             gain = ratios["many_sizes"][1] / ratios[other][1]
-            least = case.min_sizes_gain or MIN_GAIN
+            least = (case.min_sizes_gain if other == "no_cg" else None) or MIN_GAIN
             found += [f"{gain:.2f} x as fast as {other} with recordings for many sizes, not {least}"] * (gain < least)
     if (share := captured_share(row)) is None or share < MIN_CAPTURED:
         found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")

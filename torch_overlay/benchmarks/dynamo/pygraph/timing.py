@@ -111,6 +111,7 @@ def time_interleaved(
     rounds: int = 21,
     round_s: float = 0.02,
     max_calls: int = 1000,
+    fixed_calls: int | None = None,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
@@ -121,6 +122,7 @@ def time_interleaved(
     are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
     All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times, and
     not after MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
+    With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
     """
@@ -149,9 +151,9 @@ def time_interleaved(
         is_long = per_call > LONG_CALL_S
         lead_in[name] = LONG_LEAD_IN if is_long else LEAD_IN
         least = MIN_LONG_CALLS if is_long else MIN_CALLS
-        calls[name] = max(least, min(max_calls, int(round_s / max(per_call, 1e-9))))
+        calls[name] = fixed_calls or max(least, min(max_calls, int(round_s / max(per_call, 1e-9))))
         round_total += max(per_call * calls[name], round_s)
-    if loops:
+    if loops and fixed_calls is None:
         # What short rounds leave of the time goes to more of them.
         rounds = max(rounds, int(rounds * MORE_ROUNDS * round_s * len(loops) / round_total))
 
@@ -175,7 +177,7 @@ def time_interleaved(
                     host[name].append((run(name, 1) - run(name, 0)) * 1e6)
                     samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
             timings = {name: Timing.of(samples[name], host[name]) for name in loops}
-            if is_clear(timings) or agree(clock() - begin) > MAX_AGAIN_S:
+            if fixed_calls or is_clear(timings) or agree(clock() - begin) > MAX_AGAIN_S:
                 break
     finally:
         if collecting:

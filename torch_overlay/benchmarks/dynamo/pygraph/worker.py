@@ -430,6 +430,13 @@ class CaseRun:
 
     def _settling(self, name: str, calls: int) -> bool:
         most = MAX_SETTLE_CALLS_SCHEDULED if name == "scheduled" else MAX_SETTLE_CALLS
+        if self.suite.dynamic:
+            if name == "stock_cg":
+                # Each size warms up, is recorded and replayed.
+                return calls < 3 * self.case.ring
+            if name == "pygraph":
+                # No size comes often enough for a decision.
+                most = 0
         return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < most)
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
@@ -560,7 +567,7 @@ class CaseRun:
         graphs = counters["stats"]["unique_graphs"]
         timings = self._timed(loops)
         if "stock_cg" in timings:
-            if timings["stock_cg"].noise > MAX_NOISE and self.quiet_s < AGAIN * self.suite.max_case_s:
+            if timings["stock_cg"].noise > MAX_NOISE and not self.suite.dynamic and self.quiet_s < AGAIN * self.suite.max_case_s:
                 timings = self._timed(loops)
             self.noise = timings["stock_cg"].noise
         if (compiled := counters["stats"]["unique_graphs"] - graphs) > 0:
@@ -578,6 +585,7 @@ class CaseRun:
                         self._synchronize,
                         rounds=self._rounds(),
                         round_s=self.round_s,
+                        fixed_calls=self.case.ring if self.suite.dynamic else None,
                         is_clear=self._is_clear,
                     )
                     self.eager_loop_us += [before, eager_loop_us(self.device)]

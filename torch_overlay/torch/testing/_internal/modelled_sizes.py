@@ -408,12 +408,16 @@ class Triton:
     sum = staticmethod(lambda x, axis: block(np.sum(x, axis, dtype=x.dtype)))
     arange = staticmethod(lambda start, end: block(np.arange(start, end, dtype=np.int32)))
     device_assert = debug_barrier = staticmethod(lambda *args: None)
+    sigmoid = staticmethod(lambda x: block((1 / (1 + np.exp(-x))).astype(x.dtype)))
 
-    def __init__(self, program: tuple[int, ...]) -> None:
-        self.program = program
+    def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        self.program, self.grid = program, grid
 
     def program_id(self, axis: int) -> int:
         return self.program[axis]
+
+    def num_programs(self, axis: int) -> int:
+        return self.grid[axis]
 
     def load(self, pointer: Pointer, mask: Any = None, other: Any = 0, **kwargs: Any) -> Block:
         shape = np.broadcast_shapes(np.shape(pointer.addresses), np.shape(mask) if mask is not None else ())
@@ -428,6 +432,13 @@ class Triton:
         )
         content, places, mask = pointer.elements(mask, shape)
         content[places] = np.broadcast_to(value, shape)[mask]
+
+    def atomic_add(self, pointer: Pointer, value: Any, mask: Any = None, **kwargs: Any) -> None:
+        shape = np.broadcast_shapes(
+            np.shape(pointer.addresses), np.shape(value), np.shape(mask) if mask is not None else ()
+        )
+        content, places, mask = pointer.elements(mask, shape)
+        np.add.at(content, places, np.broadcast_to(value, shape)[mask])
 
 
 def _floats(function: Callable[..., Any]) -> Callable[..., Block]:
@@ -446,6 +457,7 @@ HELPERS = types.SimpleNamespace(
     minimum=_floats(np.minimum),
     max2=lambda x, axis: block(np.max(x, axis)),
     min2=lambda x, axis: block(np.min(x, axis)),
+    any=lambda x, axis: block(np.any(x, axis)),
     promote_to_tensor=block,
 )
 DTYPES = {
@@ -504,7 +516,7 @@ class ModelledTriton:
         scope = {"libdevice": MATH, "tl_math": MATH, "triton_helpers": HELPERS}
         with np.errstate(all="ignore"):
             for program in np.ndindex(*grid):
-                function = types.FunctionType(self.code, {**scope, "tl": Triton(program)})
+                function = types.FunctionType(self.code, {**scope, "tl": Triton(program, grid)})
                 try:
                     function(**arguments)
                 except (AttributeError, NameError, TypeError) as e:
