@@ -25,8 +25,10 @@ import torch
 from torch import distributed as dist, nn
 from torch._inductor import cudagraph_trees
 from torch.distributed import _functional_collectives as functional
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -59,10 +61,13 @@ log = logging.getLogger(__name__)
 
 RANKS = 2
 STEPS = 50
+# In which recordings count as late.
+LATE_STEPS = 20
 # Until selection ends, in steps and in seconds.
 MAX_SETTLE = 440
 MAX_SETTLE_S = 20.0
 MAX_CASE_S = 150.0
+ROUNDS = 7
 POLL_S = 0.5
 NAMES = ("no_cg", "stock_cg", "pygraph")
 # Collectives are bound, and all ranks select together.
@@ -78,9 +83,11 @@ class Case:
     """
     Attributes:
         about: what is sharded, and how
-        shards: "ddp", "fsdp", "tp", "moe"; FSDP and TP on a mesh are "fsdp_tp"
+        shards: "ddp", "fsdp", "tp", "moe", "pipeline"; FSDP and TP on a mesh are "fsdp_tp"
         mesh: ranks in each dimension
-        accumulates: micro-batches in a step
+        micro_batches: in a step
+        recomputes: activations of a block "inside" of the compiled code, or by running the code again, "outside"
+        precision: of fully_shard's parameters in computations
         width: of a token; with 512 the decoder has 21 M parameters, with 2048 it has 336 M
     """
 
@@ -88,23 +95,30 @@ class Case:
     shards: str
     mesh: tuple[int, ...] = (RANKS,)
     reshards: bool = True
-    accumulates: int = 1
+    micro_batches: int = 1
+    recomputes: str = ""
+    precision: torch.dtype | None = None
     trains: bool = True
     width: int = 512
+    dtype: torch.dtype = torch.float32
 
 
 CASES = {
     "ddp": Case("DistributedDataParallel", "ddp"),
     "fsdp": Case("fully_shard of each block", "fsdp"),
     "fsdp_kept": Case("fully_shard without reshard_after_forward", "fsdp", reshards=False),
-    "fsdp_accumulates": Case("fully_shard, four micro-batches, gradients reduced in the last", "fsdp", accumulates=4),
+    "fsdp_accumulates": Case("fully_shard, gradients of two micro-batches reduced together", "fsdp", micro_batches=2),
+    "fsdp_mixed": Case("fully_shard, computes in bfloat16", "fsdp", precision=torch.bfloat16),
+    "fsdp_checkpointed": Case("fully_shard of checkpointed blocks, compiled with them", "fsdp", recomputes="inside"),
+    "fsdp_recomputed": Case("fully_shard, checkpointing around compiled blocks", "fsdp", recomputes="outside"),
     "tp": Case("tensor and sequence parallel", "tp"),
     "tp_inference": Case("tensor parallel inference", "tp", trains=False),
     "fsdp_tp_2x1": Case("fully_shard of tensor-parallel blocks, mesh 2 x 1", "fsdp_tp", mesh=(RANKS, 1)),
     "fsdp_tp_1x2": Case("fully_shard of tensor-parallel blocks, mesh 1 x 2", "fsdp_tp", mesh=(1, RANKS)),
     "moe": Case("experts on ranks, tokens exchanged by all-to-all", "moe"),
-    "fsdp_large": Case("fully_shard of each block, 336 M parameters", "fsdp", width=2048),
-    "tp_large": Case("tensor and sequence parallel, 336 M parameters", "tp", width=2048),
+    "pipeline": Case("one stage a rank, 1F1B, four micro-batches", "pipeline", micro_batches=4),
+    "fsdp_large": Case("fully_shard, 336 M parameters in bfloat16", "fsdp", width=2048, dtype=torch.bfloat16),
+    "tp_large": Case("tensor and sequence parallel, 336 M parameters in bfloat16", "tp", width=2048, dtype=torch.bfloat16),
 }
 
 
@@ -165,57 +179,91 @@ class Run:
 
     def __init__(self, case: Case, device: torch.device, name: str, *, small: bool) -> None:
         self.case, self.device = case, device
-        options = BY_RANKS if name == "pygraph" else VARIANTS[name].compile
-        self.width, self.batch, self.length = (128, 2, 16) if small else (case.width, 4, 256)
-        seed()
+        self.width, self.batch, self.length = (128, 4, 16) if small else (case.width, 4, 256)
         names = ("fsdp", "tp") if len(case.mesh) == 2 else ("ranks",)
         mesh = init_device_mesh(device.type, case.mesh, mesh_dim_names=names)
+        splits = case.shards.endswith("tp")
+        of = (mesh["tp"] if len(case.mesh) == 2 else mesh) if splits else None
+        seed()
         with device:
             blocks = [Block(self.width, experts=case.shards == "moe") for _ in range(2 if small else 8)]
-        self.model: nn.Module = nn.Sequential(*blocks)
-        splits = case.shards.endswith("tp")
-        for block in blocks:
-            if splits:
-                split_block(block, mesh["tp"] if len(case.mesh) == 2 else mesh)
-            if options is not None:
-                block.compile(**options)
-        if case.shards.startswith("fsdp"):
-            for module in (*blocks, self.model):
-                of = mesh["fsdp"] if len(case.mesh) == 2 else mesh
-                fully_shard(module, mesh=of, reshard_after_forward=case.reshards)
-        if case.shards == "ddp":
-            self.model = DistributedDataParallel(self.model)
+        blocks = [block.to(case.dtype) for block in blocks]
+        if case.shards == "pipeline":
+            blocks = blocks[dist.get_rank() :: RANKS]
+        self.model = self.sharded(blocks, mesh, of, BY_RANKS if name == "pygraph" else VARIANTS[name].compile)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        of = (mesh["tp"] if len(case.mesh) == 2 else mesh) if splits else None
-        # The ranks of a tensor-parallel group have parts of the same tokens.
-        part = dist.get_rank() // (1 if of is None else of.size())
+        if case.shards == "pipeline":
+            stage = PipelineStage(self.model, dist.get_rank(), RANKS, device)
+            self.schedule = Schedule1F1B(stage, case.micro_batches, loss_fn=loss_of)
+        # The ranks of a tensor-parallel group have parts of the same tokens, those of a pipeline all of them.
+        part = 0 if case.shards == "pipeline" else dist.get_rank() // (1 if of is None else of.size())
         self.ring = []
         for i in range(RING):
             generator = torch.Generator().manual_seed(i + RING * part)
-            x = torch.randn(self.batch, self.length, self.width, generator=generator)
+            x = torch.randn(self.batch, self.length, self.width, generator=generator).to(case.dtype)
             self.ring.append((x if of is None else x.chunk(of.size(), 1)[of.get_local_rank()].clone()).to(device))
         self.steps = 0
 
+    def sharded(
+        self, blocks: list[Block], mesh: DeviceMesh, of: DeviceMesh | None, options: dict[str, Any] | None
+    ) -> nn.Module:
+        """Return the model of ``blocks``, each compiled with ``options``. Tensors are split over ``of``."""
+        case, parts = self.case, []
+        for block in blocks:
+            if of is not None:
+                split_block(block, of)
+            part: nn.Module = checkpoint_wrapper(block) if case.recomputes == "inside" else block
+            if options is not None:
+                part.compile(**options)
+            parts.append(checkpoint_wrapper(part) if case.recomputes == "outside" else part)
+        model: nn.Module = nn.Sequential(*parts)
+        if case.shards.startswith("fsdp"):
+            policy = MixedPrecisionPolicy(param_dtype=case.precision)
+            for module in (*parts, model):
+                of_data = mesh["fsdp"] if len(case.mesh) == 2 else mesh
+                fully_shard(module, mesh=of_data, reshard_after_forward=case.reshards, mp_policy=policy)
+        return DistributedDataParallel(model) if case.shards == "ddp" else model
+
     def step(self) -> torch.Tensor:
         self.steps += 1
+        # Stock CUDA graphs overwrite a block's output in the next block without it.
+        torch.compiler.cudagraph_mark_step_begin()
         # Of an embedding, the first block computes a gradient, as the others do.
         x = self.ring[self.steps % RING].detach().requires_grad_(self.case.trains)
         if not self.case.trains:
             with torch.no_grad():
                 return _local(self.model(x))
-        for i in range(self.case.accumulates):
-            if self.case.accumulates > 1:
-                self.model.set_requires_gradient_sync(i == self.case.accumulates - 1)
-            loss = (_local(self.model(x)) - x.detach()).square().mean()
-            loss.backward()
+        loss = self.pipelined(x) if self.case.shards == "pipeline" else self.backward(x)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
 
+    def backward(self, x: torch.Tensor) -> torch.Tensor:
+        count = self.case.micro_batches
+        for i in range(count):
+            if count > 1:
+                self.model.set_requires_gradient_sync(i == count - 1)
+            loss = loss_of(_local(self.model(x)), x.detach())
+            loss.backward()
+        return loss
+
+    def pipelined(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the micro-batches, which the last stage knows."""
+        losses: list[torch.Tensor] = []
+        inputs = (x,) if dist.get_rank() == 0 else ()
+        is_last = dist.get_rank() == RANKS - 1
+        self.schedule.step(*inputs, target=x.detach() if is_last else None, losses=losses if is_last else None)
+        return torch.stack(losses).mean() if losses else x.new_zeros(())
+
     def results(self) -> dict[str, Any]:
         """The losses, or outputs, of STEPS steps, and this rank's parameters after them."""
-        losses = [self.step() for _ in range(STEPS)]
+        # A replay overwrites outputs of stock CUDA graphs.
+        losses = [self.step().clone() for _ in range(STEPS)]
         return snapshot({"losses": losses, "parameters": [_local(p) for p in self.model.parameters()]})
+
+
+def loss_of(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return (y - x).square().mean()
 
 
 def _local(t: torch.Tensor) -> torch.Tensor:
@@ -290,7 +338,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
             settle(run)
             clock.append(time.monotonic())
             before = len(recorded)
-            for _ in range(STEPS):
+            for _ in range(LATE_STEPS):
                 run.step()
             reserved[variant], peak[variant] = (mib - others for mib in reserved_mib(device))
         except Exception as error:
@@ -319,7 +367,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
 
     loops = {variant: loop(run) for variant, run in runs.items()}
     timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=slowest)
-    missed = [f"{variant}: {reason}" for variant, reason in failed.items()]
+    missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
     missed += misses(timings, reserved, late)
     return {
         **described(name, RANKS),
@@ -406,7 +454,7 @@ def main() -> None:
         prog="pygraph.dist", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--cases", default=",".join(CASES))
-    add_arguments(parser, NAMES)
+    add_arguments(parser, NAMES, ROUNDS)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if args.worker:
@@ -416,7 +464,7 @@ def main() -> None:
         print(f"suite dist needs {RANKS} GPUs")
         return
     # Where scripts/gpu_suite looks for logs.
-    args.logs = args.output.with_suffix("")
+    args.logs = args.output.parent / "logs" / args.output.stem
     args.logs.mkdir(parents=True, exist_ok=True)
     rows = []
     for measured in measure(args.cases.split(","), args, time.monotonic() + args.budget):

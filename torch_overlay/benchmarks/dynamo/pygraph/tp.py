@@ -279,14 +279,14 @@ def measure(name: str, ranks: int, args: argparse.Namespace, seconds: float) -> 
     return {**described(name, ranks), "equal": False, "error": error, "missed": [error]}
 
 
-def add_arguments(parser: argparse.ArgumentParser, variants: Sequence[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser, variants: Sequence[str], rounds: int = 11) -> None:
     """Add the arguments of a program that runs cases on several ranks. Each rank gets them with ``--worker``."""
     parser.add_argument("--variants", default=",".join(variants))
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--worker", help=argparse.SUPPRESS)
 
 
