@@ -118,7 +118,9 @@ CASES = {
     "moe": Case("experts on ranks, tokens exchanged by all-to-all", "moe"),
     "pipeline": Case("one stage a rank, 1F1B, four micro-batches", "pipeline", micro_batches=4),
     "fsdp_large": Case("fully_shard, 336 M parameters in bfloat16", "fsdp", width=2048, dtype=torch.bfloat16),
-    "tp_large": Case("tensor and sequence parallel, 336 M parameters in bfloat16", "tp", width=2048, dtype=torch.bfloat16),
+    "tp_large": Case(
+        "tensor and sequence parallel, 336 M parameters in bfloat16", "tp", width=2048, dtype=torch.bfloat16
+    ),
 }
 
 

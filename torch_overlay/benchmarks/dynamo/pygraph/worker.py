@@ -700,8 +700,8 @@ def eager_loop_us(device: torch.device) -> float:
 def summary(error: BaseException) -> str:
     # Dynamo wraps what a backend raises, and what follows the first line is advice.
     error = getattr(error, "inner_exception", error)
-    lines = [line for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0].strip()[:MAX_SUMMARY] if lines else ''}"
+    lines = [line.strip().partition(" Stack trace:")[0] for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:MAX_SUMMARY] if lines else ''}"
 
 
 def report(earlier: Sequence[Any] = ()) -> list[dict[str, Any]]:
