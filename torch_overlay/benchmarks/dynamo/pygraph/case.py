@@ -68,8 +68,8 @@ class Case:
     # A user could capture a whole step: fixed shapes, no CPU values, no inputs to mutate.
     capturable: bool = True
     quick: bool = False
-    # Stock CUDA graphs and PyGraph also run in a process each that has the device to itself and starts with cold caches.
-    # These runs give start-up time, memory, launched kernels and copied bytes.
+    # Each of Suite.run_alone also runs in a process that has the device to itself and starts with cold caches. These runs
+    # give start-up time, memory, launched kernels and copied bytes.
     alone: bool = False
     # Device memory that it holds while others are measured.
     gib: float = 2.0
@@ -107,6 +107,8 @@ class Suite:
     # Those of which it is also known what they launch where they were timed, beside others.
     # What is dropped once it is measured is not: of those only the last stays.
     profiled: tuple[str, ...] = ()
+    # Variants that some cases also run alone: Case.alone.
+    run_alone: tuple[str, ...] = ("stock_cg", "pygraph")
     # Variants whose results must be those without CUDA graphs.
     must_equal: tuple[str, ...] = ("pygraph",)
     # Every variant is timed in turns with the others.

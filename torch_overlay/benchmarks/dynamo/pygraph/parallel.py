@@ -12,11 +12,14 @@ from .models.branches import AdamWStep, LoopedExperts, PolicyEnsemble, TwoTowers
 from .models.multimodal import UNet
 
 
-# The orders that are forced are of a graph whose inputs are bound.
-SCHEDULES = ("lanes2", "lanes4", "dag")
+# `--variants` also takes forced_lanes2, forced_lanes4, forced_dag and eager.
 SUITE = Suite(
-    ("eager", "no_cg", "stock_cg", "pygraph", "scheduled", "hand_written", *(f"forced_{name}" for name in SCHEDULES)),
+    ("no_cg", "stock_cg", "pygraph", "scheduled", "hand_written"),
     must_equal=("pygraph", "scheduled"),
+    run_alone=("stock_cg", "scheduled"),
+    rounds=11,
+    round_s=0.01,
+    selects_in_loop=True,
 )
 # Cases of other suites: branches, and decoders, which have none.
 ALSO = (
@@ -82,6 +85,7 @@ concurrent(
     about="own; eight small policies and 64 observations",
     obstacle="the policies wait for one another",
     quick=True,
+    alone=True,
 )
 concurrent(
     "adamw",

@@ -364,11 +364,12 @@ BREAK_COLUMNS: Columns = {
 
 SCHEDULE_COLUMNS: Columns = {
     "workload": label,
-    **_times("stock_cg", "hand_written", "pygraph", "scheduled", "forced_lanes2", "forced_lanes4", "forced_dag"),
+    **_times("stock_cg", "hand_written", "pygraph", "scheduled"),
     "/ PyGraph": lambda row: _number(speedup(row, "scheduled", "pygraph")),
     "/ stock": lambda row: _number(speedup(row, "scheduled", "stock_cg")),
     "sum / critical": lambda row: _number(_parallelism(row)),
     "chosen": lambda row: " + ".join(dict.fromkeys(s["schedule"] for s in row.get("schedules", ()))) or "-",
+    "reserved MiB": lambda row: _of(row.get("scheduled_reserved_mib"), row.get("stock_reserved_mib")),
 }
 
 SIZE_COLUMNS: Columns = {
@@ -436,8 +437,8 @@ SECTIONS = (
     (
         "Kernels side by side",
         "`side by side` is PyGraph with `config.pygraph_schedules`, which chooses between a chain, lanes and a DAG. "
-        "Lanes and DAG are forced. `sum / critical` bounds the gain: the time of all kernels, of that of the longest "
-        "row of kernels that wait for one another.",
+        "`sum / critical` bounds the gain: the time of all kernels, of that of the longest "
+        "row of kernels that wait for one another. Memory is that of `side by side` and of stock's, each alone in a process.",
         SCHEDULE_COLUMNS,
         "scheduled_us",
     ),

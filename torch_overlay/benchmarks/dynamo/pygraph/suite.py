@@ -53,8 +53,8 @@ COMPILED_SHARE = 0.65
 MEASURED_SHARE = 0.25
 # Threads of a core that compile. They wait for files and for the device too.
 THREADS = 2
-# Those that also run alone, and where their memory is in the row
-ALONE = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib"}
+# Where the memory of variants is in the row that run alone
+ALONE = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib", "scheduled": "scheduled_reserved_mib"}
 
 
 def kept_caches() -> str:
@@ -90,7 +90,7 @@ class Worker(Answering):
             super().__init__(command, environment, output, machine)
 
     def forget_decisions(self) -> None:
-        "Of processes that ran beside others, which compiled."
+        """Let PyGraph select again, where caches are kept."""
         shutil.rmtree(os.path.join(self.folder, "pygraph"), ignore_errors=True)
 
     def close(self) -> None:
@@ -111,7 +111,8 @@ def run_suite(
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
     """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
-    processes = min(len(os.sched_getaffinity(0)), len(cases))
+    processes = len(cases) + sum(len(SUITES[case.suite].run_alone) for case in cases if case.alone and alone)
+    processes = min(len(os.sched_getaffinity(0)), processes)
     run = _Run(options, logs, time.monotonic() + budget_s, alone, device_gib, on_row, start_worker, max(1, processes))
     return run.cases(cases)
 
@@ -180,7 +181,9 @@ class _Run:
         with ThreadPoolExecutor(self.processes) as pool:
             order = sorted(cases, key=lambda case: not case.alone)
             alone = {
-                case.name: {name: pool.submit(self.run_alone, case, name) for name in ALONE}
+                case.name: {
+                    name: pool.submit(self.run_alone, case, name) for name in SUITES[case.suite].run_alone
+                }
                 for case in order
                 if case.alone and self.alone and not self.lacks(case)
             }
@@ -203,6 +206,7 @@ class _Run:
             if left <= MIN_CASE_S:
                 return None
             with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
+                worker.forget_decisions()
                 ready = worker.ask(f"prepare {PREPARE_SHARE * left:.0f}", self.deadline)
                 compiled = time.monotonic()
                 with self.measuring.held(case.gib):
@@ -234,7 +238,6 @@ class _Run:
 
     def measured(self, worker: Worker, ready: Row, by: float) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
-        worker.forget_decisions()
         row = ready if "error" in ready else worker.ask("measure", by)
         culprit = worker.at
         if "error" not in row or culprit in ("", "eager", "no_cg") or "late" in row:

@@ -166,8 +166,11 @@ class CaseRun:
         # Inputs of earlier calls stay alive for a while, so that addresses change.
         self.recent: collections.deque[Inputs] = collections.deque(maxlen=min(4, case.ring))
         self.programs: dict[str, Program] = {}
-        # What PyGraph says of their functions, which goes on after they are compiled.
+        # PyGraph's reports of their functions, which change after the compilation, and of their graphs.
         self.reported: dict[str, list[Any]] = {}
+        self.reported_graphs: dict[str, list[Any]] = {}
+        # What PyGraph counted while they were compiled.
+        self.counted: dict[str, collections.Counter[str]] = {}
         # The one that runs alone.
         self.loop_alone: Callable[[int], None] | None = None
         # Whether all comparisons with eager were by results in double precision.
@@ -182,31 +185,33 @@ class CaseRun:
 
     def prepare(self, seconds: str = "inf") -> None:
         """
-        Compiles everything once, while other processes may do the same. Variants that measure
-        themselves are only brought into the caches: they start over in a quiet machine. Variants
+        Compile everything, while other processes may do the same. Variants that select go on in a quiet machine. Variants
         for which there is no time are left out.
         """
         deadline = time.monotonic() + float(seconds)
-        selecting = [name for name, variant in self.variants.items() if variant.selects]
+        needed = {name for name, variant in self.variants.items() if name in ESSENTIAL or variant.selects}
         # What a row cannot do without is compiled first.
-        others = [name for name, variant in self.variants.items() if not (name in selecting or variant.in_jax)]
-        others.sort(key=lambda name: name not in ESSENTIAL)
-        for name in [*selecting, None, *others]:
-            if name is None:
-                self.programs.clear()
-                self._reset()
-            elif name not in ESSENTIAL and time.monotonic() > deadline:
+        for name in sorted(self.variants, key=lambda name: name not in needed):
+            if self.variants[name].in_jax:
+                continue
+            if name not in needed and time.monotonic() > deadline:
                 del self.variants[name]
                 self.notes.append(f"no time to compile {name}")
-            else:
-                reset_report()
-                with self._noting(name):
-                    self._program(name).warm(self._inputs())
-                    self._synchronize()
-                self.reported[name] = list(_pygraph().report())
+                continue
+            with self._noting(name):
+                self._compile(name)
         self.failed.clear()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _compile(self, name: str) -> None:
+        reset_report()
+        counters["pygraph"].clear()
+        self._program(name).warm(self._inputs())
+        self._synchronize()
+        found = _pygraph().report()
+        self.reported[name], self.reported_graphs[name] = [*found], [*found.graphs]
+        self.counted[name] = collections.Counter(counters["pygraph"])
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -242,19 +247,17 @@ class CaseRun:
         for name in others:
             if name in alone:
                 continue
-            reset_report()
-            counters["pygraph"].clear()
             with self._noting(name):
-                if self.variants[name].selects:
-                    # Beside others: the first call, which compiles, is not timed.
-                    self._program(name).warm(clone(first))
-                    with self._quiet():
-                        differences[name] = self._settle(name, ring, expected)
-                else:
+                # A variant that failed may succeed now.
+                if name not in self.programs:
+                    self._compile(name)
+                report_again(self.reported[name], self.reported_graphs[name])
+                counters["pygraph"].clear()
+                with self._quiet() if self.variants[name].selects else contextlib.nullcontext():
                     differences[name] = self._settle(name, ring, expected)
             if name == "pygraph":
                 entries = [entry for entry in report() if not hardly_called(entry)]
-                counts = dict(counters["pygraph"])
+                counts = dict(self.counted.get(name, collections.Counter()) + counters["pygraph"])
                 has_cpu_values = reads_cpu_values()
             if name == "scheduled":
                 scheduled = [_schedule(entry) for entry in report() if not hardly_called(entry)]
@@ -390,7 +393,8 @@ class CaseRun:
         then holds, and what a call launches.
         """
         with self._quiet():
-            return self._settled_alone(name, self.loop_alone)
+            found = self._settled_alone(name, self.loop_alone)
+        return {**found, "launches": self._launches(self.loop_alone)}
 
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
@@ -414,7 +418,6 @@ class CaseRun:
             "peak_allocated_mib": torch.cuda.max_memory_allocated() / MIB,
             "pools_mib": memory_of_pools(),
             "choice": totals([entry for entry in report() if not hardly_called(entry)])["choice"],
-            "launches": self._launches(loop),
         }
 
     def _program(self, name: str) -> Program:
@@ -731,6 +734,14 @@ def reads_cpu_values() -> bool:
 
 def reset_report() -> None:
     _pygraph().reset_report()
+
+
+def report_again(functions: list[Any], graphs: list[Any]) -> None:
+    """Let PyGraph's report have these functions and graphs, and those that are compiled from now on."""
+    reset_report()
+    journal = importlib.import_module("torch._inductor.pygraph.types.journal")
+    journal.functions += functions
+    journal.graphs += graphs
 
 
 def _pygraph() -> ModuleType:

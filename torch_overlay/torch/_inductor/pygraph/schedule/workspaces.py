@@ -54,10 +54,14 @@ class Ring:
         self.device = torch.device("cuda", device_index)
         self.blocks: list[torch.Tensor] = []
 
+    @property
+    def nbytes(self) -> int:
+        return sum(block.nbytes for block in self.blocks)
+
     def take(self, nbytes: int, count: int, budget: int) -> list[int]:
         """Return the addresses of at most ``count`` workspaces. ``budget``: bytes that all of them may take."""
         found = [block for block in self.blocks if block.nbytes >= nbytes][:count]
-        while len(found) < count and sum(block.nbytes for block in self.blocks) + nbytes <= budget:
+        while len(found) < count and self.nbytes + nbytes <= budget:
             try:
                 found.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
             except torch.OutOfMemoryError:

@@ -122,7 +122,7 @@ class Selection:
         around: returns the controllers of the functions around an id on its paths
         entry, remembered: where the decision is kept, and the decision of an earlier process
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
-        pool_bytes: returns what the graphs' pool reserves
+        pool_bytes: returns what the graphs' pool and further workspaces reserve
     """
 
     controller: Controller
