@@ -553,6 +553,9 @@ class ModelledDriver:
     cuGraphMemcpyNodeGetParams = _get_params
     cuGraphMemsetNodeGetParams = _get_params
 
+    def cuFuncGetAttribute(self, which: Any, function: Any) -> Any:
+        return self.success, 0
+
     def cuKernelGetFunction(self, kern: Any) -> Any:
         return self.success, cu.CUfunction(int(kern) + 0x10000)
 
@@ -714,6 +717,8 @@ class ModelledDriver:
 
     def cuGraphKernelNodeGetAttribute(self, node: Any, which: Any) -> Any:
         value = cu.CUkernelNodeAttrValue()
+        if which != cu.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_DEVICE_UPDATABLE_KERNEL_NODE:
+            return self.success, value
         handle = DEVICE_NODE + self.updatable.index(int(node))
         value.deviceUpdatableKernelNode.devNode = cu.CUgraphDeviceNode(handle)
         return self.success, value

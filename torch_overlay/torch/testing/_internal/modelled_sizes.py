@@ -266,9 +266,6 @@ class SizedDriver(ModelledDriver):
             value.clusterDim.x = getattr(self.nodes[int(node)], "cluster", 1)
         return self.success, value
 
-    def cuFuncGetAttribute(self, which: Any, function: Any) -> Any:
-        return self.success, 0
-
     def cuGraphGetEdges(self, graph: Any, count: int = 0) -> Any:
         nodes = {*self.graphs[int(graph)]}
         edges = [(a, b) for a, b in self.edges if a in nodes]

@@ -11,6 +11,7 @@ An external input that lies in the pool, such as the output of a function that i
 
 from __future__ import annotations
 
+import logging
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused, UnaliasedStorage
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.capture import allocation
+from torch._inductor.pygraph.capture.again import adds_atomically, Again
 from torch._inductor.pygraph.capture.allocation import (
     Allocation,
     AllocationTrace,
@@ -31,15 +33,16 @@ from torch._inductor.pygraph.capture.allocation import (
 )
 from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
+from torch._inductor.pygraph.capture.library import Scratch
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.memory import PoolRanges, room
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.graph.table import Table
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
-from torch._inductor.pygraph.types.candidate import NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE, TABLE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
@@ -55,6 +58,9 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.schedule.workspaces import Ring
     from torch._inductor.utils import InputType
+
+
+log = logging.getLogger(__name__)
 
 
 class BoundGraphNode(CopyGraphNode):
@@ -320,7 +326,9 @@ class BoundGraphNode(CopyGraphNode):
                 metadata: Any = self.outputs_metadata[i]
                 self.recording_outputs[i] = self._alias_of_bound_memory(alias, metadata)
         verdict = verify(self.rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
-        reason = (self.prelude and self.prelude.failure()) or verdict.reason
+        reason = self.prelude and self.prelude.failure()
+        if reason is None and not (verdict.may_vary and self._launches_alike(graph)):
+            reason = verdict.reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
         if self.collectives is not None:
@@ -328,6 +336,22 @@ class BoundGraphNode(CopyGraphNode):
             # The call itself: other ranks wait for its collectives.
             self.rehearsal.restore()
             self._run_again()
+
+    def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
+        """Return whether a function with atomic additions launches what its graph does."""
+        spec = self.request.spec
+        if not adds_atomically(spec) or self.values.delivers or self.collectives or self.request.schedule != CHAIN:
+            return False
+        if room(self.device) < self._needed_bytes():
+            return False
+        inputs = [*self.call_inputs]
+        self.restore_managed(inputs)
+        scratch = Scratch(self.device, self.stream)
+        again = Again(self.wrapped_function.model, spec, inputs, self.memory, self.call_tensors, scratch)
+        difference = again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
+        if difference is not None:
+            log.info("a function with atomic additions launches other kernels than its graph: %s", difference)
+        return difference is None
 
     def _run_again(self) -> None:
         for i, metadata in self.managed_metadata:

@@ -128,7 +128,7 @@ class CallComparison:
         if self.entry.kinds != [node.kind for node in self.nodes]:
             return "launches other kernels alone"
         for launched, node in zip(self.entry.nodes, self.nodes):
-            if not _is_same_launch(launched, node):
+            if not is_same_launch(launched, node):
                 return f"launches another kernel alone: {launched}, in the function {node}"
         found = [
             word
@@ -156,7 +156,7 @@ class CallComparison:
                 return self.address(slot)
             return found if value in self.is_temporary and found in self.is_elsewhere else value
 
-        return _replaced(self.entry.nodes[k], node, expected)
+        return replaced(self.entry.nodes[k], node, expected)
 
     def _undefined(self) -> OrderedSet[Place]:
         """Return the bytes that differ between captures of the call alone."""
@@ -172,18 +172,18 @@ class CallComparison:
                     is_address = value in self.is_temporary and found in self.is_temporary
                     return found if is_address or (buffer, offset) in places else value
 
-                if _is_same_launch(a, b):
-                    for word in differences(k, b.captured, _replaced(a, b, expected)):
+                if is_same_launch(a, b):
+                    for word in differences(k, b.captured, replaced(a, b, expected)):
                         undefined.update(word.places())
         return undefined
 
 
-def _is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:
+def is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:
     lengths = [[*map(len, node.captured)] for node in (a, b)]
     return (a.launch, a.grid, a.attributes, lengths[0]) == (b.launch, b.grid, b.attributes, lengths[1])
 
 
-def _replaced(launched: CapturedNode, node: CapturedNode, value_of: Callable[[int, int, int, int], int]) -> list[bytes]:
+def replaced(launched: CapturedNode, node: CapturedNode, value_of: Callable[[int, int, int, int], int]) -> list[bytes]:
     """Return the parameters of ``launched``; ``value_of`` (buffer, offset, value, found in ``node``) replaces words."""
     contents = [bytearray(content) for content in launched.captured]
     for (buffer, offset, value), (*_, found) in zip(launched.words(), node.words()):

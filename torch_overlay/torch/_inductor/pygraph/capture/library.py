@@ -126,9 +126,9 @@ class Entry:
 class Scratch:
     """Captures what never runs, or what a SizedRecording runs, on the stream of a manager's graphs."""
 
-    def __init__(self, manager: CUDAGraphTreeManager) -> None:
-        self.device = manager.device_index
-        self.stream = manager.stream
+    def __init__(self, device_index: int, stream: torch.cuda.Stream) -> None:
+        self.device = device_index
+        self.stream = stream
         # As nodes of trees name it, for clean_up_failed_capture.
         self.cuda_graphs_pool = torch.cuda.graph_pool_handle()
 
@@ -156,7 +156,7 @@ class Memo(Scratch):
     """The entries of one manager: the least recently used ones are dropped."""
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
-        super().__init__(manager)
+        super().__init__(manager.device_index, manager.stream)
         self.pool = torch.cuda.graph_pool_handle()
         self.entries: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0

@@ -13,6 +13,7 @@ from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
 from torch._inductor.pygraph.verify.proof import identical
 from torch._inductor.pygraph.verify.rehearsal import FILLS, RERUNS
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``."""
+    """
+    With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``. With ``may_vary``
+    the results are as close as those of two runs with atomic additions may be.
+    """
 
     reason: Reason | None = None
     is_capturable: bool = True
+    may_vary: bool = False
 
 
 def verify(rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE) -> Verdict:
@@ -74,7 +79,7 @@ class _Examination:
                 if not rehearsal.repeats_itself():
                     return Verdict()
                 # An input may influence only a small part of the result.
-                return Verdict(Reason.of(Code.ONLY_CLOSE))
+                return Verdict(Reason.of(Code.ONLY_CLOSE), may_vary=True)
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
@@ -92,7 +97,9 @@ class _Examination:
             # Last, for a graph that varies as the function does. One that holds the host's first numbers may be as
             # close.
             others = rehearsal.other_runs(rehearsal.inputs)
-            return Verdict(expected.failure(actual, others))
+            failing = expected.not_alike(actual, others)
+            varying = OrderedSet(result for other in others for result in expected.differing(other))
+            return Verdict(expected.failure(actual, others), may_vary=failing <= varying)
         except RuntimeError:
             return Verdict(failure)
 

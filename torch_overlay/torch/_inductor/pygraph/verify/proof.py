@@ -190,9 +190,13 @@ class Proof:
         """Return which results differ in their bits: ("output" or "mutated input", index)."""
         return OrderedSet(self._differing(actual, identical))
 
+    def not_alike(self, actual: Proof, others: Sequence[Proof] = ()) -> OrderedSet[tuple[str, int]]:
+        """Return which results are not close, as ``differing`` does."""
+        return OrderedSet(self._differing(actual, same, others))
+
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> Reason | None:
         """Return why a graph's results do not match, or None. ``others`` are of further uncaptured runs."""
-        for what, i in self._differing(actual, same, others):
+        for what, i in self.not_alike(actual, others):
             kind = f" ({actual.kinds[i]})" if what == "output" else ""
             return Reason.of(Code.DIFFERS, result=f"{what} {i}{kind}")
         return None
