@@ -33,9 +33,9 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph.capture import allocation
-from torch._inductor.pygraph.graph import binding, driver, placeholder, prelude, table
+from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, prelude, table
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES, round_up, storage_extent, tensor_at
-from torch._inductor.pygraph.graph.prelude import CAPACITIES
+from torch._inductor.pygraph.graph.prelude import BRANCH, CAPACITIES
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -53,6 +53,8 @@ GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
 # Handles of what a node launches are a number behind one of these.
 NODE_FUNCTION, PRELUDE_FUNCTION, INDIRECT_FUNCTION, KERNEL_FUNCTION = 0x20000, 0x40000, 0x60000, 0x80000
 INDIRECT_KERNEL = 0xA0000
+BRANCH_FUNCTION = 0xC0000
+SIDE_STREAM = 0xE0000
 DEVICE_NODE = 0xD00000
 LAUNCH_PARAM_BUFFER_SIZE = 2
 
@@ -425,6 +427,23 @@ class PreludeNode(KernelNode):
                 yield target, offset, (words[word] + delta) % (1 << 64)
 
 
+class BranchNode(KernelNode):
+    """Sets the condition of a conditional node: a handle, and the address of a bool."""
+
+
+class ConditionalNode(Node):
+    """
+    Attributes:
+        bodies: the graphs for a condition that is not zero, and for zero
+    """
+
+    def __init__(self, handle: int, bodies: tuple[int, int]) -> None:
+        super().__init__("CONDITIONAL")
+        self.handle = handle
+        self.bodies = bodies
+        self.memory = (ctypes.c_void_p * 2)(*bodies)
+
+
 class MemcpyNode(Node):
     "A copy of one row between device addresses, or from host memory."
 
@@ -488,9 +507,15 @@ class ModelledDriver:
         updatable: nodes that can be set from the device, in the order of their handles
         stubborn: nodes that cannot become updatable
         replaced: for nodes that were given another kernel shared memory and parameters
+        conditions: of conditional nodes, by handle: the graph, and the value
+        captures: the graph of a path that is captured, by stream
+        streams: how many streams PyGraph created
     """
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
+        self.conditions: dict[int, tuple[int, int | None]] = {}
+        self.captures: dict[int, int] = {}
+        self.streams = 0
         self.nodes = list(nodes)
         self.graphs = {GRAPH: [*range(len(self.nodes))]}
         self.executables = {EXECUTABLE: GRAPH}
@@ -562,6 +587,8 @@ class ModelledDriver:
     def cuFuncGetParamInfo(self, function: Any, index: int) -> Any:
         if int(function) in self.kernels:
             layout = self.kernels[int(function)].layout
+        elif int(function) == BRANCH_FUNCTION:
+            layout = [(0, 8), (8, 8)]
         elif int(function) >= INDIRECT_FUNCTION:
             layout = self.nodes[int(function) - INDIRECT_FUNCTION].layout
         elif int(function) - PRELUDE_FUNCTION in CAPACITIES:
@@ -593,8 +620,76 @@ class ModelledDriver:
         if 0 in grid or 0 in block:
             return self.invalid, None
         values = [bytes(value) for _, value in binding.kernel_parameters(params)]
-        new = PreludeNode(*values, threads=grid[0] * block[0])
+        if int(params.func) == BRANCH_FUNCTION:
+            new = BranchNode(*values)
+        else:
+            new = PreludeNode(*values, threads=grid[0] * block[0])
         return self.success, cu.CUgraphNode(self.add_node(int(graph), new, map(int, behind)))
+
+    # Conditional nodes
+
+    def cuDriverGetVersion(self) -> Any:
+        return self.success, 13000
+
+    def cuGraphConditionalHandleCreate(self, graph: Any, context: Any, default: int, flags: int) -> Any:
+        if int(graph) not in self.graphs or int(context) != CONTEXT:
+            return self.invalid, None
+        handle = 0xF00 + len(self.conditions)
+        self.conditions[handle] = int(graph), None
+        return self.success, cu.CUgraphConditionalHandle(handle)
+
+    def cuGraphAddNode(self, graph: Any, behind: list[Any], data: Any, count: int, params: Any) -> Any:
+        conditional, handle = params.conditional, int(params.conditional.handle)
+        is_right = (
+            params.type == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
+            and conditional.type == cu.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
+            and (conditional.size, int(conditional.ctx), data, count) == (2, CONTEXT, None, len(behind))
+            and self.conditions.get(handle) == (int(graph), None)
+            and isinstance(setter := self.nodes[int(behind[0])], BranchNode)
+            and setter.parameters[0] == u64(handle)
+        )
+        if not is_right:
+            return self.invalid, None
+        node = ConditionalNode(handle, (self.add_graph(), self.add_graph()))
+        # Where the struct has phGraph_out.
+        ctypes.c_void_p.from_address(int(params.getPtr()) + 32).value = ctypes.addressof(node.memory)
+        return self.success, cu.CUgraphNode(self.add_node(int(graph), node, map(int, behind)))
+
+    def cuStreamCreate(self, flags: int) -> Any:
+        self.streams += 1
+        return self.success, cu.CUstream(SIDE_STREAM + self.streams)
+
+    def cuStreamUpdateCaptureDependencies(self, stream: Any, nodes: list[Any], data: Any, count: int, flags: int) -> Any:
+        # A captured node is behind the last one.
+        last = self.graphs[self.captured_by(int(stream))][-1]
+        return (self.success if ([*map(int, nodes)], data, count, flags) == ([last], None, 1, 1) else self.invalid,)
+
+    def cuStreamBeginCaptureToGraph(
+        self, stream: Any, graph: Any, behind: Any, data: Any, count: int, mode: Any
+    ) -> Any:
+        if int(stream) in self.captures or count or self.graphs[int(graph)] or not self.capturing:
+            return (self.invalid,)
+        self.captures[int(stream)] = int(graph)
+        return (self.success,)
+
+    def cuStreamEndCapture(self, stream: Any) -> Any:
+        if int(stream) not in self.captures:
+            return self.invalid, None
+        return self.success, cu.CUgraph(self.captures.pop(int(stream)))
+
+    def captured_by(self, stream: int) -> int:
+        """Return the graph that a stream is captured into."""
+        if stream > SIDE_STREAM:
+            return self.captures[stream]
+        return self.capturing
+
+    def with_bodies(self, graph: int) -> Iterator[int]:
+        """Yield the nodes of a graph, and those in the bodies of conditional nodes."""
+        for i in self.graphs[graph]:
+            yield i
+            if isinstance(node := self.nodes[i], ConditionalNode):
+                for body in node.bodies:
+                    yield from self.with_bodies(body)
 
     def add_node(self, graph: int, node: Node, behind: Iterable[int]) -> int:
         new = len(self.nodes)
@@ -611,8 +706,11 @@ class ModelledDriver:
 
     def instantiate(self, graph: int) -> int:
         handle = graph + (EXECUTABLE - GRAPH)
+        has_branches = any(isinstance(self.nodes[i], ConditionalNode) for i in self.graphs[graph])
+        if handle in self.executables and has_branches:
+            raise RuntimeError("a graph with conditional nodes has one executable graph at a time")
         self.executables[handle] = graph
-        for i in self.graphs[graph]:
+        for i in self.with_bodies(graph):
             self.held[i] = self._captured(i)
         return handle
 
@@ -635,6 +733,9 @@ class ModelledDriver:
         """
         nodes = self.graphs[self.executables[executable]]
         self.run_preludes(nodes)
+        self._run(nodes, order)
+
+    def _run(self, nodes: Sequence[int], order: random.Random | None) -> None:
         waiting = [i for i in nodes if not isinstance(self.nodes[i], PreludeNode)]
         behind = collections.defaultdict(list)
         for before, after in self.edges:
@@ -644,11 +745,28 @@ class ModelledDriver:
             if order is not None:
                 ready = [at for at, i in enumerate(waiting) if not {*behind[i]} & {*waiting}]
             i = waiting.pop(ready[0] if order is None else order.choice(ready))
-            node = self.nodes[i]
-            if isinstance(node, KernelNode) and node.launch is not None and i not in self.disabled:
-                if self.held[i] is None:
-                    raise AssertionError("launched with a node that refused")
-                node.launch.run(self.held[i])
+            if i not in self.disabled:
+                self.run_node(i, order)
+
+    def run_node(self, i: int, order: random.Random | None) -> None:
+        node = self.nodes[i]
+        if isinstance(node, ConditionalNode):
+            graph, value = self.conditions[node.handle]
+            if value is None:
+                raise AssertionError("no condition was set")
+            # The next launch has to set it again.
+            self.conditions[node.handle] = graph, None
+            self._run(self.graphs[node.bodies[value == 0]], order)
+            return
+        if not isinstance(node, BranchNode) and (not isinstance(node, KernelNode) or node.launch is None):
+            return
+        if self.held[i] is None:
+            raise AssertionError("launched with a node that refused")
+        if isinstance(node, BranchNode):
+            handle, address = (int.from_bytes(p, "little") for p in self.held[i])
+            self.conditions[handle] = self.conditions[handle][0], ctypes.c_uint8.from_address(address).value
+        else:
+            node.launch.run(self.held[i])
 
     def cuGraphNodeSetEnabled(self, executable: Any, node: Any, enabled: int) -> Any:
         if int(executable) not in self.executables:
@@ -661,7 +779,9 @@ class ModelledDriver:
 
     def cuStreamGetCaptureInfo(self, stream: Any) -> Any:
         status = cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE
-        return self.success, status, 1, cu.CUgraph(self.capturing), None, 0
+        graph = self.captured_by(int(stream))
+        last = [cu.CUgraphNode(i) for i in self.graphs[graph][-1:]]
+        return self.success, status, 1, cu.CUgraph(graph), last, None, len(last)
 
     def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
         if int(node) in self.refused or int(node) not in range(len(self.nodes)):
@@ -906,7 +1026,7 @@ def modelled_driver(*nodes: Node, driver_type: Callable[..., ModelledDriver] | N
     the host.
     """
     model = ModelledDriver(nodes) if driver_type is None else driver_type()
-    caches = (driver.bindings, placeholder.arena)
+    caches = (driver.bindings, placeholder.arena, conditional.side_stream)
     with mock.patch("cuda.bindings.driver", model), host_operators():
         for cache in caches:
             cache.cache_clear()
@@ -929,6 +1049,7 @@ class Block:
     nbytes: int
     pool: tuple[int, int] | None
     owners: list[StorageWeakRef]
+    stream: int = 0
 
     @property
     def address(self) -> int:
@@ -1072,7 +1193,8 @@ class ModelledDevice:
         """The pool that this thread allocates in."""
         if pools := self.pools.get(threading.get_native_id()):
             return pools[-1]
-        return self.pool_of_capture
+        # The capture of the first stream began it.
+        return None if self.stream.cuda_stream > SIDE_STREAM else self.pool_of_capture
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, is_counted: bool = True
@@ -1083,14 +1205,16 @@ class ModelledDevice:
             return tensor_at(0, like, 0)
         pool = self.pool if is_counted else None
         blocks = self.blocks if is_counted else self.results[nbytes]
-        block = next((b for b in blocks if (b.nbytes, b.pool) == (nbytes, pool) and b.is_free), None)
+        stream = self.stream.cuda_stream if self.stream.cuda_stream > SIDE_STREAM else 0
+        free = (b for b in blocks if (b.nbytes, b.pool, b.stream) == (nbytes, pool, stream) and b.is_free)
+        block = next(free, None)
         if block is None:
             if is_counted and self.captured is None:
                 self.empty_cache()
             if is_counted and self.nbytes + nbytes > self.limit:
                 raise torch.OutOfMemoryError("CUDA out of memory.")
             memory = torch.zeros(nbytes + 512, dtype=torch.uint8, device="cpu")
-            block = Block(memory, nbytes, pool, [])
+            block = Block(memory, nbytes, pool, [], stream)
             blocks.append(block)
         t = tensor_at(block.address, like, 0)
         block.owners = [StorageWeakRef(t.untyped_storage())]
@@ -1135,7 +1259,10 @@ class ModelledDevice:
         self.pools[threading.get_native_id()].append(tuple(pool))
 
     def end_allocate(self, device_index: int, pool: tuple[int, int]) -> None:
-        if pools := self.pools[threading.get_native_id()]:
+        pools = self.pools[threading.get_native_id()]
+        if self.pool_of_capture == tuple(pool) and tuple(pool) not in pools:
+            self.pool_of_capture = None
+        elif pools:
             pools.remove(tuple(pool))
 
     def release_pool(self, device_index: int, pool: tuple[int, int]) -> None:
@@ -1195,7 +1322,12 @@ class ModelledDevice:
         layout = [(8 * i, 8) for i in range(len(args))]
         kernel = self.driver.add_kernel(getattr(compute, "__name__", "kernel"), layout)
         node = KernelNode(*(u64(t.data_ptr()) for t in args), launch=Launch(compute, likes, written, kernel))
-        self.driver.add_node(self.captured.handle, node, self.nodes_before(node))
+        self.driver.add_node(self.capturing, node, self.nodes_before(node))
+
+    @property
+    def capturing(self) -> int:
+        """The graph that the current stream is captured into."""
+        return self.driver.captured_by(self.stream.cuda_stream)
 
     def capture_operator(self, name: str, compute: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
         """Add the nodes of an operator that works on these tensors, and may write all of them."""
@@ -1203,7 +1335,7 @@ class ModelledDevice:
 
     def nodes_before(self, node: KernelNode) -> list[int]:
         """Return the captured nodes that it depends on: the last one, or those that touch the same memory."""
-        nodes = self.driver.graphs[self.captured.handle]
+        nodes = self.driver.graphs[self.capturing]
         if self.order is None or self.captures_chain:
             return nodes[-1:]
         return [i for i in nodes if depend(self.driver.nodes[i], node)]
@@ -1220,6 +1352,8 @@ class ModelledDevice:
         try:
             yield
         finally:
+            if self.pool_of_capture is None:
+                self.end_allocate(0, pool)
             self.captured = self.pool_of_capture = None
             self.driver.capturing = 0
         if not graph.keeps_graph:
@@ -1288,7 +1422,8 @@ def modelled_device(
             metadata = types.SimpleNamespace(num_warps=4, shared=0)
             return types.SimpleNamespace(metadata=metadata, function=indirect.function)
 
-        functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
+        functions: dict[Any, Any] = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
+        functions[BRANCH] = cu.CUfunction(BRANCH_FUNCTION)
         patches: list[tuple[Any, dict[str, Any]]] = [
             (
                 torch.cuda,
@@ -1299,6 +1434,7 @@ def modelled_device(
                     "device": nothing,
                     "stream": device.on_stream,
                     "Stream": device.new_stream,
+                    "ExternalStream": lambda raw, device_index=None, **kwargs: ModelledStream(device, raw),
                     "Event": lambda **kwargs: ModelledEvent(),
                     "current_stream": lambda index=None: device.stream,
                     "set_stream": mock.Mock(),

@@ -135,27 +135,23 @@ class SizedDriver(ModelledDriver):
         return executable
 
     def _take_over(self, graph: int) -> None:
-        for i in self.graphs[graph]:
+        for i in self.with_bodies(graph):
             if (held := self._captured_by(self.nodes[i])) is not None:
                 self.holds[i] = held
 
-    def launch(self, executable: int, order: Any = None) -> None:
-        graph = self.graphs[self.executables[executable]]
-        if not any(i in self.holds for i in graph):
-            super().launch(executable, order)
+    def run_node(self, i: int, order: Any) -> None:
+        if i not in self.holds:
+            super().run_node(i, order)
             return
-        for i in graph:
-            if i in self.disabled:
-                continue
-            if self.held[i] is None and isinstance(self.nodes[i], SizedNode):
-                raise AssertionError("launched with a node that refused")
-            match self.holds[i]:
-                case kernel, grid, parameters, cluster:
-                    if kernel.cluster != cluster:
-                        raise AssertionError("the context ends")
-                    kernel.execute(grid, parameters)
-                case address, nbytes:
-                    ctypes.memset(address, 0, nbytes)
+        if self.held[i] is None and isinstance(self.nodes[i], SizedNode):
+            raise AssertionError("launched with a node that refused")
+        match self.holds[i]:
+            case kernel, grid, parameters, cluster:
+                if kernel.cluster != cluster:
+                    raise AssertionError("the context ends")
+                kernel.execute(grid, parameters)
+            case address, nbytes:
+                ctypes.memset(address, 0, nbytes)
 
     def _read_kernel(self, i: int, params: Any) -> Held:
         function = int(params.func)
@@ -199,6 +195,8 @@ class SizedDriver(ModelledDriver):
         return (self.success,)
 
     def cuGraphAddKernelNode(self, graph: Any, behind: list[Any], count: int, params: Any) -> Any:
+        if int(params.func) not in self.kernels:
+            return super().cuGraphAddKernelNode(graph, behind, count, params)
         kernel, grid, values = self._read_kernel(0, params)
         node = SizedNode(kernel, grid, values)
         node.cluster = 1
@@ -306,7 +304,7 @@ class SizedDevice(ModelledDevice):
         self._tokens: list[tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = []
 
     def add_node(self, node: Node) -> int:
-        graph = self.captured.handle
+        graph = self.capturing
         return self.driver.add_node(graph, node, self.driver.graphs[graph][-1:])
 
     def launch_kernel(self, kernel: SizedKernel, grid: tuple[int, ...], parameters: list[bytes]) -> None:
@@ -364,6 +362,9 @@ class SizedDevice(ModelledDevice):
 class Block(np.ndarray):
     def to(self, dtype: Any, **kwargs: Any) -> Any:
         return self.astype(dtype)
+
+    def broadcast_to(self, *shape: int) -> Block:
+        return Triton.broadcast_to(self, *shape)
 
 
 def block(values: Any) -> Block:
@@ -547,7 +548,7 @@ def symbolic_graphs(
 ) -> Iterator[list[tuple[CompiledGraph, Sequence[Any]]]]:
     """Compile a program. Yield its graphs, and for each its inputs, whose sizes are symbolic."""
     seen: list[list[Any]] = []
-    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch(pygraph=True, pygraph_sizes=True, **options):
+    with warnings.catch_warnings(), fake_cuda() as graphs, config.patch({"pygraph": True, "pygraph_sizes": True, **options}):
         warnings.simplefilter("ignore")
         compile_inner = compile_fx._compile_fx_inner
 
@@ -638,10 +639,10 @@ class SizedProgram:
         scope.update(torch=_Torch(), empty_strided_cuda=device.empty_strided, get_raw_stream=lambda device: 0)
         self.runner = scope["runner"]
         self.uncaptured = [*self.runner.partitions]
-        for fn in self.uncaptured:
-            if fn.__defaults__:
+        for fn in scope.values():
+            if isinstance(fn, types.FunctionType) and fn.__code__.co_varnames[1:2] == ("empty_strided_cuda",):
                 # The first one is the allocator.
-                fn.__defaults__ = (device.empty_strided, *fn.__defaults__[1:])
+                fn.__defaults__ = (device.empty_strided, *(fn.__defaults__ or ())[1:])
         self.deployed = [*map(self._deployed, range(len(self.uncaptured)))]
 
     def _deployed(self, i: int) -> Callable[..., Any]:

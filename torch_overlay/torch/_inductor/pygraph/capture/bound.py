@@ -31,6 +31,7 @@ from torch._inductor.pygraph.capture.allocation import (
     placed_allocator,
     with_allocator,
 )
+from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
 from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.capture.library import Scratch
@@ -99,6 +100,9 @@ class BoundGraphNode(CopyGraphNode):
     # While it is recorded.
     collectives: Collectives | None = None
     scheduled: ScheduledRecording | None = None
+    branches: RehearsedBranches | CapturedBranches | None = None
+    # For each choice of paths.
+    path_rehearsals: list[tuple[dict[str, bool], Rehearsal]] = []
     saved_managed: Mapping[int, SavedInput] = {}
     memory: BoundMemory
     layout: OutputLayout
@@ -132,6 +136,10 @@ class BoundGraphNode(CopyGraphNode):
             if self.collectives is not None and not spec.info.ranks_decide:
                 # The proof overwrites managed inputs, and the call runs the graph again.
                 self._refuse(Reason.of(Code.COLLECTIVE_AFTER_GRAPH), inputs)
+        if spec.info.paths:
+            if self.collectives is not None:
+                self._refuse(Reason.of(Code.BRANCH_WITH_COLLECTIVES), inputs)
+            self.branches = RehearsedBranches()
         try:
             external_inputs = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in external_inputs]
@@ -174,14 +182,17 @@ class BoundGraphNode(CopyGraphNode):
         function, request = self.wrapped_function, self.request
         collectives = self.collectives
         trace = AllocationTrace(() if collectives is None else collectives.operands)
-        traced = with_allocator(function.model, request.spec.info, trace)
-
+        branches = self.branches
+        traced = with_branches(with_allocator(function.model, request.spec.info, trace), branches)
         self.scheduled = scheduled = ScheduledRecording(request, self.device, self.cuda_graphs_pool)
 
         # Without the node, which has to be gone before the function runs again.
         def run(inputs: list[InputType]) -> OutputType:
             trace.begin()
             return traced(inputs, **scheduled.note_rehearsal())
+
+        def along(chosen: dict[str, bool]) -> ModelType:
+            return run if branches is None else branches.along(chosen, run)
 
         def inspect(outputs: OutputType) -> list[int]:
             self.layout = OutputLayout.of(
@@ -196,27 +207,35 @@ class BoundGraphNode(CopyGraphNode):
             return trace.others_of(outputs)
 
         managed = self.cudagraph_managed_idxs
-        if collectives is not None and managed:
+        if (collectives or branches) is not None and managed:
             # The proof overwrites managed inputs, and then the call runs the graph again.
             self.saved_managed = {i: SavedInput(inputs[i]) for i in managed}  # type: ignore[arg-type]
             inputs = [self.saved_managed[i].like(t) if i in managed else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
             managed = []
-        self.rehearsal = Rehearsal(
-            function.model,
-            run if collectives is None else collectives.rehearsed(run),
-            inspect,
-            inputs,
-            device_index=self.device,
-            managed=OrderedSet(managed),
-            mutated=list(function.mutated_input_idxs),
-            reused=request.spec.reused_input_idxs,
-        )
-        self._learned(needed_bytes=self.rehearsal.needed_bytes)
+
+        def rehearse(chosen: dict[str, bool]) -> Rehearsal:
+            return Rehearsal(
+                function.model,
+                collectives.rehearsed(run) if collectives is not None else along(chosen),
+                inspect,
+                inputs,
+                device_index=self.device,
+                managed=OrderedSet(managed),
+                mutated=list(function.mutated_input_idxs),
+                reused=request.spec.reused_input_idxs,
+            )
+
+        paths = [dict(choice) for choice in request.spec.info.paths]
+        self.path_rehearsals = [(chosen, rehearse(chosen)) for chosen in paths]
+        self.rehearsal = rehearse({})
+        # Memory of the paths cannot be used in front of or behind them.
+        most = max((other.needed_bytes for _, other in self.path_rehearsals), default=0)
+        self._learned(needed_bytes=self.rehearsal.needed_bytes + most)
 
     def _needed_bytes(self) -> int:
         if self.rehearsal is None:
             return self.request.needed_bytes
-        return self.rehearsal.needed_bytes + self.layout.copied_bytes
+        return (self.facts.needed_bytes or 0) + self.layout.copied_bytes
 
     def _refuse(
         self, reason: Reason, inputs: list[InputType], *, is_capturable: bool = True, **kwargs: Any
@@ -242,7 +261,10 @@ class BoundGraphNode(CopyGraphNode):
         scheduled, needed_bytes = self.scheduled, self.rehearsal.needed_bytes
         buffers = scheduled.allocator(self.bound_input_idxs, allocation.empty_strided_cuda, needed_bytes)
         placed = placed_allocator(self.memory.allocations, self.device, buffers)
-        model = scheduled.note_capture(with_allocator(model, self.request.spec.info, placed))
+        if isinstance(self.branches, RehearsedBranches):
+            self.branches = CapturedBranches(self.branches, self.device, self.cuda_graphs_pool)
+        model = with_branches(with_allocator(model, self.request.spec.info, placed), self.branches)
+        model = scheduled.note_capture(model)
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = Copied(model, self.memory.copies, self.device)
@@ -283,8 +305,9 @@ class BoundGraphNode(CopyGraphNode):
         if self.prelude is not None:
             self.prelude.upload(graph.raw_cuda_graph_exec())
             set_on_device = self.prelude.nodes
+        bodies = self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
         self.binding = NodeUpdateBinding(
-            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device
+            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device, bodies
         )
         words = range(len(self.call_tensors), len(placeholders.placeholders))
         if not all(self.binding.nodes_of[k] for k in words):
@@ -298,6 +321,11 @@ class BoundGraphNode(CopyGraphNode):
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
         if request.binding == NODE_UPDATE or not (request.is_decided or prelude_pays(raw_graph, placeholders)):
+            return None
+        if self.branches is not None:
+            # Whether the device can update nodes of paths is not known.
+            error = "it has branches"
+            self._learned(no_prelude=Reason.of(Code.NO_PRELUDE, binding=request.binding, error=error))
             return None
         table = None
         if request.binding == TABLE:
@@ -316,33 +344,47 @@ class BoundGraphNode(CopyGraphNode):
         """Run the bound graph once and compare it with the rehearsal. Raises RefusedError, DriverError."""
         self.recording_outputs = list(self.recording_outputs)  # type: ignore[arg-type]
         self.pool_ranges = PoolRanges(self.cuda_graphs_pool)
-        self._mark_outputs()
-        try:
-            self.run_graph()
-        except RuntimeError as e:
-            raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
         for i, alias in enumerate(self.output_storage_alias):
             if isinstance(alias, AliasesBoundMemory):
                 metadata: Any = self.outputs_metadata[i]
                 self.recording_outputs[i] = self._alias_of_bound_memory(alias, metadata)
-        verdict = verify(self.rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
-        reason = self.prelude and self.prelude.failure()
-        if reason is None and not (verdict.may_vary and self._launches_alike(graph)):
-            reason = verdict.reason
-        if reason is not None:
-            raise RefusedError(reason, is_capturable=verdict.is_capturable)
+        for chosen, rehearsal in self.path_rehearsals:
+            self._choose_paths(graph, chosen)
+            self._compare(graph, rehearsal)
+        self._choose_paths(graph, {})
+        self._compare(graph, self.rehearsal)
         if self.collectives is not None:
             self.collectives.agree_to_deploy(graph.raw_cuda_graph_exec())
             # The call itself: other ranks wait for its collectives.
             self.rehearsal.restore()
             self._run_again()
 
+    def _choose_paths(self, graph: torch.cuda.CUDAGraph, chosen: dict[str, bool]) -> None:
+        if isinstance(self.branches, CapturedBranches):
+            self.branches.choose(graph.raw_cuda_graph_exec(), chosen, self.binding.updates)
+            # The run before wrote inputs.
+            self.rehearsal.restore()
+
+    def _compare(self, graph: torch.cuda.CUDAGraph, rehearsal: Rehearsal) -> None:
+        """Run the graph and compare it with a rehearsal. Raises RefusedError if it differs."""
+        self._mark_outputs()
+        try:
+            self._run_again()
+        except RuntimeError as e:
+            raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
+        verdict = verify(rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
+        reason = self.prelude and self.prelude.failure()
+        if reason is None and not (verdict.may_vary and self._launches_alike(graph)):
+            reason = verdict.reason
+        if reason is not None:
+            raise RefusedError(reason, is_capturable=verdict.is_capturable)
+
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Return whether a function with atomic additions launches what its graph does."""
         spec = self.request.spec
         if not adds_atomically(spec) or self.values.delivers or self.collectives or self.request.schedule != CHAIN:
             return False
-        if room(self.device) < self._needed_bytes():
+        if self.branches is not None or room(self.device) < self._needed_bytes():
             return False
         inputs = [*self.call_inputs]
         self.restore_managed(inputs)
@@ -378,7 +420,8 @@ class BoundGraphNode(CopyGraphNode):
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
         if self.collectives is not None:
             self._learned(staged_bytes=self.collectives.staged_bytes)
-        self.rehearsal = self.collectives = self.scheduled = None
+        self.rehearsal = self.collectives = self.branches = self.scheduled = None
+        self.path_rehearsals = []
         self.saved_managed = {}
         self.call_tensors = []
         del self.memory, self.layout, self.copied

@@ -107,6 +107,8 @@ class CopyGraphNode(CUDAGraphNode):
         ]
         if (lack := self._lack_of_memory()) is not None:
             self._refuse(lack, inputs, is_capturable=False)
+        if self.policy.spec.info.paths and not self.binds_values:
+            self._refuse(Reason.of(Code.BRANCH_NEEDS_BINDING), inputs, is_capturable=False)
         managed = OrderedSet(self.cudagraph_managed_idxs)
         # Managed inputs have to die during capture as they will in replay.
         self.call_inputs = [None if i in managed else t for i, t in enumerate(inputs)]

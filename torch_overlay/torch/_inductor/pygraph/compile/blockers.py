@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch._inductor import ir
+from torch._inductor import config, ir
 from torch._inductor.dependencies import WeakDep
 from torch._inductor.fx_utils import dropout_of
 from torch._inductor.pygraph.compile.analysis import MEMORY_EFFICIENT_ATTENTION
+from torch._inductor.pygraph.compile.conditionals import conditional_reason
 from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
 from torch._inductor.pygraph.compile.upstream import reason_of
 from torch._inductor.pygraph.types.reason import Code
@@ -39,7 +40,8 @@ def partition_reason(node: BaseSchedulerNode) -> Code | None:
     if not node.is_gpu():
         # The scheduler gives the reason for other CPU nodes.
         return Code.COPIES_TO_CPU if isinstance(ir_node, ir.DeviceCopy) else None
-    if (reason := subgraph_reason(ir_node)) is not None:
+    is_captured = isinstance(ir_node, ir.Conditional) and config.pygraph_conditionals
+    if (reason := conditional_reason(ir_node) if is_captured else subgraph_reason(ir_node)) is not None:
         return reason
     if hands_over_seed(ir_node):
         return Code.CPU_SEED

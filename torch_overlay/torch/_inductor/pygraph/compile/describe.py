@@ -11,6 +11,7 @@ from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
 from torch._inductor.pygraph.compile.calls import describe_calls
+from torch._inductor.pygraph.compile.conditionals import paths_through
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
 from torch._inductor.pygraph.compile.sizes import describe_sizes
 from torch._inductor.pygraph.types.partition import Collective, DirectCall, GraphInfo, PartitionInfo, PartitionReport
@@ -82,6 +83,9 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         reused_input_idxs=tuple(i for i, name in enumerate(inputs) if name in reused),
         sizes=describe_sizes(wrapper, nodes) if config.pygraph_sizes else None,
         calls=describe_calls(wrapper, nodes) if wrapper.notes_calls() else (),
+        paths=paths_through(part.node for node in nodes for part in node.get_nodes() if part.node is not None)
+        if wrapper.captures_branches()
+        else (),
     )
 
 

@@ -21,7 +21,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
+    from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
 
@@ -131,13 +131,20 @@ def set_captured_node(node: Any, params: Any, buffers: Sequence[ctypes.Array[Any
     check(result)
 
 
-def graph_nodes(graph: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (node, type) of each node of a graph, in the order of their creation."""
+def graph_nodes(graph: Any, bodies: Mapping[int, Sequence[Any]] = {}) -> Iterator[tuple[Any, Any]]:
+    """
+    Yield (node, type) of each node of a graph, in the order of their creation. Nodes of the graphs in ``bodies`` take
+    the place of the conditional node that owns them.
+    """
     cu = bindings()
     _, count = check(cu.cuGraphGetNodes(graph))
     nodes, _ = check(cu.cuGraphGetNodes(graph, count))
     for node in nodes:
-        yield node, check(cu.cuGraphNodeGetType(node))
+        if (graphs := bodies.get(int(node))) is None:
+            yield node, check(cu.cuGraphNodeGetType(node))
+            continue
+        for body in graphs:
+            yield from graph_nodes(body, bodies)
 
 
 # Write.offset for a slot.
@@ -302,11 +309,17 @@ class NodeUpdateBinding:
     """The external inputs and outputs of one executable graph, both called inputs here."""
 
     def __init__(
-        self, raw_graph: int, raw_executable: int, placeholders: PlaceholderMap, set_on_device: Collection[int] = ()
+        self,
+        raw_graph: int,
+        raw_executable: int,
+        placeholders: PlaceholderMap,
+        set_on_device: Collection[int] = (),
+        bodies: Mapping[int, Sequence[Any]] = {},
     ) -> None:
         """
         Args:
             set_on_device: handles of the nodes that the graph sets itself
+            bodies: see graph_nodes
 
         Raises:
             RefusedError: a node may hide an input.
@@ -324,7 +337,7 @@ class NodeUpdateBinding:
         executable = cu.CUgraphExec(raw_executable)
         self.updates: list[NodeUpdate] = []
         self.num_nodes = 0
-        for node, node_type in graph_nodes(cu.CUgraph(raw_graph)):
+        for node, node_type in graph_nodes(cu.CUgraph(raw_graph), bodies):
             self.num_nodes += 1
             if int(node) in set_on_device or node_type in no_parameters:
                 continue

@@ -103,8 +103,22 @@ struct Words {
 
 """
     + "\n".join(f"PRELUDE({n})" for n in CAPACITIES)
-    + "\n"
+    + r"""
+
+// In front of a conditional node; see conditional.py.
+#ifdef SETS_NODES
+extern "C" __global__ void pygraph_branch(cudaGraphConditionalHandle handle, const bool* predicate) {
+    cudaGraphSetConditional(handle, *predicate);
+}
+#endif
+"""
 )
+
+# The name of the kernel among those that set nodes.
+BRANCH = "branch"
+
+# The first whose driver has IF nodes with two bodies.
+BRANCH_DRIVER_VERSION = 12080
 
 
 class PreludeUnavailable(RuntimeError):
@@ -179,15 +193,18 @@ def _cache_path(architecture: str, *, sets_nodes: bool) -> Path:
     return Path(cache_dir()) / "pygraph" / name
 
 
-def _load(cubin: bytes) -> dict[int, Any]:
+def _load(cubin: bytes) -> dict[Any, Any]:
     cu = bindings()
     module = check(cu.cuModuleLoadData(cubin))
-    return {n: check(cu.cuModuleGetFunction(module, f"pygraph_prelude_{n}".encode())) for n in CAPACITIES}
+    names = {n: f"pygraph_prelude_{n}".encode() for n in CAPACITIES}
+    if b"pygraph_branch" in cubin:
+        names[BRANCH] = b"pygraph_branch"
+    return {key: check(cu.cuModuleGetFunction(module, name)) for key, name in names.items()}
 
 
 @functools.cache
-def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
-    """Return the CUfunction of each capacity, in the current context. Raises PreludeUnavailable."""
+def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
+    """Return the CUfunction of each capacity, and of BRANCH if ``sets_nodes``. Raises PreludeUnavailable."""
     if sets_nodes and check(bindings().cuDriverGetVersion()) < DRIVER_VERSION:
         raise PreludeUnavailable("the driver has no device-side updates of nodes")
     properties = torch.cuda.get_device_properties(device_index)
@@ -211,6 +228,14 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[int, Any]:
         # A library is missing, too old, or of another version than the driver.
         reason = f"{type(e).__name__}: {e}".partition("\n")[0]
         raise PreludeUnavailable(f"it can not be compiled: {reason}") from e
+
+
+def branch_kernel(device_index: int) -> Any:
+    """Return the CUfunction that sets a condition: (handle, address of a bool). Raises PreludeUnavailable."""
+    cu = bindings()
+    if min(cu.CUDA_VERSION, check(cu.cuDriverGetVersion())) < BRANCH_DRIVER_VERSION:
+        raise PreludeUnavailable("the driver has no conditional nodes with two bodies")
+    return _kernels(device_index, True)[BRANCH]
 
 
 def _make_updatable(node: Any) -> int:

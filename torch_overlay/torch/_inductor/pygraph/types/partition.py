@@ -39,6 +39,8 @@ class PartitionInfo:
         code_hash: of the graph's code; None if decisions on the function are not kept
         sizes: what it does at other sizes, or why that is not known; None if it takes no size
         calls: what it launches, in its order; none if that is not known
+        paths: choices of paths that together take each path of its torch.cond. A choice has the
+            name of each torch.cond that runs then, and the path that it takes
     """
 
     name: str
@@ -54,6 +56,7 @@ class PartitionInfo:
     code_hash: str | None = None
     sizes: SizeMap | Reason | None = None
     calls: tuple[CallInfo, ...] = ()
+    paths: tuple[tuple[tuple[str, bool], ...], ...] = ()
 
     @property
     def groups(self) -> tuple[str, ...]:

@@ -94,6 +94,8 @@ class Code(str, enum.Enum):
     UNKNOWN_NODE = "the graph holds a {kind} node"
     PRELUDE_NOT_ADDED = "no prelude could be added: {error}"
     STATIC_INPUTS_REPLACED = "the program replaces {count} of its static inputs"
+    BRANCH_NEEDS_BINDING = "its branches are captured only if its inputs are bound"
+    BRANCH_WITH_COLLECTIVES = "it has collectives and branches"
     CPU_VALUE_NOT_FOUND = "a CPU value is no parameter of the graph"
     DRIVER = "{error}"
 
@@ -138,6 +140,15 @@ class Code(str, enum.Enum):
     HOST_FLOAT = "takes a float from the host", "Use the tensor instead of its .item()."
     SUBGRAPH_ON_CPU = "runs a graph that works on the CPU", _NESTED
     SUBGRAPH_NOT_CAPTURABLE = "runs a graph with an operator that cannot be captured", _NESTED
+    BRANCH_DRAWS = (
+        "runs a branch that draws random numbers",
+        "Draw them in front of the branch, and pass them to both paths.",
+    )
+    BRANCH_MAY_FAIL = (
+        "runs a branch with an operator that may fail for values of the other path",
+        "Keep indexing by tensors, checks and custom operators out of the paths of torch.cond.",
+    )
+    BRANCH_WRITES = "runs a branch that writes one of its operands", "Return the new value from both paths."
     CONTROL_FLOW = (
         "chooses on the host what runs next",
         "Where both branches are cheap, compute both and select with torch.where.",
