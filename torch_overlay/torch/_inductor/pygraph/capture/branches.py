@@ -10,6 +10,7 @@ any other result is copied.
 from __future__ import annotations
 
 import functools
+import threading
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -159,7 +160,8 @@ class CapturedBranches:
         self.device_index = device_index
         self.pool = pool
         # Ahead of the capture.
-        self.streams = [side_stream(device_index, depth) for depth in range(rehearsed.depth)]
+        thread = threading.get_ident()
+        self.streams = [side_stream(device_index, depth, thread) for depth in range(rehearsed.depth)]
         self.nodes: dict[str, ConditionalNode] = {}
         # Predicates that choose a path.
         self.constants: torch.Tensor | None = None

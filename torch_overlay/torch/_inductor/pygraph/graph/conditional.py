@@ -78,8 +78,8 @@ def add_conditional(predicate: int, device_index: int) -> ConditionalNode:
 
 
 @functools.cache
-def side_stream(device_index: int, depth: int) -> torch.cuda.Stream:
-    """Return a stream that nothing else runs on, to capture paths inside of ``depth`` other ones."""
+def side_stream(device_index: int, depth: int, thread: int) -> torch.cuda.Stream:
+    """Return a stream that nothing else runs on, for a thread to capture paths inside of ``depth`` other ones."""
     cu = bindings()
     flag = cu.CUstream_flags.CU_STREAM_NON_BLOCKING
     return torch.cuda.ExternalStream(int(check(cu.cuStreamCreate(int(flag)))), device=device_index)
