@@ -599,6 +599,92 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual([r.sizes for r in report()], [[37], [5], [6]])
 
 
+def feed_forward(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x @ w) @ v + x
+
+
+def encoder(x: torch.Tensor, qkv: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A layer of BERT with two heads."""
+    n, width = x.shape
+    y = torch.nn.functional.layer_norm(x, (width,))
+    q, k, values = ((y @ qkv).view(n, 3, 2, width // 2)).transpose(0, 2).unbind(1)
+    scores = torch.nn.functional.dropout(torch.softmax(q @ k.transpose(1, 2), -1), 0.1)
+    x = x + (scores @ values).transpose(0, 1).reshape(n, width)
+    return torch.nn.functional.dropout(feed_forward(x, w, v), 0.1)
+
+
+@functools.cache
+def compiled_training(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> list[Any]:
+    def program() -> None:
+        x = torch.zeros(37, shapes[0][0], device="cuda", requires_grad=True)
+        mark_dynamic(x, 0)
+        torch.compile(fn)(x, *(torch.zeros(s, device="cuda", requires_grad=True) for s in shapes)).sum().backward()
+
+    return compiled(program)
+
+
+class TrainingTest(ManySizesTestCase):
+    def programs(self, fn: Callable[..., Any], *shapes: tuple[int, ...], force: str | None = "node_update") -> None:
+        device = self.device()
+        forward, backward = compiled_training(fn, *shapes)
+        self.forward = SizedProgram(device, forward, force, "forward")
+        self.backward = SizedProgram(device, backward, force, "backward")
+
+    def step(self, given: Sequence[Any], tangent: torch.Tensor, *, captured: bool) -> list[torch.Tensor]:
+        """Return the output and the gradients of a step, as AOTAutograd runs it."""
+        output, *saved = self.forward.run(given, captured=captured)
+        sizes = [n for n in saved if isinstance(n, int)]
+        tensors = [t for t in saved if not isinstance(t, int)]
+        gradients = self.backward.run([*sizes, *tensors, tangent], captured=captured)
+        return [on_host(t).clone() for t in (output, *gradients) if isinstance(t, torch.Tensor)]
+
+    def check_steps(self, sizes: Sequence[int]) -> None:
+        """Compare each step, and the generator behind it, with an uncaptured step."""
+        (name,) = symbols(self.forward.inputs)
+        (generator,) = torch.cuda.default_generators
+        for n in sizes:
+            given = self.forward.make_inputs({name: n})
+            tangent = self.forward.device.tensor(torch.randn(n, 16))
+            before = generator.get_state()
+            expected = self.step(given, tangent, captured=False)
+            after = generator.get_state()
+            generator.set_state(before)
+            self.assertEqual(self.step(given, tangent, captured=True), expected, f"{n}", atol=0, rtol=0)
+            self.assertEqual(generator.get_state(), after)
+        self.assertEqual([str(r) for r in self.refused], [])
+
+    def check_captured_steps(self, sizes: Sequence[int]) -> None:
+        self.check_steps(sizes)
+        self.assertEqual([entry.mode for entry in report()], ["forward", "backward"])
+        for entry in report():
+            self.assertEqual((entry.calls, entry.captured_calls), (len(sizes) - 2, len(sizes) - 2))
+
+    def test_steps(self) -> None:
+        """What a forward saves is an output with the sizes of the call, and the backward binds it."""
+        self.programs(feed_forward, (16, 24), (24, 16))
+        self.check_captured_steps([n for n in SIZES if n > 1])
+        # No guard admits these.
+        self.check_steps((0, 1))
+
+    def test_dropout(self) -> None:
+        """A step with dropout draws what the uncaptured step draws."""
+        self.programs(encoder, (16, 48), (16, 24), (24, 16))
+        self.check_captured_steps((20, 20, 2, 17, 32, 33, 3, 16, 4, 5, 31, 30, 7, 8, 9, 15, 24, 12, 6, 10, 20))
+        (name,) = symbols(self.forward.inputs)
+        given = self.forward.make_inputs({name: 5})
+        first, second = (self.forward.call(given, captured=True)[0] for _ in range(2))
+        self.assertNotEqual(first, second)
+
+    def test_selected(self) -> None:
+        """A backward is recorded once it is known whether its gradients outlive a step."""
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        cost = mock.Mock(side_effect=[timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 100, 10, 10)])
+        self.programs(feed_forward, (16, 24), (24, 16), force=None)
+        with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", cost):
+            self.check_steps([*range(30, 40), *range(30, 40)])
+        self.assertEqual([entry.choice for entry in report()], ["node_update"] * 2)
+
+
 class SimulatedDevice(NoisySimulation):
     """Times of an H100's order, in microseconds, of what a SizedDevice does."""
 

@@ -108,8 +108,15 @@ def _efficient_attention(
     )
 
 
-# Operators without a kernel for the host.
-_ON_HOST = {torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_attention}
+def _random(t: torch.Tensor, low: int, high: int | None, generator: torch.Generator | None = None) -> torch.Tensor:
+    return t.random_(low, high, generator=generator or torch.cuda.default_generators[0])
+
+
+# Operators without a kernel for the host, and those that draw.
+_ON_HOST = {
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    getattr(torch.ops.aten.random_, "from"): _random,
+}
 
 
 class _Operators:

@@ -301,7 +301,7 @@ class SizedDevice(ModelledDevice):
         self.calls = 0
         self.undefined: Callable[[], int] = lambda: 0
         self.begins_early = False
-        self._tokens: list[tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = []
+        self._tokens: dict[int, tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = {}
 
     def add_node(self, node: Node) -> int:
         graph = self.capturing
@@ -326,8 +326,10 @@ class SizedDevice(ModelledDevice):
         variant = total % 3
         grid = (1 + total % 5, 1 + total % 2, 1)
         likes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in tensors]
-        self._tokens.append((compute, likes, (variant, grid)))
-        content = u64(len(self._tokens) - 1, self.undefined(), *(t.data_ptr() for t in tensors))
+        # Another one in each byte.
+        token = (len(self._tokens) + 1) * 0x0101010101010101 % (1 << 64)
+        self._tokens[token] = compute, likes, (variant, grid)
+        content = u64(token, self.undefined(), *(t.data_ptr() for t in tensors))
         if total > 6000:
             # A part of the product goes by way of temporary memory.
             temporary = self.empty_strided((64,), (1,), torch.uint8)
@@ -407,6 +409,9 @@ class Triton:
     arange = staticmethod(lambda start, end: block(np.arange(start, end, dtype=np.int32)))
     device_assert = debug_barrier = staticmethod(lambda *args: None)
     sigmoid = staticmethod(lambda x: block((1 / (1 + np.exp(-x))).astype(x.dtype)))
+    fma = staticmethod(lambda x, y, z: block(x * y + z))
+    # Not Philox, but a function of the same arguments.
+    rand = staticmethod(lambda seed, i: block((np.sin(i + seed % 1009) * 1009 % 1).astype(np.float32)))
 
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
         self.program, self.grid = program, grid
@@ -631,8 +636,10 @@ class SizedProgram:
         mutated: inputs of the partitions that the program sees written
     """
 
-    def __init__(self, device: SizedDevice, program: CompiledProgram, force: str | None) -> None:
-        self.device, self.inputs, self.force = device, program.inputs, force
+    def __init__(
+        self, device: SizedDevice, program: CompiledProgram, force: str | None, mode: str = "inference"
+    ) -> None:
+        self.device, self.inputs, self.force, self.mode = device, program.inputs, force, mode
         self.info = program.graph.info
         self.mutated: tuple[int, ...] = ()
         scope = program.execute(lambda name, _: ModelledTriton(device, name, program.autotuners[name]))
@@ -657,8 +664,8 @@ class SizedProgram:
                     args,
                     (),
                     device_index=0,
-                    is_backward=False,
-                    is_inference=True,
+                    is_backward=self.mode == "backward",
+                    is_inference=self.mode == "inference",
                     stack_traces=None,
                     mutated_input_idxs=self.mutated,
                     pygraph=PyGraphOptions(

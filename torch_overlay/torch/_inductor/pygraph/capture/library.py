@@ -50,6 +50,8 @@ OPERATORS = OrderedSet(
         aten.bmm,
         aten.baddbmm,
         aten.zero_,
+        # Seeds of a function's random numbers. The generator's state is where all graphs read it.
+        aten.randint,
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention,
     ]

@@ -172,7 +172,7 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
 
 
 def sized_plan(
-    recording: SizedRecording, launches: Launches, manager: CUDAGraphTreeManager, owner: object
+    recording: SizedRecording, launches: Launches, manager: CUDAGraphTreeManager, mode: str, owner: object
 ) -> ReplayPlan:
     """Return the plan of a recording for the sizes at which its nodes launch ``launches``."""
 
@@ -189,6 +189,8 @@ def sized_plan(
         containers=thread_containers,
         owner=owner,
         live_outputs=nothing,
+        # A forward leaves nothing in the graphs' pool.
+        pending_backward=False if mode == "backward" else None,
         is_capturing=torch._C._cuda_isCurrentStreamCapturing,
         num_inputs=1 + max(recording.model.inputs, default=-1),
         bound=tuple(recording.model.inputs),

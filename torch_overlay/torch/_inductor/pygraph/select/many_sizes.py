@@ -116,7 +116,7 @@ def may_record(deployment: Any, inputs: Sequence[InputType]) -> bool:
     """Return whether a function may be recorded for many sizes together. If not, log why once."""
     spec, model = deployment.spec, deployment.model
     # Without config.pygraph_sizes nothing is known of the sizes.
-    if spec.info.sizes is None or spec.mode != "inference" or deployment.force not in (None, NODE_UPDATE):
+    if spec.info.sizes is None or deployment.force not in (None, NODE_UPDATE):
         return False
     if model not in _reasons and (reason := not_for_many_sizes(spec, inputs)) is not None:
         _reasons[model] = reason
@@ -171,7 +171,7 @@ class ManySizes:
         if not self.state.acquire():
             return None, self.deployment.uncaptured(inputs)
         try:
-            self.state.follow()
+            self._begin()
             outputs = self._record(inputs)
         finally:
             self.state.release()
@@ -222,7 +222,7 @@ class ManySizes:
         outputs: OutputType | None = None
         self.may_have_run = False
         try:
-            self.state.follow()
+            self._begin()
             outputs = self._replay(inputs)
         except Exception as e:
             if self.may_have_run:
@@ -231,6 +231,12 @@ class ManySizes:
         finally:
             self.state.release()
         return uncaptured(inputs) if outputs is None else outputs
+
+    def _begin(self) -> None:
+        self.state.follow()
+        if self.spec.is_backward:
+            # Of a forward that trees recorded.
+            self.manager.set_to_running_backward()
 
     def _sizes(self, inputs: Sequence[InputType]) -> tuple[int, ...]:
         """Return the sizes of a call, and take note of them. A call at known sizes does not come here."""
@@ -281,7 +287,7 @@ class ManySizes:
             self.known.clear()
         launches = kept.launches
         if launches.replay is None:
-            plan = sized_plan(recording, launches, self.manager, self.deployment.owner)
+            plan = sized_plan(recording, launches, self.manager, self.spec.mode, self.deployment.owner)
             launches.replay = make_replay(plan, self.state, self.not_replayed)
         self.known[sizes] = launches.replay, recording.numbers(kept.at)
 
