@@ -1186,6 +1186,22 @@ def test_what_a_case_must_show(case, row, expected):
 
 
 @pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({}, []),
+        ({"ratios": {"no_cg": [1, 1, 1]}}, ["not measured with schedules"]),
+        ({"ratios": {"no_cg": [1, 1, 1], "scheduled": [0.97, 0.98, 0.985]}}, ["0.980 x as fast with schedules"]),
+        ({"scheduled_reserved_mib": 20}, []),
+        ({"scheduled_reserved_mib": 21}, ["reserves 21 MiB with schedules, stock 12 MiB"]),
+        ({"stock_reserved_mib": 100, "scheduled_reserved_mib": 110}, []),
+    ],
+)
+def test_what_a_case_with_schedules_must_show(row, expected):
+    ratios = {"no_cg": [1, 1, 1], "scheduled": [0.97, 0.98, 1.0]}
+    assert suite.missed(dataclasses.replace(_case(), suite="concurrent"), {**ROW, "ratios": ratios, **row}) == expected
+
+
+@pytest.mark.parametrize(
     ("percent", "expected"),
     [
         ({"pygraph": 74.3}, []),

@@ -32,6 +32,8 @@ ALSO = (
 )
 # The least part of PyGraph's time without schedules that it may take with them: of no row more is lost than noise.
 MIN_GAIN = 0.99
+# What a program may reserve with schedules beyond stock: a part of stock's, and MiB if that is more.
+MAX_MORE_MEMORY, MAX_MORE_MIB = 0.1, 8
 
 concurrent = adding("concurrent")
 

@@ -463,9 +463,9 @@ SECTIONS = (
 
 def format_table(rows: list[Row], *, markdown: bool = False) -> str:
     """Times in microseconds a call, bytes copied a call, and what the case must show."""
-    text = as_table(rows, _columns(rows), markdown)
     if markdown:
-        return text
+        return as_table(rows, _columns(rows), markdown)
+    text = as_table(rows, _columns_of_suite(rows) or _columns(rows))
     notes = [f"{row['name']}: {note}" for row in rows for note in _notes(row)]
     return "\n".join([text, *notes, *_totals(rows)])
 
@@ -476,6 +476,14 @@ def _are_workloads(rows: list[Row]) -> bool:
 
 def _is_overhead(rows: list[Row]) -> bool:
     return any("flag_off" in row for row in rows)
+
+
+def _columns_of_suite(rows: list[Row]) -> Columns | None:
+    """Return the columns of the suites concurrent and sizes."""
+    for field, columns in {"scheduled_us": SCHEDULE_COLUMNS, "many_sizes_us": SIZE_COLUMNS}.items():
+        if any(field in row for row in rows):
+            return {**columns, **JUDGED}
+    return None
 
 
 def _columns(rows: list[Row]) -> Columns:

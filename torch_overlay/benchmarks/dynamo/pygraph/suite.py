@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from . import cgct_run
 from .case import described
 from .catalogue import SUITES
-from .parallel import MIN_GAIN
+from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MIN_GAIN
 from .processes import Answering, Machine
 from .report import best_candidate, captured_share, coverage, label, PAPER_COVERAGE, present, time_of
 from .timing import Interval, MAX_SLOWDOWN
@@ -181,9 +181,7 @@ class _Run:
         with ThreadPoolExecutor(self.processes) as pool:
             order = sorted(cases, key=lambda case: not case.alone)
             alone = {
-                case.name: {
-                    name: pool.submit(self.run_alone, case, name) for name in SUITES[case.suite].run_alone
-                }
+                case.name: {name: pool.submit(self.run_alone, case, name) for name in SUITES[case.suite].run_alone}
                 for case in order
                 if case.alone and self.alone and not self.lacks(case)
             }
@@ -336,6 +334,9 @@ def _missed_schedule(case: Case, row: Row) -> list[str]:
     if (gain := case.min_scheduled_gain) and "stock_cg" in ratios:
         reached = ratios["scheduled"][1] / ratios["stock_cg"][1]
         found += [f"{reached:.2f} x faster than stock CG with schedules, not {gain} x"] * (reached < gain)
+    ours, theirs = row.get("scheduled_reserved_mib"), row.get("stock_reserved_mib")
+    if ours is not None and theirs is not None and ours > theirs + max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB):
+        found.append(f"reserves {ours} MiB with schedules, stock {theirs} MiB")
     return found
 
 
