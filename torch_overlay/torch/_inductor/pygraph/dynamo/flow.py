@@ -116,22 +116,18 @@ class Flow:
         Return the first instruction that all paths from ``start`` reach, unless they raise: the number of instructions
         if it is the return, and None if all paths raise.
         """
+        return self._meetings.get(start)
+
+    @functools.cached_property
+    def _meetings(self) -> dict[int, int]:
+        import networkx
+
         end = len(self.instructions)
-        everything = (1 << (end + 1)) - 1
-        # Bit sets of what each instruction's paths all reach
-        common = [everything] * end + [1 << end]
-        changed = True
-        while changed:
-            changed = False
-            for i in reversed(range(end)):
-                after = [end] if self.instructions[i].opname in RETURNS else self.successors[i]
-                new = functools.reduce(operator.and_, (common[s] for s in after), everything) | 1 << i
-                changed |= new != common[i]
-                common[i] = new
-        if common[start] == everything:
-            return None
-        behind = common[start] & ~(1 << start)
-        return next((i for i in range(end + 1) if behind >> i & 1 and common[i] & behind == behind), None)
+        backward = networkx.DiGraph()
+        backward.add_node(end)
+        for i, inst in enumerate(self.instructions):
+            backward.add_edges_from((s, i) for s in ([end] if inst.opname in RETURNS else self.successors[i]))
+        return networkx.immediate_dominators(backward, end)
 
     def reached(self, starts: Iterable[int], until: int | None = None) -> OrderedSet[int]:
         """Return the instructions of the paths from ``starts`` on, without handlers, up to ``until``."""
@@ -155,7 +151,7 @@ class Flow:
         for header, ends in sources.items():
             indices = OrderedSet([header])
             for end in ends:
-                found = self._indices(header, end)
+                found = self._leading_to([end], OrderedSet([header]))
                 # A handler lies behind what follows it, and jumps back without a loop.
                 if header == 0 or 0 not in found:
                     indices |= found
@@ -163,9 +159,9 @@ class Flow:
                 loops.append(Loop(header, indices))
         return loops
 
-    def _indices(self, header: int, end: int) -> OrderedSet[int]:
-        found = OrderedSet([header])
-        ahead = [end]
+    def _leading_to(self, ends: Iterable[int], found: OrderedSet[int]) -> OrderedSet[int]:
+        """Add the instructions from which these are reached, by way of none that is in ``found``."""
+        ahead = [*ends]
         while ahead:
             i = ahead.pop()
             if i not in found:
@@ -176,14 +172,7 @@ class Flow:
     @functools.cached_property
     def returning(self) -> OrderedSet[int]:
         """The instructions that may lead to a return."""
-        found = OrderedSet[int]()
-        ahead = [i for i in self.depths if self.instructions[i].opname in RETURNS]
-        while ahead:
-            i = ahead.pop()
-            if i not in found:
-                found.add(i)
-                ahead.extend(self.predecessors[i])
-        return found
+        return self._leading_to((i for i in self.depths if self.instructions[i].opname in RETURNS), OrderedSet())
 
     def skip_jumps(self, i: int) -> int:
         """Return where an unconditional jump leads to."""
