@@ -200,7 +200,7 @@ class Program:
         self.pause(rank, lambda: all(len(r.ran) >= began for r in self.ranks))
 
     def choices(self) -> list[str]:
-        return [r.selection.choice for r in self.ranks if not r.never_calls and r.dies_after >= CALLS]
+        return [r.selection.report.choice for r in self.ranks if not r.never_calls and r.dies_after >= CALLS]
 
 
 class RanksTest(SelectTestCase):

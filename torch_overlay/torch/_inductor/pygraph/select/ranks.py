@@ -104,7 +104,7 @@ class RankSelection(Selection):
                         self.controller.undecide()
         except NoAgreement:
             self._decide_alone()
-        yield from self._select() if self.choice == UNDECIDED else self._finish()
+        yield from self._select() if self.report.choice == UNDECIDED else self._finish()
 
     def _compare(self) -> Iterator[ModelType]:
         try:

@@ -158,10 +158,6 @@ class Selection:
         self.steps = self._steps()
         self.lock = threading.Lock()
 
-    @property
-    def choice(self) -> str:
-        return self.report.choice
-
     def __call__(self, inputs: list[InputType]) -> OutputType:
         self.entered = clock_us()
         self.calls += 1
@@ -187,7 +183,7 @@ class Selection:
             self.lock.release()
 
     def _chosen(self) -> ModelType:
-        return self.uncaptured if self.choice == NO_GRAPH else self.replay or self.uncaptured
+        return self.uncaptured if self.report.choice == NO_GRAPH else self.replay or self.uncaptured
 
     def _steps(self) -> Iterator[ModelType]:
         # Compiles and tunes.
@@ -205,7 +201,7 @@ class Selection:
             self._decide(NO_GRAPH, *remembered.reasons)
         yield from self._time_calls(MAX_DELAY_US)
         then = functools.partial(self._decide_as, remembered)
-        while self.choice == UNDECIDED:
+        while self.report.choice == UNDECIDED:
             yield functools.partial(self._record, then=then)
         yield from self._stay()
 
@@ -214,7 +210,7 @@ class Selection:
         self.controller.waits(False)
         if self.is_forced:
             return self._steps()
-        return self._select() if self.choice == UNDECIDED else self._finish()
+        return self._select() if self.report.choice == UNDECIDED else self._finish()
 
     def _deploy_forced(self) -> None:
         if not self.is_deployed:
@@ -223,7 +219,7 @@ class Selection:
             journal.publish(self.report)
 
     def _decide_as(self, remembered: store.Decision) -> None:
-        if self.choice != UNDECIDED:
+        if self.report.choice != UNDECIDED:
             return
         if not self.state.is_capturable:
             self._decide(NO_GRAPH, Reason.of(Code.NOT_CAPTURABLE))
@@ -422,7 +418,7 @@ class Selection:
             self.entry.save(store.Decision(self.report.candidate, self.report.reasons, self.report.timings_us))
 
     def _stay(self) -> Iterator[ModelType]:
-        if self.choice != NO_GRAPH:
+        if self.report.choice != NO_GRAPH:
             # Outputs of the call that recorded, such as gradients, may be alive until a later call has begun.
             for _ in range(RETIRE_CALLS):
                 yield self._chosen()
