@@ -10,16 +10,10 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.allocation import Allocation, place, poison_of, with_allocator
 from torch._inductor.pygraph.capture.library import CallTrace, cublas_workspaces, NAMES, operator_name
+from torch._inductor.pygraph.graph import placeholder
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.memory import PoolRanges
-from torch._inductor.pygraph.graph.placeholder import (
-    MAX_ALIGNMENT,
-    PlaceholderMap,
-    storage_extent,
-    tensor_at,
-    UNWRITTEN,
-)
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import OperatorAt, SizeMap
@@ -149,13 +143,16 @@ class FunctionCapture:
         self.events = [e for e in model.function.events if isinstance(e, OperatorOf)]
         self.allocations = iter(model.function.allocations)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
-        wanted = [(poison_of(t), storage_extent(t), alignments[name]) for name, t in tensors.items()]
-        wanted += [(UNWRITTEN, at.extent(model.memory[owner]), MAX_ALIGNMENT) for owner in model.returned]
+        wanted = [(poison_of(t), placeholder.storage_extent(t), alignments[name]) for name, t in tensors.items()]
+        wanted += [
+            (placeholder.UNWRITTEN, at.extent(model.memory[owner]), placeholder.MAX_ALIGNMENT)
+            for owner in model.returned
+        ]
         placeholders = place(wanted, self.device)
-        self.placeholders = PlaceholderMap(placeholders)
+        self.placeholders = placeholder.PlaceholderMap(placeholders)
         self.addresses = {name: p.address for name, p in zip([*tensors, *model.returned], placeholders)}
         given = [
-            tensor_at(self.addresses[model.inputs[i]], t, self.device) if isinstance(t, torch.Tensor) else t
+            placeholder.tensor_at(self.addresses[model.inputs[i]], t, self.device) if isinstance(t, torch.Tensor) else t
             for i, t in enumerate(inputs)
         ]
         run = with_allocator(model.model, model.spec.info, self._allocate)
@@ -178,8 +175,8 @@ class FunctionCapture:
     def _memory(self, owner: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for ``owner``: at its placeholder, or so much as the reserved sizes take."""
         if owner in self.model.returned:
-            return tensor_at(self.addresses[owner], like, self.device)
-        nbytes = max(storage_extent(like), self.reserve.extent(self.model.memory[owner]))
+            return placeholder.tensor_at(self.addresses[owner], like, self.device)
+        nbytes = max(placeholder.storage_extent(like), self.reserve.extent(self.model.memory[owner]))
         flat = allocation.empty_strided_cuda((-(-nbytes // like.element_size()),), (1,), like.dtype)
         t = flat.as_strided(like.shape, like.stride())
         self.addresses[owner] = flat.data_ptr()

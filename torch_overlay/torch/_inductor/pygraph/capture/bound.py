@@ -21,16 +21,6 @@ from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.again import adds_atomically, Again
-from torch._inductor.pygraph.capture.allocation import (
-    Allocation,
-    AllocationTrace,
-    BoundMemory,
-    common_alignment,
-    Copied,
-    OutputLayout,
-    placed_allocator,
-    with_allocator,
-)
 from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
 from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
@@ -104,8 +94,8 @@ class BoundGraphNode(CopyGraphNode):
     # For each choice of paths.
     path_rehearsals: list[tuple[dict[str, bool], Rehearsal]] = []
     saved_managed: Mapping[int, SavedInput] = {}
-    memory: BoundMemory
-    layout: OutputLayout
+    memory: allocation.BoundMemory
+    layout: allocation.OutputLayout
     rehearsal: Rehearsal | None = None
 
     # Recording, in the order in which CUDAGraphNode's constructor calls it
@@ -143,10 +133,10 @@ class BoundGraphNode(CopyGraphNode):
         try:
             external_inputs = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in external_inputs]
-            self.alignment = min(self.request.alignment, common_alignment(self.input_pointers))
+            self.alignment = min(self.request.alignment, allocation.common_alignment(self.input_pointers))
             self._learned(alignment=self.alignment, external_bytes=sum(map(storage_extent, external_inputs)))
             self._rehearse(inputs)
-            self.memory, self.call_tensors = BoundMemory.place(
+            self.memory, self.call_tensors = allocation.BoundMemory.place(
                 external_inputs, self.alignment, self.layout, self.device
             )
             self.allocators = self.memory.allocators
@@ -181,9 +171,9 @@ class BoundGraphNode(CopyGraphNode):
     def _rehearse(self, inputs: list[InputType]) -> None:
         function, request = self.wrapped_function, self.request
         collectives = self.collectives
-        trace = AllocationTrace(() if collectives is None else collectives.operands)
+        trace = allocation.AllocationTrace(() if collectives is None else collectives.operands)
         branches = self.branches
-        traced = with_branches(with_allocator(function.model, request.spec.info, trace), branches)
+        traced = with_branches(allocation.with_allocator(function.model, request.spec.info, trace), branches)
         self.scheduled = scheduled = ScheduledRecording(request, self.device, self.cuda_graphs_pool)
 
         # Without the node, which has to be gone before the function runs again.
@@ -195,7 +185,7 @@ class BoundGraphNode(CopyGraphNode):
             return run if branches is None else branches.along(chosen, run)
 
         def inspect(outputs: OutputType) -> list[int]:
-            self.layout = OutputLayout.of(
+            self.layout = allocation.OutputLayout.of(
                 trace,
                 outputs,
                 request.owned_output_idxs,
@@ -260,14 +250,14 @@ class BoundGraphNode(CopyGraphNode):
     def _record(self, model: ModelType, inputs: list[InputType]) -> OutputType:
         scheduled, needed_bytes = self.scheduled, self.rehearsal.needed_bytes
         buffers = scheduled.allocator(self.bound_input_idxs, allocation.empty_strided_cuda, needed_bytes)
-        placed = placed_allocator(self.memory.allocations, self.device, buffers)
+        placed = allocation.placed_allocator(self.memory.allocations, self.device, buffers)
         if isinstance(self.branches, RehearsedBranches):
             self.branches = CapturedBranches(self.branches, self.device, self.cuda_graphs_pool)
-        model = with_branches(with_allocator(model, self.request.spec.info, placed), self.branches)
+        model = with_branches(allocation.with_allocator(model, self.request.spec.info, placed), self.branches)
         model = scheduled.note_capture(model)
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
-        self.copied = Copied(model, self.memory.copies, self.device)
+        self.copied = allocation.Copied(model, self.memory.copies, self.device)
         return super()._record(self.copied, inputs)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
@@ -276,7 +266,7 @@ class BoundGraphNode(CopyGraphNode):
             return None
         k, offset = hit
         offset += output.storage_offset() * output.element_size()
-        is_whole = offset == 0 and Allocation.of(output) == Allocation.of(self.call_tensors[k])
+        is_whole = offset == 0 and allocation.Allocation.of(output) == allocation.Allocation.of(self.call_tensors[k])
         return AliasesBoundMemory(k, offset, is_whole)
 
     def _first_replay(self) -> None:

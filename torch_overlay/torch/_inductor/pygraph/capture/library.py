@@ -15,17 +15,10 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
+from torch._inductor.pygraph.graph import placeholder
 from torch._inductor.pygraph.graph.captured import CapturedNode, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
-from torch._inductor.pygraph.graph.placeholder import (
-    arena,
-    MAX_ALIGNMENT,
-    PlaceholderMap,
-    storage_extent,
-    tensor_at,
-    ZERO,
-)
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
@@ -179,10 +172,10 @@ class Memo(Scratch):
         self, signature: Signature, spec: TreeSpec, around: Callable[[Callable[[], Any]], Any] | None = None
     ) -> Entry:
         """``around``: runs what it is called with: the operator."""
-        sizes = [(storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
-        places = arena(self.device, ZERO).place(sizes)
+        sizes = [(placeholder.storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
+        places = placeholder.arena(self.device, placeholder.ZERO).place(sizes)
         operands = [
-            tensor_at(place.address, operand.like(), self.device)
+            placeholder.tensor_at(place.address, operand.like(), self.device)
             for place, (operand, _) in zip(places, signature.operands)
         ]
         others, rest = dict(signature.arguments), iter(operands)
@@ -192,11 +185,11 @@ class Memo(Scratch):
         def run() -> list[tuple[int, int]]:
             call = functools.partial(signature.op, *args, **kwargs)
             results = new_tensors(call() if around is None else around(call), leaves)
-            return [(t.data_ptr(), storage_extent(t)) for t in results]
+            return [(t.data_ptr(), placeholder.storage_extent(t)) for t in results]
 
         graph, results = self.capture(run, self.pool)
         nodes = tuple(read_graph(bindings().CUgraph(graph.raw_cuda_graph())))
-        placeholders = PlaceholderMap(places)
+        placeholders = placeholder.PlaceholderMap(places)
         slots: list[tuple[Slot, ...]] = []
         for node in nodes:
             of_node = []
@@ -293,7 +286,7 @@ def _draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 def alignment_of(address: int) -> int:
     """Return by how many bytes an address is aligned, as far as libraries look."""
-    return min(address & -address, MAX_ALIGNMENT) or MAX_ALIGNMENT
+    return min(address & -address, placeholder.MAX_ALIGNMENT) or placeholder.MAX_ALIGNMENT
 
 
 def cublas_workspaces() -> Any:

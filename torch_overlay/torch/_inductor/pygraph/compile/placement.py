@@ -26,26 +26,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.fx_passes.post_grad import ConstructorMoverPass
 from torch._inductor.fx_utils import dropout_of, FakeTensorUpdater, get_node_storage
 from torch._inductor.pattern_matcher import stable_topological_sort
-from torch._inductor.pygraph.compile.analysis import (
-    can_be_copied,
-    can_be_delivered,
-    CONSTRUCTORS,
-    contiguous_permutation,
-    Crossing,
-    crossings,
-    dims_by_stride,
-    exposed_storages,
-    INLINES_GRAPHS,
-    is_constant,
-    is_dense,
-    is_on_cpu,
-    known_values,
-    MEMORY_EFFICIENT_ATTENTION,
-    phases,
-    recomputable_values,
-    static_nbytes,
-    walk_back,
-)
+from torch._inductor.pygraph.compile import analysis
 from torch._inductor.pygraph.compile.lowering import DELIVER, STAGE, UPLOAD
 from torch._inductor.pygraph.types.reason import Code, first_line, log_line, Reason
 from torch._inductor.pygraph.types.report import CPU_VALUES, CpuValue
@@ -92,9 +73,9 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     drop_unused_seeds(graph)
     updater.incremental_update()
     callers = graph.owning_module.meta.get(CALLERS)
-    if callers is not None and not INLINES_GRAPHS.isdisjoint(callers):
+    if callers is not None and not analysis.INLINES_GRAPHS.isdisjoint(callers):
         return
-    found = [*crossings(graph)]
+    found = [*analysis.crossings(graph)]
     if not found:
         return
     # Inductor gives the code of a subgraph no constants that a pass adds.
@@ -107,7 +88,7 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
 
 def drop_unused_seeds(graph: torch.fx.Graph) -> None:
     """Without dropout, let no backward of memory-efficient attention read a seed, which may be on the CPU."""
-    for op in MEMORY_EFFICIENT_ATTENTION:
+    for op in analysis.MEMORY_EFFICIENT_ATTENTION:
         unused = [i for i, argument in enumerate(op._schema.arguments) if argument.name.startswith("philox")]
         for node in graph.find_nodes(op="call_function", target=op):
             if not unused or dropout_of(node):
@@ -125,14 +106,14 @@ class Placement:
     values may be computed at compile time.
     """
 
-    def __init__(self, graph: torch.fx.Graph, found: Sequence[Crossing], *, adds_constants: bool) -> None:
+    def __init__(self, graph: torch.fx.Graph, found: Sequence[analysis.Crossing], *, adds_constants: bool) -> None:
         self.graph = graph
         self.found = found
         self.order = {node: i for i, node in enumerate(graph.nodes)}
-        self.phases = phases(graph)
-        self.recomputable = recomputable_values(graph)
-        self.known = known_values(graph) if adds_constants else OrderedSet()
-        self.exposed = exposed_storages(graph)
+        self.phases = analysis.phases(graph)
+        self.recomputable = analysis.recomputable_values(graph)
+        self.known = analysis.known_values(graph) if adds_constants else OrderedSet()
+        self.exposed = analysis.exposed_storages(graph)
         # Results of nodes that were computed at compile time.
         self.computed: dict[torch.fx.Node, Any] = {}
         self.counterparts: dict[tuple[torch.fx.Node, torch.device], torch.fx.Node] = {}
@@ -149,7 +130,7 @@ class Placement:
             with self.graph.inserting_before(crossing.user):
                 self.replace(crossing)
 
-    def replace(self, crossing: Crossing) -> None:
+    def replace(self, crossing: analysis.Crossing) -> None:
         """Make the user of a value read the counterpart, if the value can have one."""
         value, user = crossing.value, crossing.user
         counterpart = self.counterpart(value, crossing.device)
@@ -178,15 +159,15 @@ class Placement:
         """Return the values that the counterpart of a value depends on and that are small."""
         return OrderedSet(
             node
-            for node in walk_back(value, self.inputs_to_recompute)
-            if node not in self.recomputable and can_be_delivered(node) and node not in self.known
+            for node in analysis.walk_back(value, self.inputs_to_recompute)
+            if node not in self.recomputable and analysis.can_be_delivered(node) and node not in self.known
         )
 
     def inputs_to_recompute(self, value: torch.fx.Node) -> list[torch.fx.Node]:
         """Return the CPU inputs that the GPU needs to compute a value, none if it is copied."""
-        if value not in self.recomputable or is_constant(value):
+        if value not in self.recomputable or analysis.is_constant(value):
             return []
-        return [i for i in value.all_input_nodes if is_on_cpu(i)]
+        return [i for i in value.all_input_nodes if analysis.is_on_cpu(i)]
 
     def deliver(self) -> None:
         """Insert a delivery for each group of small values that are there together."""
@@ -223,7 +204,7 @@ class Placement:
             inputs = self.inputs_to_recompute(node)
             return [i for i in inputs if (i, device) not in self.counterparts]
 
-        needed = walk_back(value, missing_inputs)
+        needed = analysis.walk_back(value, missing_inputs)
         for node in sorted(needed, key=self.order.__getitem__):
             if (node, device) not in self.counterparts:
                 counterpart = self.new_counterpart(node, device)
@@ -233,11 +214,11 @@ class Placement:
         return self.counterparts[value, device]
 
     def new_counterpart(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node | None:
-        if is_constant(value):
+        if analysis.is_constant(value):
             return self.call_like(value, prims.device_put.default, (value, device))
         if value in self.recomputable:
             return self.recompute(value, device)
-        if not can_be_copied(value):
+        if not analysis.can_be_copied(value):
             return None
         if value in self.known and (constant := self.constant(value)) is not None:
             copied = self.call_like(value, prims.device_put.default, (constant, device))
@@ -248,9 +229,11 @@ class Placement:
 
     def recompute(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node:
         args, kwargs = pytree.tree_map_only(
-            torch.fx.Node, lambda n: self.counterparts[n, device] if is_on_cpu(n) else n, (value.args, value.kwargs)
+            torch.fx.Node,
+            lambda n: self.counterparts[n, device] if analysis.is_on_cpu(n) else n,
+            (value.args, value.kwargs),
         )
-        if value.target not in CONSTRUCTORS:
+        if value.target not in analysis.CONSTRUCTORS:
             return self.call_like(value, value.target, args, kwargs)
         kwargs = {**kwargs, "device": device}
         constructed = self.call_like(value, value.target, args, kwargs)
@@ -258,7 +241,7 @@ class Placement:
         return constructed
 
     def copy_in_each_call(self, value: torch.fx.Node, device: torch.device) -> torch.fx.Node:
-        nbytes = static_nbytes(value.meta["val"])
+        nbytes = analysis.static_nbytes(value.meta["val"])
         is_staged = nbytes is not None and nbytes <= MAX_STAGED_BYTES
         how, op = ("staged", STAGE) if is_staged else ("uploaded", UPLOAD)
         counters["pygraph"][f"{how}_tensors"] += 1
@@ -270,7 +253,7 @@ class Placement:
     def constant(self, value: torch.fx.Node) -> torch.fx.Node | None:
         """Return a constant with a known value, like those of the program, None if eager mode cannot compute it."""
         name = f"_{value.name}_known"
-        permutation = contiguous_permutation(value.meta["val"])
+        permutation = analysis.contiguous_permutation(value.meta["val"])
 
         def contiguous(t: torch.Tensor) -> torch.Tensor:
             return t.permute(permutation).clone(memory_format=torch.contiguous_format)
@@ -293,7 +276,7 @@ class Placement:
     def compute(self, value: torch.fx.Node) -> torch.Tensor:
         interpreter = torch.fx.Interpreter(self.graph.owning_module, graph=self.graph)
         interpreter.env = self.computed
-        needed = walk_back(value, lambda node: node.all_input_nodes)
+        needed = analysis.walk_back(value, lambda node: node.all_input_nodes)
         for node in sorted(needed, key=self.order.__getitem__):
             if node not in self.computed:
                 self.computed[node] = interpreter.run_node(node)
@@ -310,7 +293,7 @@ class Placement:
 
     def contiguous_view(self, value: torch.fx.Node) -> torch.fx.Node:
         """Return the contiguous view of a dense value, else the value, which the host copies."""
-        permutation = contiguous_permutation(value.meta["val"])
+        permutation = analysis.contiguous_permutation(value.meta["val"])
         if permutation == sorted(permutation):
             return value
         return self.graph.call_function(aten.permute.default, (value, permutation))
@@ -321,9 +304,9 @@ class Placement:
         val = value.meta["val"]
         if is_contiguous_or_false(val):
             return copied
-        order = dims_by_stride(val)
+        order = analysis.dims_by_stride(val)
         inverse = [order.index(dim) for dim in range(val.dim())]
-        if not is_dense(val):
+        if not analysis.is_dense(val):
             permuted = self.graph.call_function(aten.permute.default, (copied, order))
             format = {"memory_format": torch.contiguous_format}
             copied = self.graph.call_function(aten.clone.default, (permuted,), format)
@@ -342,7 +325,7 @@ def launches(values: Sequence[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
     """Split values into groups that one launch can take."""
     group: list[torch.fx.Node] = []
     for value in values:
-        sizes = [static_nbytes(v.meta["val"]) or 0 for v in (*group, value)]
+        sizes = [analysis.static_nbytes(v.meta["val"]) or 0 for v in (*group, value)]
         if offsets(sizes, PIECE_BYTES)[-1] > MAX_DELIVERED_BYTES:
             yield group
             group = []

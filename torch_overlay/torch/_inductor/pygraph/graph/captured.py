@@ -11,26 +11,13 @@ import ctypes
 import dataclasses
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import (
-    aligned_words,
-    graph_nodes,
-    kernel_function,
-    kernel_parameters,
-    MEMSET_BYTES,
-    NodeUpdate,
-    set_captured_node,
-    set_kernel_parameters,
-    struct_buffer,
-    WORD_BYTES,
-)
+from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from torch._inductor.pygraph.graph.binding import Word
 
 
 # CU_LAUNCH_ATTRIBUTE_* of a kernel node, and CU_FUNC_ATTRIBUTE_* of its function.
@@ -107,8 +94,8 @@ class CapturedNode:
     def words(self) -> Iterator[tuple[int, int, int]]:
         """Yield (buffer, offset, value) of each aligned word at capture."""
         for i, content in enumerate(self.captured):
-            for k, value in enumerate(aligned_words(content)):
-                yield i, WORD_BYTES * k, value
+            for k, value in enumerate(binding.aligned_words(content)):
+                yield i, binding.WORD_BYTES * k, value
 
     def grid_places(self) -> list[ctypes.c_uint32]:
         address = int(self.params.getPtr())
@@ -117,28 +104,29 @@ class CapturedNode:
     def copied(self) -> CapturedNode:
         """Return a copy, with parameters of its own."""
         cu = bindings()
-        new, nbytes = (
-            (cu.CUDA_KERNEL_NODE_PARAMS(), KERNEL_BYTES) if self.is_kernel else (cu.CUDA_MEMSET_NODE_PARAMS(), MEMSET_BYTES)
-        )
+        new = cu.CUDA_KERNEL_NODE_PARAMS() if self.is_kernel else cu.CUDA_MEMSET_NODE_PARAMS()
+        nbytes = KERNEL_BYTES if self.is_kernel else binding.MEMSET_BYTES
         ctypes.memmove(int(new.getPtr()), int(self.params.getPtr()), nbytes)
         if not self.is_kernel:
-            (content,), buffer = self.captured, struct_buffer(new, nbytes)
+            (content,), buffer = self.captured, binding.struct_buffer(new, nbytes)
             buffer[:] = content
             buffers, keep = (buffer,), new
         else:
             buffers = tuple(ctypes.create_string_buffer(content, len(content)) for content in self.captured)
-            keep = set_kernel_parameters(new, buffers)
+            keep = binding.set_kernel_parameters(new, buffers)
         # dataclasses.replace takes several times as long.
         same = self.grid, self.launch, self.attributes, self.captured
         return CapturedNode(self.node, self.edge, new, buffers, *same, keep)
 
-    def update(self, executable: Any, node: Any, words: list[Word]) -> NodeUpdate:
+    def update(self, executable: Any, node: Any, words: list[binding.Word]) -> binding.NodeUpdate:
         """Return the update that lets ``node`` of an executable graph launch the same."""
         cu = bindings()
         if self.is_kernel:
-            return NodeUpdate(words, cu.cuGraphExecKernelNodeSetParams, (executable, node, self.params), self)
+            return binding.NodeUpdate(words, cu.cuGraphExecKernelNodeSetParams, (executable, node, self.params), self)
         context = check(cu.cuCtxGetCurrent())
-        return NodeUpdate(words, cu.cuGraphExecMemsetNodeSetParams, (executable, node, self.params, context), self)
+        return binding.NodeUpdate(
+            words, cu.cuGraphExecMemsetNodeSetParams, (executable, node, self.params, context), self
+        )
 
 
 def read_node(node: Any, kind: Any, edge: tuple[int, int, int]) -> CapturedNode:
@@ -146,16 +134,16 @@ def read_node(node: Any, kind: Any, edge: tuple[int, int, int]) -> CapturedNode:
     cu = bindings()
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
         params = check(cu.cuGraphKernelNodeGetParams(node))
-        function = kernel_function(params)
-        buffers = tuple(buffer for _, buffer in kernel_parameters(params))
-        keep = set_kernel_parameters(params, buffers)
+        function = binding.kernel_function(params)
+        buffers = tuple(buffer for _, buffer in binding.kernel_parameters(params))
+        keep = binding.set_kernel_parameters(params, buffers)
         grid = params.gridDimX, params.gridDimY, params.gridDimZ
         block = params.blockDimX, params.blockDimY, params.blockDimZ
         launch = kind, int(function), block, params.sharedMemBytes
         attributes = _attributes(node, function)
     elif kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
         params = keep = check(cu.cuGraphMemsetNodeGetParams(node))
-        buffers = (struct_buffer(params, MEMSET_BYTES),)
+        buffers = (binding.struct_buffer(params, binding.MEMSET_BYTES),)
         grid, launch, attributes = (1, 1, 1), (kind,), ()
     else:
         raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
@@ -170,7 +158,7 @@ def _attributes(node: Any, function: Any) -> tuple[Any, ...]:
         # Older drivers and bindings lack some.
         if (which := getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}", None)) is not None:
             status, value = cu.cuGraphKernelNodeGetAttribute(node, which)
-            found.append(None if int(status) else bytes(struct_buffer(value, ATTRIBUTE_BYTES)))
+            found.append(None if int(status) else bytes(binding.struct_buffer(value, ATTRIBUTE_BYTES)))
     for name in FUNCTION_ATTRIBUTES:
         which = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
         status, value = cu.cuFuncGetAttribute(which, function)
@@ -185,7 +173,7 @@ def read_graph(graph: Any) -> list[CapturedNode]:
     Raises:
         RefusedError: a node is neither a kernel nor a memset, or does not wait for the one before.
     """
-    nodes = [*graph_nodes(graph)]
+    nodes = [*binding.graph_nodes(graph)]
     order = {int(node): i for i, (node, _) in enumerate(nodes)}
     cu = bindings()
     *_, count = check(cu.cuGraphGetEdges(graph))
@@ -207,10 +195,10 @@ def is_kernel(node: Any) -> bool:
 def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
     """Let a captured kernel take other memory for a range. Raises as set_captured_node."""
     params = check(bindings().cuGraphKernelNodeGetParams(node))
-    buffers = [buffer for _, buffer in kernel_parameters(params)]
+    buffers = [buffer for _, buffer in binding.kernel_parameters(params)]
     for buffer in buffers:
-        for offset in range(0, len(buffer) - WORD_BYTES + 1, WORD_BYTES):
+        for offset in range(0, len(buffer) - binding.WORD_BYTES + 1, binding.WORD_BYTES):
             word = ctypes.c_uint64.from_buffer(buffer, offset)
             if memory[0] <= word.value < memory[1]:
                 word.value += to - memory[0]
-    set_captured_node(node, params, buffers)
+    binding.set_captured_node(node, params, buffers)

@@ -22,13 +22,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.codecache import write_atomic
-from torch._inductor.pygraph.graph.binding import (
-    kernel_function,
-    kernels_that_read,
-    ReadParameters,
-    set_kernel_parameters,
-    Write,
-)
+from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
@@ -252,7 +246,7 @@ def _make_updatable(node: Any) -> int:
 def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
     """Return whether so many kernels read an input that a prelude sets them faster."""
     graph = bindings().CUgraph(raw_graph)
-    return len([*kernels_that_read(graph, placeholders)]) >= PAYS_FROM_KERNELS
+    return len([*binding.kernels_that_read(graph, placeholders)]) >= PAYS_FROM_KERNELS
 
 
 class Prelude:
@@ -278,7 +272,7 @@ class Prelude:
         # What the added nodes read.
         self.arrays: list[tuple[torch.Tensor, ...]] = []
         self.error: torch.Tensor | None = None
-        readers = list(kernels_that_read(self.graph, placeholders))
+        readers = list(binding.kernels_that_read(self.graph, placeholders))
         if not readers:
             return
         # Before anything is changed: whether there can be a prelude.
@@ -303,9 +297,9 @@ class Prelude:
     def _device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
 
-    def _updates(self, readers: list[ReadParameters]) -> list[Write]:
+    def _updates(self, readers: list[binding.ReadParameters]) -> list[binding.Write]:
         """Make kernels device-updatable. Those that refuse are left to the host."""
-        writes: list[Write] = []
+        writes: list[binding.Write] = []
         try:
             if readers:
                 _kernels(self.device_index, True)
@@ -316,14 +310,16 @@ class Prelude:
             try:
                 target = _make_updatable(reader.node)
             except DriverError as e:
-                name = check(bindings().cuFuncGetName(kernel_function(reader.params)))
+                name = check(bindings().cuFuncGetName(binding.kernel_function(reader.params)))
                 log.info("%s is updated by the host: %s", name.decode(), e)
                 continue
             self.nodes.add(int(reader.node))
-            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words]
+            writes += [
+                binding.Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words
+            ]
         return writes
 
-    def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:
+    def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[binding.Write]) -> None:
         cu = bindings()
         _, count = check(cu.cuGraphGetRootNodes(self.graph))
         roots = list(check(cu.cuGraphGetRootNodes(self.graph, count))[0][:count])
@@ -347,7 +343,7 @@ class Prelude:
             params.blockDimX = THREADS
             params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
             # The node has a copy of what is kept here until it is added.
-            keep = set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
+            keep = binding.set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
             last = [check(cu.cuGraphAddKernelNode(self.graph, last, len(last), params))]
             del keep
             self.arrays.append(arrays)

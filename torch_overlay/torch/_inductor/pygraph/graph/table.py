@@ -14,22 +14,13 @@ import logging
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.binding import (
-    kernel_function,
-    parameter_layout,
-    set_captured_node,
-    SLOT,
-    WORD_BYTES,
-    Write,
-)
+from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-
-    from torch._inductor.pygraph.graph.binding import ReadParameters
 
 
 log = logging.getLogger(__name__)
@@ -117,9 +108,9 @@ class Table:
         self.compiled: dict[tuple[int, tuple[int, ...]], Any] = {}
         self.num_kernels = 0
 
-    def writes(self) -> list[Write]:
+    def writes(self) -> list[binding.Write]:
         """Return what keeps the slots up to date."""
-        return [Write(k, delta, a, SLOT) for (k, delta), a in self.slots.items()]
+        return [binding.Write(k, delta, a, binding.SLOT) for (k, delta), a in self.slots.items()]
 
     def _slot(self, input: int, delta: int) -> int:
         if (input, delta) not in self.slots:
@@ -127,12 +118,12 @@ class Table:
             if place == 0:
                 device = torch.device("cuda", self.device_index)
                 self.pages.append(torch.zeros(PAGE_SLOTS, dtype=torch.int64, device=device))
-            self.slots[input, delta] = self.pages[-1].data_ptr() + place * WORD_BYTES
+            self.slots[input, delta] = self.pages[-1].data_ptr() + place * binding.WORD_BYTES
         return self.slots[input, delta]
 
-    def takes(self, reader: ReadParameters) -> bool:
+    def takes(self, reader: binding.ReadParameters) -> bool:
         """Replace the kernel of a captured node by its indirect form. Return whether it could."""
-        function = kernel_function(reader.params)
+        function = binding.kernel_function(reader.params)
         name = check(bindings().cuFuncGetName(function)).decode()
         try:
             # An operator's kernel, or another specialization of a user's kernel, may have the name.
@@ -148,10 +139,10 @@ class Table:
         self.num_kernels += 1
         return True
 
-    def _replace(self, autotuner: CachingAutotuner, reader: ReadParameters) -> None:
+    def _replace(self, autotuner: CachingAutotuner, reader: binding.ReadParameters) -> None:
         params = reader.params
         layout = [(offset, len(value)) for offset, value in reader.parameters]
-        if any(layout[i][1] != WORD_BYTES for i, *_ in reader.words):
+        if any(layout[i][1] != binding.WORD_BYTES for i, *_ in reader.words):
             raise NoIndirectForm("an input is part of a larger parameter")
         if len(autotuner.launchers) != 1:
             raise NoIndirectForm("it is not tuned")
@@ -164,11 +155,11 @@ class Table:
         if compiled.metadata.num_warps * WARP_THREADS != params.blockDimX:
             raise NoIndirectForm("it was launched in another form")
         function = bindings().CUfunction(_load(compiled, self.device_index))
-        if parameter_layout(function) != layout:
+        if binding.parameter_layout(function) != layout:
             raise NoIndirectForm("it has other parameters")
         values = [value.raw for _, value in reader.parameters]
         for i, _, (k, delta, *_) in reader.words:
-            values[i] = self._slot(k, delta).to_bytes(WORD_BYTES, "little")
+            values[i] = self._slot(k, delta).to_bytes(binding.WORD_BYTES, "little")
         params.func = function
         params.sharedMemBytes = compiled.metadata.shared
-        set_captured_node(reader.node, params, [ctypes.create_string_buffer(v, len(v)) for v in values])
+        binding.set_captured_node(reader.node, params, [ctypes.create_string_buffer(v, len(v)) for v in values])

@@ -9,15 +9,7 @@ from __future__ import annotations
 import bisect
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import (
-    aligned_words,
-    kernel_function,
-    kernel_parameters,
-    MEMCPY_BYTES,
-    MEMSET_BYTES,
-    parameter_layout,
-    struct_buffer,
-)
+from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.driver import bindings, check
 
 
@@ -39,18 +31,18 @@ def words_of(node: Any) -> list[int] | None:
         return []
     if kind == kinds.CU_GRAPH_NODE_TYPE_KERNEL:
         params = check(cu.cuGraphKernelNodeGetParams(node))
-        buffers = [buffer for _, buffer in kernel_parameters(params)]
-        if not buffers and parameter_layout(kernel_function(params)):
+        buffers = [buffer for _, buffer in binding.kernel_parameters(params)]
+        if not buffers and binding.parameter_layout(binding.kernel_function(params)):
             return None
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMSET:
         params = check(cu.cuGraphMemsetNodeGetParams(node))
-        buffers = [struct_buffer(params, MEMSET_BYTES)]
+        buffers = [binding.struct_buffer(params, binding.MEMSET_BYTES)]
     elif kind == kinds.CU_GRAPH_NODE_TYPE_MEMCPY:
         params = check(cu.cuGraphMemcpyNodeGetParams(node))
-        buffers = [struct_buffer(params, MEMCPY_BYTES)]
+        buffers = [binding.struct_buffer(params, binding.MEMCPY_BYTES)]
     else:
         return None
-    return [word for buffer in buffers for word in aligned_words(buffer)]
+    return [word for buffer in buffers for word in binding.aligned_words(buffer)]
 
 
 class Memory:
