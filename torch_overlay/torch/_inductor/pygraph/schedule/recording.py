@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
 
-# What buffers of a schedule may take beyond the chain, as a part of all reserved memory. So may workspaces, or as a part
-# of the device's memory: programs that reserve little need them too.
+# What buffers of a schedule may take beyond the chain, as a part of all reserved memory. So may workspaces, or as a
+# part of the device's memory: programs that reserve little need them too.
 MORE_MEMORY = 0.1
 WORKSPACES = 0.00125
 

@@ -107,7 +107,6 @@ def why_not(model: ModelType) -> str:
 
 
 def log_reason(spec: FunctionSpec, reason: Reason) -> None:
-    counters["pygraph"]["recorded_by_size"] += 1
     report = FunctionReport(spec.info.name, spec.mode, source=spec.info.report.source)
     log.info("%s", report.line("a recording for each size", reason))
 
