@@ -60,8 +60,6 @@ def compile_indirect(autotuner: CachingAutotuner, config: Any, positions: Sequen
     meta = autotuner._create_compile_meta(config)
     signature = meta["signature"]
     names = [n for n in fn.arg_names if signature.get(n, "constexpr") != "constexpr"]
-    if max(positions) >= len(names):
-        raise NoIndirectForm("its parameters are not those of its source")
     attrs = {path: list(pairs) for path, pairs in meta["configs"][0].items()}
     for position in positions:
         path = (fn.arg_names.index(names[position]),)
