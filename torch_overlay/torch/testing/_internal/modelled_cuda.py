@@ -1201,7 +1201,7 @@ class ModelledDevice:
         if pools := self.pools.get(threading.get_native_id()):
             return pools[-1]
         # The capture of the first stream began it.
-        return None if self.stream.cuda_stream > SIDE_STREAM else self.pool_of_capture
+        return None if self.side_stream else self.pool_of_capture
 
     def empty_strided(
         self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, *, is_counted: bool = True
@@ -1212,7 +1212,7 @@ class ModelledDevice:
             return tensor_at(0, like, 0)
         pool = self.pool if is_counted else None
         blocks = self.blocks if is_counted else self.results[nbytes]
-        stream = self.stream.cuda_stream if self.stream.cuda_stream > SIDE_STREAM else 0
+        stream = self.side_stream
         free = (b for b in blocks if (b.nbytes, b.pool, b.stream) == (nbytes, pool, stream) and b.is_free)
         block = next(free, None)
         if block is None:
@@ -1334,7 +1334,13 @@ class ModelledDevice:
     @property
     def capturing(self) -> int:
         """The graph that the current stream is captured into."""
-        return self.driver.captured_by(self.stream.cuda_stream)
+        return self.driver.captured_by(self.side_stream)
+
+    @property
+    def side_stream(self) -> int:
+        """The current stream if PyGraph created it, or 0. That of trees is a mock."""
+        stream = self.stream.cuda_stream
+        return stream if isinstance(stream, int) and stream > SIDE_STREAM else 0
 
     def capture_operator(self, name: str, compute: Callable[..., Any], tensors: list[torch.Tensor]) -> None:
         """Add the nodes of an operator that works on these tensors, and may write all of them."""
