@@ -150,6 +150,12 @@ class CodegenTest(TestCase):
             self.assertEqual(len(function.paths), paths)
             self.assertNotIn(".item()", graph.source)
 
+    def test_calls_stay_in_their_order(self):
+        """Calls around a branch are not described, so that no schedule moves them."""
+        with config.patch(pygraph_schedules=True):
+            (function,) = self.graph(lambda x, i, p: torch.cond(p, torch.sin, torch.cos, (x,)) + x.exp()).info.functions
+        self.assertEqual((len(function.paths), function.calls), (2, ()))
+
     @parametrize("fn", [subtest(f, name=f.__name__) for f in REFUSED])
     def test_refused(self, fn):
         """The graph splits at a branch that would run with values of the other path, or draws."""

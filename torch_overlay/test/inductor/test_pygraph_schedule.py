@@ -22,6 +22,7 @@ import random
 import re
 import sys
 import textwrap
+import types
 import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -32,15 +33,17 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.graph import prelude
-from torch._inductor.pygraph.schedule import buffers, plan, recording
+from torch._inductor.pygraph.schedule import buffers, plan, pointers, recording
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
 from torch._inductor.pygraph.schedule.workspaces import spread
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.controller import Controller
+from torch._inductor.pygraph.select.deploy import Deployment
 from torch._inductor.pygraph.select.timing import MIN_NODE_US
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES, SCHEDULES
+from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
@@ -658,6 +661,23 @@ class DeployTest(RecordTestCase):
     def test_a_call_without_a_declaration_is_a_barrier(self, is_declared):
         calls = [dataclasses.replace(call, is_declared=is_declared or i != 1) for i, call in enumerate(self.CALLS)]
         self.assertEqual(self.check_branches(described=tuple(calls)).width, 2 if is_declared else 1)
+
+    def test_a_node_whose_parameters_are_unknown_is_a_barrier(self):
+        nodes: list[int] = []
+
+        def words_of(node: Any) -> list[int] | None:
+            nodes.append(int(node))
+            return None if int(node) == nodes[0] + 1 else original(node)
+
+        original = pointers.words_of
+        with mock.patch.object(pointers, "words_of", words_of):
+            self.assertEqual(self.check_branches().width, 1)
+
+    @parametrize("collectives", ((), (Collective("all_reduce_", "0"),)))
+    def test_functions_with_collectives_stay_chains(self, collectives):
+        info = PartitionInfo("call", calls=self.CALLS, collectives=collectives)
+        deployment = types.SimpleNamespace(spec=types.SimpleNamespace(info=info))
+        self.assertEqual(Deployment._may_schedule(deployment, None), not collectives)
 
     def test_draws_keep_their_order(self):
         calls = tuple(dataclasses.replace(call, resources=(RANDOM,)) for call in self.CALLS)
