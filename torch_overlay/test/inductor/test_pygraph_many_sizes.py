@@ -37,6 +37,7 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import many_sizes, store, timing
+from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
@@ -49,6 +50,7 @@ from torch.testing._internal.modelled_sizes import (
     SizedDriver,
     SizedProgram,
     stack_depth,
+    symbolic_graphs,
     symbols,
 )
 from torch.testing._internal.pygraph_common import ByPython
@@ -553,6 +555,41 @@ class ManySizesTest(ManySizesTestCase):
         self.assertLessEqual(reserved(), recorded + 64 * len(report()[0].buckets))
         self.assertLessEqual(recorded, 1.1 * 4 * (64 * 64 + 64 * 64))
 
+    def reserved_in_pool(self, program: SizedProgram, sizes: Sequence[int]) -> int:
+        """Return what the pool of recordings takes after calls at these sizes."""
+        self.check(program, sizes)
+        pool = many_sizes.memory_of(manager_of(0)).pool
+        return sum(b.nbytes for b in program.device.blocks if b.pool == pool)
+
+    def test_memory_of_larger_buckets(self) -> None:
+        """Memory of recordings for smaller sizes is let go."""
+        reserved = []
+        for sizes in ((64, 64, 40), (5, 5, 6, 9, 17, 33, 40, 64)):
+            trees.reset_cudagraph_trees()
+            reserved.append(self.reserved_in_pool(self.program(lambda x: (x @ x.t()).sin() @ x, (37, 8)), sizes))
+        self.assertLessEqual(reserved[1], 1.1 * reserved[0])
+
+    def test_memory_of_topologies(self) -> None:
+        """Recordings of several topologies take the memory of one."""
+        program = self.program(mlp)
+        reserved = self.reserved_in_pool(program, (127, 127))
+        # Parts of large products have temporary memory of their own.
+        self.assertLessEqual(self.reserved_in_pool(program, (8, 9, 120, 7, 128, 9)), 1.1 * reserved)
+        (entry,) = report()
+        self.assertGreater(len(entry.buckets), 1)
+
+    def test_bounds(self) -> None:
+        """A function has a bounded number of recordings, and makes no more of them after a while."""
+        sizes = (127, 127, 8, 120, 9, 128, 7, 8, 127, 5, 126)
+        for limits, captured in (({"MAX_RECORDINGS": 1}, len(sizes) - 2), ({"MAX_CAPTURES": 1}, 4)):
+            with self.subTest(limits), mock.patch.multiple(many_sizes, **limits):
+                trees.reset_cudagraph_trees()
+                reset_report()
+                self.check(self.program(mlp), sizes)
+                (entry,) = report()
+                self.assertEqual((len(entry.buckets), entry.captured_calls), (1, captured))
+        self.assertEqual([str(r) for r in self.refused], [])
+
     def test_attention(self) -> None:
         """What an operator returns lies in the recording's memory, or is an output of the call."""
         for is_returned in (False, True):
@@ -576,6 +613,32 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
         for entry in report():
             self.assertIn("a recording for each size: what aten.sort", text.facts(entry))
+
+    def test_other_calls(self) -> None:
+        """What convolutions, embedding bags, CPU values and attention with dropout do at other sizes is not known."""
+        functional, efficient = torch.nn.functional, torch.ops.aten._scaled_dot_product_efficient_attention
+        fill = lambda *shape: torch.zeros(shape, device="cuda")  # noqa: E731
+        programs = {
+            "aten.convolution": lambda: torch.compile(functional.conv1d)(dynamic(3, 4, 37, dims=(2,)), fill(4, 4, 3)),
+            "aten._embedding_bag": lambda: torch.compile(lambda x, w: functional.embedding_bag(x.long(), w))(
+                dynamic(37, 5), fill(10, 8)
+            ),
+            "deliver_": lambda: torch.compile(lambda x, y: x * y)(dynamic(37, 8), torch.tensor(2.0)),
+            "": lambda: torch.compile(lambda x: efficient(x, x, x, None, False, 0.3, False)[0].sin())(
+                dynamic(2, 2, 37, 8, dims=(2,))
+            ),
+        }
+        for call, program in programs.items():
+            with torch.no_grad(), symbolic_graphs(program) as graphs:
+                ((graph, _),) = graphs
+            for info in graph.info.functions:
+                if call:
+                    reason = not_for_many_sizes(mock.Mock(info=info), [])
+                    self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
+                    self.assertIn(call, reason.text)
+                else:
+                    # The operator is not captured at all.
+                    self.assertTrue(all(isinstance(c, KernelAt) for c in info.sizes.calls))
 
     def test_cudnn_attention(self) -> None:
         """cuDNN builds a plan for each size: the log names the setting that avoids it."""

@@ -150,6 +150,12 @@ class SizedRecording:
         # Its addresses, which a call sets.
         del self.capture
 
+    def close(self) -> None:
+        """Let go of replays, which have the graph and are held by what they set."""
+        for launches in self.rows.values():
+            if launches is not None:
+                launches.replay = None
+
     @property
     def num_nodes(self) -> int:
         return len(self.launches) + sum(len(call.nodes) for call in self.calls)

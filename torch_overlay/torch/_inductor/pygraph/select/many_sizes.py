@@ -76,6 +76,7 @@ class SizedMemory:
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
         self.memo = Memo(manager)
+        self.functions: weakref.WeakSet[ManySizes] = weakref.WeakSet()
         self.recordings: weakref.WeakSet[SizedRecording] = weakref.WeakSet()
         self._pool = torch.cuda.graph_pool_handle()
 
@@ -85,6 +86,14 @@ class SizedMemory:
             # What earlier ones took can be freed.
             self._pool = torch.cuda.graph_pool_handle()
         return self._pool
+
+    def renew(self) -> None:
+        """
+        Drop all recordings before one for larger sizes is made: no larger block fits in the memory of the others. Each
+        function records again in its next call.
+        """
+        for function in self.functions:
+            function.renew()
 
 
 _memories: weakref.WeakKeyDictionary[CUDAGraphTreeManager, SizedMemory] = weakref.WeakKeyDictionary()
@@ -147,8 +156,11 @@ class ManySizes:
         self.manager = manager_of(self.spec.device_index)
         self.state = state_of(self.manager)
         self.sized: SizedModel | None = None
-        # The most recently used one last.
+        # All for the sizes up to ``top``, the most recently used one last.
         self.recordings: list[SizedRecording] = []
+        self.top: tuple[int, ...] = ()
+        # How many were dropped for a function that needed larger ones.
+        self.renewals = 0
         # What replays at these sizes, and the numbers that it takes.
         self.known: dict[Any, tuple[Any, tuple[int, ...]]] = {}
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
@@ -181,6 +193,10 @@ class ManySizes:
     def forget(self, function_id: FunctionID | None) -> bool:
         self._drop(self.recordings)
         return True
+
+    def renew(self) -> None:
+        self.renewals += len(self.recordings)
+        self._drop(self.recordings)
 
     def around(self, function_id: FunctionID | None) -> OrderedSet[Any]:
         """No recording shares its memory with neighbours on a path."""
@@ -278,6 +294,8 @@ class ManySizes:
                 self.report.captured_calls += 1
                 inputs.clear()
                 return outputs
+        # A recording that is dropped is to die.
+        recording = kept = None
         return self._record(inputs)
 
     def _know(self, recording: SizedRecording, kept: KeptSizes, sizes: Any) -> None:
@@ -293,6 +311,7 @@ class ManySizes:
     def _drop(self, recordings: Sequence[SizedRecording]) -> None:
         self.known.clear()
         for recording in [*recordings]:
+            recording.close()
             self.recordings.remove(recording)
 
     # Recording
@@ -304,7 +323,7 @@ class ManySizes:
         """
         sizes, controller = self._sizes(inputs), self.deployment.controller
         memory = memory_of(self.manager)
-        if max(controller.state.recordings, len(self.refused)) >= MAX_CAPTURES:
+        if max(controller.state.recordings - self.renewals, len(self.refused)) >= MAX_CAPTURES:
             return None
         rehearsal: Rehearsal | None = None
         try:
@@ -314,9 +333,10 @@ class ManySizes:
             rehearsal = self._rehearse(inputs)
             top = self._top(sizes)
             self._check_memory(rehearsal, sizes, top, memory)
-            self._retire(top)
+            self._retire(top, memory)
             recording = SizedRecording(self.sized, inputs, sizes, top, memory.memo, memory.pool)
             memory.recordings.add(recording)
+            memory.functions.add(self)
             kept = recording.at_sizes(sizes)
             outputs = self._proven(recording, kept, inputs, rehearsal, is_new=True)
             if outputs is None:
@@ -342,13 +362,15 @@ class ManySizes:
         return outputs
 
     def _top(self, sizes: tuple[int, ...]) -> tuple[int, ...]:
-        """Return for which sizes a recording is: all of the bucket, and those of other recordings."""
-        return tuple(map(max, zip(self.sized.top(sizes), *(recording.top for recording in self.recordings))))
+        """Return for which sizes a recording is: all of the bucket, and those of earlier recordings."""
+        return tuple(map(max, zip(self.sized.top(sizes), self.top or sizes)))
 
-    def _retire(self, top: tuple[int, ...]) -> None:
+    def _retire(self, top: tuple[int, ...], memory: SizedMemory) -> None:
         """Drop recordings of smaller buckets, or the least recently used one if there are too many."""
-        smaller = [r for r in self.recordings if r.top != top and all(a <= b for a, b in zip(r.top, top))]
-        self._drop(smaller or self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)])
+        if self.recordings and self.top != top:
+            memory.renew()
+        self.top = top
+        self._drop(self.recordings[: max(0, len(self.recordings) - MAX_RECORDINGS + 1)])
 
     def _check_memory(
         self, rehearsal: Rehearsal, sizes: tuple[int, ...], top: tuple[int, ...], memory: SizedMemory
