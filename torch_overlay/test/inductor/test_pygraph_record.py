@@ -85,7 +85,7 @@ class RecordTest(RecordTestCase):
         "name, staged",
         (
             ("gathered", 0),
-            ("gathered_input", 32),
+            ("gathered_input", 0),
             ("gathered_together", 32),
             ("gathered_into", 0),
             ("gathered_into_input", 32),
@@ -99,13 +99,31 @@ class RecordTest(RecordTestCase):
         ),
     )
     def test_collectives_that_ranks_bind(self, name, staged):
-        "The graph copies an operand that moves."
+        "The graph copies an operand that moves, unless an all-gather copies it to its result."
         self.ranks_decide, self.groups = True, ("0", "1")
         self.force = "node_update"
         self.check_collectives(name)
         (entry,) = report()
         self.assertEqual((entry.choice, entry.copied_bytes), ("node_update", staged))
         self.assertEqual(counters["pygraph"]["unsteady_recordings"], 0)
+
+    @parametrize("name", ("gathered_input", "exchanged"))
+    def test_stand_in_follows_the_wait(self, name):
+        "A branch beside the collective would have to be joined in each replay."
+        self.ranks_decide, self.force, captured = True, "node_update", []
+        dispatch = Ranks.__torch_dispatch__
+
+        def noted(mode, func, *rest):
+            if self.device.captured is not None:
+                captured.append(func.overloadpacket.__name__)
+            return dispatch(mode, func, *rest)
+
+        with mock.patch.object(Ranks, "__torch_dispatch__", noted):
+            self.check_collectives(name)
+        wait = captured.index("wait_tensor")
+        into = captured.index("all_gather_into_tensor_out" if name == "gathered_input" else "all_to_all_single")
+        self.assertNotIn("bitwise_or", captured[into:wait])
+        self.assertIn("bitwise_or", captured[wait:])
 
     @parametrize("name", ("gathered", "scattered", "exchanged"))
     def test_collective_of_a_wrong_operand(self, name):

@@ -155,7 +155,8 @@ class Ranks(TorchDispatchMode):
 
     def all_gather_into_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
-        torch.cat([x, 2 * x], out=result)
+        # In place, the operand is a part of the result.
+        result.copy_(torch.cat([x, 2 * x]))
 
     def reduce_scatter_tensor(self, result: torch.Tensor, x: torch.Tensor) -> None:
         self.ran += 1
@@ -197,6 +198,7 @@ class RecordTestCase(TestCase):
         self.device = stack.enter_context(modelled_device())
         # There is no process group.
         stack.enter_context(mock.patch.object(agreement, "agree", alone))
+        stack.enter_context(mock.patch.object(agreement, "rank_in", lambda group: 0))
         self.hook: Callable[[], Any] = lambda: None
         self.groups: tuple[str, ...] = ("0",)
         self.ranks_decide = False

@@ -137,6 +137,14 @@ def sizes(groups: Sequence[str]) -> list[int]:
         return []
 
 
+def rank_in(group: str) -> int | None:
+    """Return which rank of a group this process is, None if that is not known."""
+    try:
+        return dist.distributed_c10d._resolve_process_group(group).rank()  # type: ignore[arg-type]
+    except (KeyError, RuntimeError, ValueError):
+        return None
+
+
 def own_name() -> str:
     """Return which rank this process is, empty if it is alone."""
     has_others = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1

@@ -8,7 +8,8 @@ call.
 
 NCCL may keep addresses where no parameter shows them, and register the operand's memory with the other ranks during
 capture. So the operand of a collective does not move, or the graph copies it (config.pygraph_ranks), and the ranks
-agree that all of them capture and that all of them deploy their graphs.
+agree that all of them capture and that all of them deploy their graphs. The operand of an all-gather is copied to its
+place in the result, which NCCL does otherwise.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
@@ -57,6 +58,12 @@ WITH_STAND_IN = (
     "reduce_scatter_tensor_out",
     "shard_dim_alltoall",
 )
+
+# Namespaces of collectives that return when they are done.
+WITHOUT_WAIT = ("_dtensor",)
+
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
 # How often this process recorded a function, by name. Other ranks record it as often.
 _recordings: Counter[str] = Counter()
@@ -112,12 +119,16 @@ def _stand_ins(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         described = func(*tree_map_only(torch.Tensor, lambda t: t.to("meta"), args), **kwargs)
         device = tree_leaves(args[0])[0].device
         results = tree_map_only(torch.Tensor, functools.partial(torch.empty_like, device=device), described)
-    _write_stand_ins(results, args)
+    _write_stand_ins(zip(tree_leaves(results), tree_leaves(args[0]), strict=True))
     return results
 
 
-def _write_stand_ins(results: Any, args: Any) -> None:
-    for result, operand in zip(tree_leaves(results), tree_leaves(args[0]), strict=True):
+def _write_stand_ins(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    for result, operand in pairs:
+        if operand.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
+            # A part of the result.
+            part, operand = operand, torch.empty_like(operand)
+            copy_by_kernel(operand, part)
         stand_in(result, operand)
 
 
@@ -186,23 +197,38 @@ class Collectives:
         """Return ``model`` for the capture, which notes the nodes of collectives and of stand-ins."""
         # By the address of a tensor that moves and that a collective writes: its copy.
         copies: dict[int, torch.Tensor] = {}
+        # By the address of a result that nothing has waited for yet: the result and its operand. A stand-in ahead of
+        # the wait would be a branch beside the collective, which a replay has to join even where it is disabled.
+        pending: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+        def moves(operand: torch.Tensor) -> bool:
+            return self.binds_all and placeholders.find(operand.data_ptr()) is not None
 
         def staged(operand: torch.Tensor) -> torch.Tensor:
-            if not self.binds_all or placeholders.find(operand.data_ptr()) is None:
+            if not moves(operand):
                 return operand
             copy = torch.empty_like(operand)
             copy_by_kernel(copy, operand)
             self.staged_bytes += operand.nbytes
             return copy
 
+        def wait(func: Callable[..., Any], given: torch.Tensor) -> torch.Tensor:
+            copy = copies.pop(given.data_ptr(), None)
+            result = given if copy is None else copy
+            self._noted(self.nodes, func, result)
+            if (pair := pending.pop(result.data_ptr(), None)) is not None:
+                self._noted(self.stand_ins, _write_stand_ins, [pair])
+            if copy is not None:
+                copy_by_kernel(given, copy)
+            return given
+
         def note(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = args[0]
             if func.overloadpacket.__name__ == "wait_tensor":
-                copy = copies.pop(given.data_ptr(), None)
-                self._noted(self.nodes, func, given if copy is None else copy)
-                if copy is not None:
-                    copy_by_kernel(given, copy)
-                return given
+                return wait(func, given)
+            if func is GATHER and moves(given) and (pair := self._gathered_in_place(*args)) is not None:
+                result, _ = pending[pair[0].data_ptr()] = pair
+                return result
             args = (tree_map_only(torch.Tensor, staged, given), *args[1:])
             # What the collective writes and the caller has.
             written, copied = given, args[0]
@@ -214,7 +240,10 @@ class Collectives:
             self.addresses |= OrderedSet(t.data_ptr() for t in tensors)
             result = self._noted(self.nodes, func, *args, **kwargs)
             if not _is_in_place(func):
-                self._noted(self.stand_ins, _write_stand_ins, result, args)
+                pairs = zip(tree_leaves(result), tree_leaves(args[0]), strict=True)
+                pending.update((pair[0].data_ptr(), pair) for pair in pairs)
+                if func.namespace in WITHOUT_WAIT:
+                    stand_in_for_pending()
             if written is None:
                 return result
             copies.update(
@@ -222,16 +251,36 @@ class Collectives:
             )
             return written
 
+        def stand_in_for_pending() -> None:
+            self._noted(self.stand_ins, _write_stand_ins, [*pending.values()])
+            pending.clear()
+
         run = self._under(note, model)
 
         def run_to_end(inputs: list[InputType]) -> OutputType:
             outputs = run(inputs)
+            stand_in_for_pending()
             if copies:
                 # Nothing waits for the collective, so that its result is in the copy alone.
                 raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
             return outputs
 
         return run_to_end
+
+    def _gathered_in_place(
+        self, operand: torch.Tensor, size: int, group: str
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Gather copies of an operand that moves. Return the result, and this rank's part of it."""
+        rank = agreement.rank_in(group)
+        if rank is None or operand.dim() == 0 or not operand.is_contiguous():
+            return None
+        count, *rest = operand.shape
+        result = operand.new_empty((size * count, *rest))
+        part = result.narrow(0, rank * count, count)
+        copy_by_kernel(part, operand)
+        self.addresses.add(part.data_ptr())
+        self._noted(self.nodes, GATHER_INTO, part, size, group, out=result)
+        return result, part
 
     def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``fn`` and add the nodes that it adds to the graph."""
