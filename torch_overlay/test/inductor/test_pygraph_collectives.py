@@ -191,6 +191,26 @@ class AgreeTest(TestCase):
     def test_group_that_is_gone(self):
         self.assertIsNone(agreement.agree(["no such group"], "f", True))
 
+    def test_waits_in_vain(self):
+        "Each makes the next one shorter."
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+        group = dist.group.WORLD.group_name
+        given: list[float] = []
+        clock = mock.Mock(monotonic=lambda: sum(given))
+
+        def run(requests: Any, store: Any, patience: datetime.timedelta) -> None:
+            given.append(patience.total_seconds())
+
+        with (
+            mock.patch.object(agreement, "run", run),
+            mock.patch.object(agreement, "time", clock),
+            mock.patch.object(agreement, "_waits_in_vain", 0),
+        ):
+            for i in range(3):
+                self.assertIsNone(agreement.agree([group], f"f/{i}", True))
+        self.assertEqual(given, [120, 30, 7.5])
+
     def test_patience(self):
         """A rank waits for a part of what its group waits for a collective."""
         dist.init_process_group(
@@ -268,7 +288,7 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
 
     def check(self, fn: Callable[..., torch.Tensor], calls: int = 9, **options: Any) -> None:
         "Each rank has inputs of its own, other ones in each call."
-        compiled = torch.compile(fn, options={"pygraph": True, **options})
+        compiled = torch.compile(fn, options={"pygraph": True, "pygraph_ranks": False, **options})
         uncaptured = torch.compile(fn)
         torch.manual_seed(self.rank)
         kept = []

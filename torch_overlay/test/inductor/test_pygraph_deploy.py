@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import types
+from collections import Counter
 from typing import TYPE_CHECKING
 from unittest import mock
 
@@ -16,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.cudagraph_utils import PyGraphOptions
 from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.select import deploy, selection as selections
@@ -330,6 +332,31 @@ class DeployTest(DeployTestCase):
         self.assertEqual(self.call(3), ["uncaptured", "record", "replay"])
         self.assertTrue(self.recorded[0]["pygraph"].binds_inputs)
         self.assertEqual(report()[0].choice, NODE_UPDATE)
+
+    def test_names_on_ranks(self):
+        "They do not depend on what else a rank compiles, nor on the names of its groups."
+
+        def names(*groups: str, compile_id: str) -> list[str]:
+            found = []
+            with mock.patch.object(deploy, "_numbers", Counter()):
+                for ops in (["all_reduce_"], [], ["all_reduce_", "all_gather"], ["all_reduce_"]):
+                    collectives = tuple(map(Collective, ops, groups))
+                    self.deploy(info=PartitionInfo("run", collectives=collectives), compile_id=compile_id)
+                    if collectives:
+                        found.append(self.fn.controller.spec.number_on_ranks)
+            return found
+
+        first = names("0", "1", compile_id="0/0")
+        self.assertEqual(len(set(first)), 3)
+        self.assertEqual(names("2", "1", compile_id="5/0"), first)
+        self.assertNotEqual(names("1", "1", compile_id="0/0"), first)
+
+    def test_ranks_do_not_ask_without_collectives(self):
+        "A rank may run such a function alone."
+        self.deploy(info=PartitionInfo("run", ranks_decide=True))
+        with mock.patch.object(agreement, "agree", side_effect=AssertionError("asked")):
+            self.call(ENOUGH)
+        self.assertNotEqual(report()[0].choice, UNDECIDED)
 
     def test_log(self):
         with self.assertLogs(log, "INFO") as logs:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import random
@@ -52,6 +53,7 @@ class Rank:
         device: microseconds of either on the device
         dies_after: calls
         never_calls: it does not compile the function
+        sizes: of its inputs
         is_refused: it cannot record
         remembered: the decision of an earlier process
     """
@@ -62,6 +64,7 @@ class Rank:
     device: float = 10.0
     dies_after: int = CALLS
     never_calls: bool = False
+    sizes: tuple[int, ...] = ()
     is_refused: bool = False
     remembered: str | None = None
     began: int = 0
@@ -72,6 +75,41 @@ class Rank:
         self.turn = threading.Semaphore(0)
         self.is_done = self.times_out = False
         self.blocked: Callable[[], bool] | None = None
+
+
+@dataclasses.dataclass
+class Store:
+    """A rank's connection to what all ranks of a program share. Another rank may run behind each request."""
+
+    program: Program
+    rank: Rank
+
+    def set(self, key: str, value: str) -> None:
+        self.program.content[key] = value
+        self.program.pause(self.rank)
+
+    def get(self, key: str) -> bytes:
+        value = self.program.content[key].encode()
+        self.program.pause(self.rank)
+        return value
+
+    def add(self, key: str, amount: int) -> int:
+        content = self.program.content
+        content[key] = str(int(content.get(key, 0)) + amount)
+        total = int(content[key])
+        self.program.pause(self.rank)
+        return total
+
+    def compare_set(self, key: str, expected: str, desired: str) -> None:
+        self.program.content.setdefault(key, desired)
+        self.program.pause(self.rank)
+
+    def wait(self, keys: list[str], timeout: datetime.timedelta) -> None:
+        def is_set() -> bool:
+            return all(key in self.program.content for key in keys)
+
+        if not self.program.pause(self.rank, is_set):
+            raise RuntimeError("time-out")
 
 
 class Program:
@@ -118,30 +156,11 @@ class Program:
 
     def agree(self, rank: Rank, name: str, value: Any, decide: Callable[[list[Any]], Any]) -> Any:
         requests = agreement.agreement(name, rank.number, [[r.number for r in self.ranks]], value, decide)
-        answer: Any = None
-        while True:
-            try:
-                method, key, *args = requests.send(answer)
-            except StopIteration as end:
-                return end.value
-            if method == "wait":
-                is_set = lambda key=key: key in self.content  # noqa: E731
-                is_set.__name__ = "is_set"
-                answer = self.pause(rank, is_set)
-            elif method == "set":
-                self.content[key] = args[0]
-            elif method == "add":
-                self.content[key] = str(int(self.content.get(key, 0)) + args[0])
-                answer = int(self.content[key])
-            elif method == "compare_set":
-                self.content.setdefault(key, args[1])
-            else:
-                answer = self.content[key].encode()
-            if method != "wait":
-                self.pause(rank)
+        return agreement.run(requests, Store(self, rank), agreement.PATIENCE)
 
     def selection(self, rank: Rank) -> RankSelection:
         controller = new_controller("f")
+        controller.report.sizes = [*rank.sizes]
         controller.added("id")
         entry = Entry(self.directory / str(rank.number), {})
         if rank.remembered is not None:
@@ -266,6 +285,11 @@ class RanksTest(SelectTestCase):
         program = self.program([Rank(0), Rank(1), Rank(2, never_calls=True)])
         self.assertEqual((program.choices(), program.time_outs), ([NO_GRAPH] * 2, 1))
         self.assertEqual(codes(program.ranks[0].selection.report), [Code.RANKS_DISAGREE])
+
+    def test_sizes_that_differ(self):
+        """Nobody waits."""
+        program = self.program([Rank(0), Rank(1, sizes=(7,)), Rank(2)])
+        self.assertEqual((program.choices(), program.time_outs), ([NO_GRAPH] * 3, 0))
 
     @parametrize("calls", (1, TIMED, TIMED + 3))
     def test_rank_that_dies(self, calls):

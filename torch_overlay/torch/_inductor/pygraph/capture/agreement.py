@@ -33,6 +33,10 @@ log = logging.getLogger(__name__)
 PATIENCE = datetime.timedelta(minutes=2)
 PART_OF_TIMEOUT = 4
 
+# Each wait in vain makes later ones this much shorter: all of them together are not much longer than the first.
+SHORTER = 4
+_waits_in_vain = 0
+
 # A request to a store: the name of its method, and arguments.
 Request = tuple[Any, ...]
 
@@ -118,12 +122,17 @@ def agree(
     Return what the ranks of process groups decide together, and None if they do not. Waits for the other ranks, unless
     ``value`` is None: this rank does not take part. The name is the same on all ranks, and no other step has it.
     """
+    global _waits_in_vain
     try:
         found = [dist.distributed_c10d._resolve_process_group(group) for group in groups]  # type: ignore[arg-type]
         ranks = [dist.get_process_group_ranks(group) for group in found]
         patience = min([PATIENCE, *(timeout / PART_OF_TIMEOUT for group in found for timeout in _timeouts(group))])
+        patience /= SHORTER**_waits_in_vain
         store = dist.distributed_c10d._get_default_store()
-        return run(agreement(name, dist.get_rank(), ranks, value, decide), store, patience)
+        began = time.monotonic()
+        decision = run(agreement(name, dist.get_rank(), ranks, value, decide), store, patience)
+        _waits_in_vain += decision is None and time.monotonic() - began >= patience.total_seconds()
+        return decision
     except (KeyError, RuntimeError, ValueError) as e:
         log.info("ranks cannot agree on %s: %s", name, str(e).partition("\n")[0])
         return None

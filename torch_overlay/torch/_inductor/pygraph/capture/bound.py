@@ -105,7 +105,7 @@ class BoundGraphNode(CopyGraphNode):
         spec = self.request.spec
         if spec.info.collectives:
             self.collectives = Collectives(
-                function.model, spec.info.groups, spec.rank_name, self.device, binds_all=spec.info.ranks_decide
+                function.model, spec.info.groups, spec.number_on_ranks, self.device, binds_all=spec.info.ranks_decide
             )
         super()._bind_inputs(inputs)
         self.replay_graph = CellType(None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+from collections import Counter
 from typing import Any, TYPE_CHECKING, TypeVar
 
 import torch
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+# How many functions were called first, by their groups and names. Ranks of a group call them in one order.
+_numbers: Counter[tuple[tuple[str, ...], str]] = Counter()
+
 
 def deploy(
     model: ModelType,
@@ -85,6 +89,10 @@ def deploy(
     compile_id = str(kwargs.get("compile_id") or "")
     is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     spec = FunctionSpec(info, objects, mode, compile_id, device_index, is_distributed, tuple(mutated_input_idxs))
+    if info.collectives:
+        key = info.groups, spec.rank_name
+        _numbers[key] += 1
+        spec = dataclasses.replace(spec, number=_numbers[key])
     deployment = Deployment(
         spec,
         model,
@@ -174,7 +182,7 @@ class Deployment:
         may_schedule = recorder is self and self._may_schedule(choice)
         selection: Callable[..., Selection] = Selection
         if ranks_decide:
-            selection = by_all_ranks(self.spec.rank_name, functools.partial(agreement.agree, info.groups))
+            selection = by_all_ranks(self.spec.number_on_ranks, functools.partial(agreement.agree, info.groups))
         self.selection = selection(
             controller,
             self.uncaptured,

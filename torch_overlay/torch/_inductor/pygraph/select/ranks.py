@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 from torch._dynamo.utils import counters
@@ -26,9 +25,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import ModelType
 
-
-# How often this process began to select a function, by name. Other ranks begin as often.
-_begun: Counter[str] = Counter()
 
 # Functions on which the ranks did not agree, by name.
 _not_agreed: set[str] = set()
@@ -146,5 +142,4 @@ class RankSelection(Selection):
 
 def by_all_ranks(name: str, agree: Callable[[str, Any, Callable[[list[Any]], Any]], Any]) -> Callable[..., Selection]:
     """Return what makes the selection of a function that all ranks know by ``name``."""
-    _begun[name] += 1
-    return functools.partial(RankSelection, name=f"{name}/{_begun[name]}", agree=agree, lost=_not_agreed)
+    return functools.partial(RankSelection, name=name, agree=agree, lost=_not_agreed)

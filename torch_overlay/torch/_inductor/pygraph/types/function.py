@@ -32,6 +32,7 @@ class FunctionSpec:
         mode: "forward", "backward" or "inference"
         is_distributed: another stream may read a gradient that nobody holds any more
         mutated_input_idxs: inputs that the program sees written
+        number: of the function among those with its collectives, in the order of their first calls
     """
 
     info: PartitionInfo
@@ -41,6 +42,7 @@ class FunctionSpec:
     device_index: int
     is_distributed: bool
     mutated_input_idxs: tuple[int, ...] = ()
+    number: int = 0
 
     @property
     def is_backward(self) -> bool:
@@ -49,8 +51,16 @@ class FunctionSpec:
 
     @property
     def rank_name(self) -> str:
-        """A name that is the same on all ranks."""
-        return f"{self.compile_id}/{self.mode}/{self.info.name}"
+        """
+        Return a name that is the same on all ranks. A rank may compile functions that others do not, but not with
+        these collectives.
+        """
+        return f"{self.mode}/{self.info.name}/{self.info.signature}"
+
+    @property
+    def number_on_ranks(self) -> str:
+        """Return a name that no other function has, and that is the same on all ranks."""
+        return f"{self.rank_name}/{self.number}"
 
     @property
     def returned_output_idxs(self) -> OrderedSet[int]:

@@ -7,6 +7,8 @@ it.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 
 from torch._inductor.pygraph.types.calls import CallInfo
 from torch._inductor.pygraph.types.reason import Reason
@@ -62,6 +64,13 @@ class PartitionInfo:
     def groups(self) -> tuple[str, ...]:
         """Names of the process groups of the collectives."""
         return tuple(dict.fromkeys(c.group for c in self.collectives if c.group is not None))
+
+    @property
+    def signature(self) -> str:
+        """Return a name of the collectives that all ranks have. The groups of a mesh have other names on other ranks."""
+        places = {group: i for i, group in enumerate(self.groups)}
+        ops = [(c.op, places.get(c.group)) for c in self.collectives]
+        return hashlib.sha256(json.dumps(ops).encode()).hexdigest()[:16]
 
 
 @dataclasses.dataclass(frozen=True)
