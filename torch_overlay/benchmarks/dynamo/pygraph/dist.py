@@ -70,8 +70,6 @@ MAX_CASE_S = 150.0
 ROUNDS = 7
 POLL_S = 0.5
 NAMES = ("no_cg", "stock_cg", "pygraph")
-# Collectives are bound, and all ranks select together.
-BY_RANKS = {"options": {"pygraph": True, "pygraph_ranks": True}}
 # PyGraph's memory to that of stock.
 MAX_MEMORY = 1.05
 # Different tokens, in turn.
@@ -192,7 +190,7 @@ class Run:
         blocks = [block.to(case.dtype) for block in blocks]
         if case.shards == "pipeline":
             blocks = blocks[dist.get_rank() :: RANKS]
-        self.model = self.sharded(blocks, mesh, of, BY_RANKS if name == "pygraph" else VARIANTS[name].compile)
+        self.model = self.sharded(blocks, mesh, of, VARIANTS[name].compile)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         if case.shards == "pipeline":
             stage = PipelineStage(self.model, dist.get_rank(), RANKS, device)
