@@ -28,7 +28,7 @@ from torch._inductor.pygraph.graph import prelude
 from torch._inductor.pygraph.graph.binding import set_kernel_parameters
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.placeholder import tensor_at
-from torch._inductor.pygraph.schedule import lanes, plan, recording, workspaces
+from torch._inductor.pygraph.schedule import lanes, plan, pointers, recording, workspaces
 from torch._inductor.pygraph.types.candidate import CHAIN, DAG
 
 
@@ -212,14 +212,17 @@ def call_us(fn: Callable[..., Any], inputs: list[tuple[torch.Tensor, ...]]) -> f
 
 
 class Named:
-    """Workspaces that kernels of a captured graph name: (start, bytes), and how many calls do."""
+    """Workspaces that kernels of a captured graph name: (start, bytes), how many calls do, and at which offsets."""
 
-    found: dict[tuple[int, int], int] = {}
+    found: dict[tuple[int, int], tuple[int, list[int]]] = {}
 
     @staticmethod
     def workspaces(graph: plan.Graph) -> Any:
         found = original_workspaces(graph)
-        Named.found = {(start, end - start): len(users) for (start, end), users in found.items()}
+        for (start, end), users in found.items():
+            words = {word for i in users for node in graph.units[i].nodes for word in pointers.words_of(node) or ()}
+            offsets = sorted(word - start for word in words if start <= word < end)
+            Named.found[start, end - start] = len(users), offsets
         return found
 
 
@@ -229,15 +232,19 @@ original_workspaces = plan.Graph.workspaces
 def used_bytes(fn: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[str]:
     """Return how much of each workspace a replay of the chain changes."""
     found = []
-    for (start, nbytes), users in Named.found.items():
+    expected = [t.clone() for t in bits(fn(*inputs))]
+    for (start, nbytes), (users, offsets) in Named.found.items():
         like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
         memory = tensor_at(start, like, torch.cuda.current_device())
         before = torch.randint(256, (nbytes,), dtype=torch.uint8, device="cuda")
         memory.copy_(before)
-        fn(*inputs)
+        is_equal = all(torch.equal(a, b) for a, b in zip(bits(fn(*inputs)), expected, strict=True))
         changed = (memory != before).nonzero()
-        used = int(changed[-1]) + 1 if len(changed) else 0
-        found.append(f"{users} calls use {used / MIB:.2f} of {nbytes / MIB:.1f} MiB")
+        first, last = (int(changed[0]), int(changed[-1]) + 1) if len(changed) else (0, 0)
+        found.append(
+            f"{users} calls at {offsets[:4]} change {first / MIB:.2f} to {last / MIB:.2f} of {nbytes / MIB:.1f} MiB, "
+            f"{len(changed) / MIB:.2f} MiB in all, {'equal' if is_equal else 'DIFFERENT'} results"
+        )
     return found
 
 
@@ -265,6 +272,7 @@ def memory(name: str, small: bool) -> None:
             if constants is None:
                 fn = compiled(module)
             else:
+                Named.found = {}
                 fn = scheduled(module, DAG, *["node_update"] * (setting == "chain"))
             before = torch.cuda.memory_reserved()
             for x in inputs[:4] + inputs[:WARM_UP]:
