@@ -738,6 +738,22 @@ class TrainingTest(ManySizesTestCase):
         first, second = (self.forward.call(given, captured=True)[0] for _ in range(2))
         self.assertNotEqual(first, second)
 
+    def test_one_of_both(self) -> None:
+        """A forward or a backward that cannot be recorded for many sizes has a recording for each size."""
+        may_record = many_sizes.may_record
+        for mode in ("forward", "backward"):
+            trees.reset_cudagraph_trees()
+            reset_report()
+            by_size = lambda deployment, inputs, mode=mode: (  # noqa: E731
+                deployment.spec.mode != mode and may_record(deployment, inputs)
+            )
+            with self.subTest(mode), mock.patch.object(many_sizes, "may_record", by_size):
+                self.programs(feed_forward, (16, 24), (24, 16))
+                self.check_steps((9, 5) * 4)
+                captured = {entry.mode: entry.captured_calls for entry in report() if entry.num_sizes}
+                self.assertEqual([*captured.values()], [6])
+                self.assertEqual([entry.choice for entry in report()], ["node_update"] * 3)
+
     def test_selected(self) -> None:
         """A backward is recorded once it is known whether its gradients outlive a step."""
         few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
