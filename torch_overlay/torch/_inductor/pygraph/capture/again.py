@@ -44,10 +44,7 @@ def adds_atomically(spec: FunctionSpec) -> bool:
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[CapturedNode]:
-    """
-    Raises:
-        RefusedError: one is neither a kernel nor a memset.
-    """
+    """Raises RefusedError: one is neither a kernel nor a memset."""
     raw = bindings().CUgraph(graph.raw_cuda_graph())
     return [read_node(node, kind, PLAIN_EDGE) for node, kind in binding.graph_nodes(raw)]
 
@@ -68,14 +65,7 @@ def _words(
 
 
 class Again:
-    """
-    Captures a function where its inputs and outputs lie in a call.
-
-    Args:
-        inputs: of the call
-        memory: what the graph was captured with
-        tensors: those of the call that ``memory`` has placeholders for
-    """
+    """Captures a function where its ``inputs`` lie in a call. ``memory`` has placeholders for ``tensors``."""
 
     def __init__(
         self,
@@ -118,12 +108,8 @@ class Again:
 
     def difference(self, graph: torch.cuda.CUDAGraph, own: Container[int], added: int) -> str | None:
         """
-        Return how the graph's nodes differ from what the function launches, or None.
-
-        Args:
-            graph: as it was captured
-            own: addresses of its memory
-            added: nodes of the graph that were added to those captured
+        Return how the graph's nodes, without those ``added`` to it, differ from what the function launches, or None.
+        Addresses in ``own`` are of its memory.
         """
         try:
             nodes = nodes_of(graph)

@@ -144,16 +144,7 @@ def _places(
 
 
 class CapturedBranches:
-    """
-    Captures both paths of each branch.
-
-    Args:
-        rehearsed: what ran each path
-        pool: that the graph is captured in
-
-    Attributes:
-        nodes: the conditional nodes of the graph, by name
-    """
+    """Captures both paths of each branch, which ``rehearsed`` ran. ``nodes`` are conditional ones, by name."""
 
     def __init__(self, rehearsed: RehearsedBranches, device_index: int, pool: _POOL_HANDLE) -> None:
         self.places = rehearsed.places
@@ -198,26 +189,14 @@ class CapturedBranches:
         args.clear()
 
     def _allocate_in_pool(self) -> None:
-        """
-        Let all that this thread allocates until the end of the capture lie in the graphs' pool.
-
-        Else only allocations for the first stream of the capture would.
-        """
+        """Let all that this thread allocates until the end of the capture lie in the graphs' pool, on all streams."""
         torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
         # The graph holds the pool once, not twice.
         torch._C._cuda_releasePool(self.device_index, self.pool)
 
     def choose(self, raw_executable: int, chosen: Mapping[str, bool], updates: Iterable[NodeUpdate]) -> None:
-        """
-        Let a graph take given paths, whatever the predicates are. Other branches follow their predicates.
-
-        Args:
-            updates: of the nodes that hold inputs
-
-        Raises:
-            DriverError: a node could not be set.
-        """
+        """Let a graph take given paths, whatever the predicates are. Raises DriverError: a node could not be set."""
         executable = bindings().CUgraphExec(raw_executable)
         bound = {int(update.args[1]): update for update in updates}
         if self.constants is None:

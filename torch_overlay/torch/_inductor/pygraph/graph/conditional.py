@@ -44,12 +44,7 @@ def _edge_data() -> list[None]:
 
 
 def add_conditional(predicate: int, device_index: int) -> ConditionalNode:
-    """
-    Add an IF/ELSE node to the graph that the current stream is captured in.
-
-    Args:
-        predicate: the address of a bool
-    """
+    """Add an IF/ELSE node to the graph that the current stream is captured in. ``predicate``: the address of a bool."""
     cu = bindings()
     stream = cu.CUstream(torch.cuda.current_stream(device_index).cuda_stream)
     _, _, graph, behind, *_ = check(cu.cuStreamGetCaptureInfo(stream))
@@ -103,12 +98,7 @@ def captured_into(body: Any, stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def set_predicate(executable: Any, conditional: ConditionalNode, address: int) -> None:
-    """
-    Let an executable graph branch on another bool.
-
-    Raises:
-        DriverError: the node refused.
-    """
+    """Let an executable graph branch on another bool. Raises DriverError: the node refused."""
     cu = bindings()
     params = check(cu.cuGraphKernelNodeGetParams(conditional.setter))
     buffers = [buffer for _, buffer in kernel_parameters(params)]

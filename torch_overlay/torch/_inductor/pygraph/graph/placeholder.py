@@ -129,17 +129,13 @@ def take_damage(device_index: int) -> bool:
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
     """Return a tensor at a device address, with size, stride and dtype of ``like``. Not owned."""
     device = torch.device("cuda", device_index)
-    metadata = {
-        "nbytes": storage_extent(like),
-        "data_ptr": address,
-        "size": like.shape,
-        "stride": like.stride(),
-        "dtype": like.dtype,
-        "device": device,
-        "storage_offset": 0,
-    }
-    storage = torch._C._construct_storage_from_data_pointer(address, device, metadata["nbytes"])
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+    return tensor_in(torch._C._construct_storage_from_data_pointer(address, device, storage_extent(like)), like)
+
+
+def tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor in a storage of the device, with size, stride and dtype of ``like``."""
+    metadata = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": storage.device}
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata | {"storage_offset": 0}, storage)
 
 
 def storage_extent(t: torch.Tensor) -> int:

@@ -12,7 +12,7 @@ import itertools
 from typing import TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.placeholder import storage_extent
+from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_in
 from torch._inductor.pygraph.schedule.dag import critical_path, dependencies, reached
 from torch._inductor.pygraph.schedule.notes import Apart, declared_call, NODE_US
 
@@ -45,17 +45,6 @@ class Held:
     def is_dead(self) -> bool:
         # The other reference is this one.
         return torch._C._storage_Use_Count(self.storage._cdata) == 1
-
-
-def _tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
-    metadata = {
-        "size": like.shape,
-        "stride": like.stride(),
-        "dtype": like.dtype,
-        "device": storage.device,
-        "storage_offset": 0,
-    }
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def buffers_apart(
@@ -120,7 +109,7 @@ class Buffers:
         # What was used last may lie in the caches.
         for held in reversed(self.by_size[nbytes]):
             if not held.users & ~before and held.is_dead:
-                return _tensor_in(held.storage, like)
+                return tensor_in(held.storage, like)
         for held in [*self.held.values()] if self.nbytes + nbytes > self.limit else ():
             if self.nbytes + nbytes > self.limit and held.is_dead:
                 self._release(held)
