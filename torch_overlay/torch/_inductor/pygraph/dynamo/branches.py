@@ -25,10 +25,11 @@ from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.flow import is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
-from torch._inductor.pygraph.dynamo.joins import IDENTITY, Join, join, Joiner, told_apart
-from torch._inductor.pygraph.dynamo.paths import fork_at, RefusedError, Returned, trace, Truth
+from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
+from torch._inductor.pygraph.dynamo.paths import fork_at, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
+from torch._inductor.pygraph.dynamo.stores import Choice, RefusedError, store, Stores
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
@@ -66,6 +67,11 @@ class Branches(Hosts, Breaks):
         self.truths: OrderedSet[tuple[Any, int]] = OrderedSet()
         # The translators that are tracing a path
         self.forked: list[InstructionTranslatorBase] = []
+        # What the paths that are being traced have changed
+        self.stores: list[Stores] = []
+        # The slots of objects that have a join, and the branches that left a choice in one
+        self.choices: list[Chosen] = []
+        self.unread: OrderedSet[tuple[Any, int]] = OrderedSet()
 
     def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         super().on_instruction(tx, inst)
@@ -73,6 +79,12 @@ class Branches(Hosts, Breaks):
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it asks for the identity of a tensor")
         if self.truths and reads_truth(tx, inst):
             restart(self.truths, Code.BOOL_IS_READ, inst.opname)
+        if self.unread and tx.stack and isinstance(tx.stack[-1], Choice):
+            restart(self.unread, Code.BRANCH_STAYS, "the program reads an attribute of which the branch decides")
+
+    def may_change(self, tx: InstructionTranslatorBase, item: VariableTracker) -> bool:
+        is_path = self.stores and tx.output.current_tracer is tx.output.root_tracer
+        return bool(is_path) and self.stores[-1].keep(tx, item)
 
     def bool_of_call(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what bool() of a tensor returns, or None."""
@@ -165,6 +177,11 @@ class Branches(Hosts, Breaks):
             restart([site], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
         self.joins += joins
+        self.choices += joiner.choices
+        for slot, value in end.stores.items():
+            store(tx, slot, value)
+            if isinstance(value, Choice):
+                self.unread.add(site)
         if joiner.code is Code.COND_IN_GRAPH:
             self.conds.append(site)
         if joiner.has_truths:
@@ -194,6 +211,11 @@ class Branches(Hosts, Breaks):
         """Raises RestartAnalysis: without torch.cond there may be no error."""
         if self.conds:
             restart(self.conds, Code.BRANCH_STAYS, "torch.cond does not compile")
+
+    def settle_stores(self, tx: InstructionTranslatorBase) -> None:
+        """Called before bytecode is made."""
+        if self.choices:
+            settle(tx, self.choices)
 
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
         """Raises RestartAnalysis: the complete graph tells a join from what it stands for."""
@@ -242,8 +264,11 @@ def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
 
 
 def is_inlined(fn: VariableTracker) -> bool:
+    """Return whether a call takes a bool of a tensor as it is."""
     if isinstance(fn, variables.BuiltinVariable):
         return fn.fn is isinstance
+    if isinstance(fn, variables.GetAttrVariable):
+        return fn.name == "__setattr__"
     return isinstance(fn, (variables.functions.BaseUserFunctionVariable, variables.UserDefinedClassVariable))
 
 

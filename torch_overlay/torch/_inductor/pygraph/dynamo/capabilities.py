@@ -127,6 +127,7 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         self.check_copies(tx)
         self.check_effects(tx)
         self.guard_outcomes(tx)
+        self.settle_stores(tx)
         self.report_breaks(tx)
 
     def check_graph(self, tx: InstructionTranslatorBase) -> None:

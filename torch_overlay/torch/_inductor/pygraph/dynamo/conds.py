@@ -26,7 +26,8 @@ from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import is_on_gpu
 from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, requires_grad, storage
 from torch._inductor.pygraph.dynamo.operators import name_of, writes_statistics
-from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
+from torch._inductor.pygraph.dynamo.paths import Truth
+from torch._inductor.pygraph.dynamo.stores import RefusedError
 from torch._inductor.pygraph.types.reason import Code
 from torch._ops import HigherOrderOperator
 from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -68,6 +69,9 @@ class CondJoiner(Joiner):
     def __init__(self, tx: InstructionTranslatorBase, condition: variables.TensorVariable, paths: list[Path]) -> None:
         super().__init__(tx, condition, paths)
         self.truths: OrderedSet[tuple[torch.fx.Node, torch.fx.Node]] = OrderedSet()
+
+    def remains(self, node: torch.fx.Node) -> bool:
+        return not any(node in path.nodes for path in self.paths)
 
     def _match_truths(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
         if all(v.is_python_constant() for v in (a, b)):

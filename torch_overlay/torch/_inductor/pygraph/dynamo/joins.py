@@ -23,7 +23,8 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
 from torch._inductor.pygraph.dynamo.operators import CONSTRUCTORS, is_pure, name_of, plain_name, VIEWS
-from torch._inductor.pygraph.dynamo.paths import RefusedError, Truth
+from torch._inductor.pygraph.dynamo.paths import Truth
+from torch._inductor.pygraph.dynamo.stores import Choice, is_container, load, RefusedError, slots_of, store
 from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.paths import Fork, Path
+    from torch._inductor.pygraph.dynamo.stores import Slot
 
 
 # Of both paths, which fuse. Python copies a short rest of a function into its paths.
@@ -64,9 +66,29 @@ class Join:
     own: OrderedSet[torch.fx.Node]
     site: tuple[Any, int]
     versions: tuple[int, int] = (0, 0)
+    # Bytecode takes the join only if it is not for the older tensor.
+    is_chosen: bool = False
 
     def __post_init__(self) -> None:
         self.versions = (version(self.node), version(self.other))
+
+
+@dataclasses.dataclass
+class Chosen:
+    """
+    A slot with the join of a tensor that existed before.
+
+    Attributes:
+        slot: as it is behind the branch
+        value: the join
+        choice: what bytecode stores
+        joins: of the value
+    """
+
+    slot: Slot
+    value: variables.TensorVariable
+    choice: Choice
+    joins: list[Join]
 
 
 class Joiner:
@@ -82,6 +104,7 @@ class Joiner:
         self.joined: dict[tuple[torch.fx.Node, torch.fx.Node], VariableTracker] = {}
         self.lists: dict[tuple[int, int], VariableTracker | None] = {}
         self.has_truths = False
+        self.choices: list[Chosen] = []
 
     def match(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
         """Return what makes the join of two values. Raises RefusedError: there is none."""
@@ -102,6 +125,51 @@ class Joiner:
                 if type(a) is type(b) is variables.ConstantVariable or values[0] is values[1]:
                     return lambda: a
         raise RefusedError(f"the paths leave different {a.python_type_name()}s")
+
+    def match_stored(self, a: VariableTracker, b: VariableTracker, *, is_object: bool) -> Callable[[], VariableTracker]:
+        """
+        Return what makes the value of a slot (stores.py).
+
+        Raises:
+            RefusedError: there is none.
+        """
+        before = dict(self.pairs), dict(self.lists)
+        try:
+            return self.match(a, b)
+        except RefusedError:
+            if not is_object or not all(map(self.can_be_chosen, (a, b))):
+                raise
+            self.pairs, self.lists = before
+            return lambda: Choice(self.condition, (a, b))
+
+    def can_be_chosen(self, value: VariableTracker) -> bool:
+        """Return whether bytecode can make a value behind the graph, whichever path ran."""
+        if isinstance(value, (LazyVariableTracker, variables.ConstantVariable)):
+            return True
+        if type(value) is variables.TensorVariable:
+            # Eager mode gives parameters that only this value depends on no gradient, and not zeros.
+            return not requires_grad(value.as_proxy().node) and self.remains(value.as_proxy().node)
+        return value.source is not None
+
+    def choose(self, slot: Slot, value: VariableTracker, left: list[VariableTracker], joins: list[Join]) -> None:
+        """Let bytecode store an older tensor instead of the join in a slot."""
+        of_value = [j for j in joins if type(value) is variables.TensorVariable and j.node is value.as_proxy().node]
+        older = OrderedSet(j.other for j in of_value)
+        values = [v.realize() for v in left] if older else []
+        inside = OrderedSet(node for path in self.paths for node in path.nodes)
+        if not older or not older <= OrderedSet(v.as_proxy().node for v in values) - inside:
+            return
+        extension = self.tx.output.extension
+        known = {c.value: c.choice for c in extension.choices}
+        joined = OrderedSet(j.node for j in extension.joins)
+        if any(v.as_proxy().node in older & joined and v not in known for v in values):
+            return
+        a, b = (known.get(v, v) if v.as_proxy().node in older else value for v in values)
+        self.choices.append(Chosen(slot, value, Choice(self.condition, (a, b)), of_value))
+
+    def remains(self, node: torch.fx.Node) -> bool:
+        """Return whether the graph has the node when the paths are joined."""
+        return True
 
     def _match_tensors(self, a: variables.TensorVariable, b: variables.TensorVariable) -> Callable[[], VariableTracker]:
         key = (a.as_proxy().node, b.as_proxy().node)
@@ -207,9 +275,17 @@ def join(joiner: Joiner, fork: Fork, site: tuple[Any, int]) -> tuple[Path, list[
     returned = None
     if fork.join is None:
         returned = joiner.match(one.returned, other.returned)
+    stores = {}
+    for slot in OrderedSet([*one.stores, *other.stores]):
+        left = [path.stores[slot] if slot in path.stores else load(joiner.tx, slot) for path in joiner.paths]
+        stores[slot] = joiner.match_stored(*left, is_object=not is_container(slot[0])), left
     joins = joiner.select(site)
     made = {name: make() for name, make in names.items()}
-    path = type(one)([make() for make in stack], made, [], returned and returned())
+    stored = {}
+    for slot, (make, left) in stores.items():
+        stored[slot] = make()
+        joiner.choose(slot, stored[slot], left, joins)
+    path = type(one)([make() for make in stack], made, [], stored, returned and returned())
     return path, joins
 
 
@@ -293,6 +369,26 @@ def version(node: torch.fx.Node) -> int:
 # The complete graph
 
 
+def settle(tx: InstructionTranslatorBase, choices: list[Chosen]) -> None:
+    """Let bytecode store the chosen values, once everything is traced."""
+    effects = tx.output.side_effects
+    settled = []
+    for c in reversed(choices):
+        if slots_of(effects, c.slot[0]).get(c.slot[1]) is c.value:
+            store(tx, c.slot, c.choice)
+            settled.append(c)
+        elif any(c.choice in later.choice.values for later in settled):
+            settled.append(c)
+    objects = [v for v in effects.id_to_variable.values() if not isinstance(v, variables.TensorVariable)]
+    kept = [tx.stack, tx.symbolic_locals, tx.debug_locals, effects.store_attr_mutations, objects]
+    found: list[VariableTracker] = []
+    VariableTracker.visit(found.append, kept)
+    nodes = OrderedSet(v.as_proxy().node for v in found if type(v) is variables.TensorVariable)
+    for c in settled:
+        for join in c.joins:
+            join.is_chosen = join.node not in nodes
+
+
 def told_apart(graph: torch.fx.Graph, joins: Sequence[Join]) -> list[Join]:
     """Return the joins that a program can tell from the tensors that they stand for."""
     by_storage: dict[int | None, list[torch.fx.Node]] = {}
@@ -316,7 +412,7 @@ def told_apart(graph: torch.fx.Graph, joins: Sequence[Join]) -> list[Join]:
         users = [user for node in (*same, *others) for user in node.users]
         if any(name_of(user) in ("_get_data_attr", "set_", "requires_grad_", "detach_") for user in users):
             return True
-        if not any(node in outputs for node in same):
+        if not any(node in outputs and not (j.is_chosen and node is j.node) for node in same):
             return False
         if any(node in outputs or node.op in ("placeholder", "get_attr") for node in others):
             return True

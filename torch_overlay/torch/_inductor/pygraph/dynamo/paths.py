@@ -1,10 +1,11 @@
 """
 Tracing both paths of a branch into one graph, and joining what they leave.
 
-The translator itself traces one path up to the join, is set back, and traces the other one. Objects that existed before
-cannot be changed meanwhile, as in the body of a higher order operator. What a path leaves are the stack and the
-variables that are read later. Of two tensors, the join is torch.where (joins.py); equal constants and the same object
-stay; of two bools the join is a Truth, which is branched on or negated without a wait. Anything else is refused.
+The translator itself traces one path up to the join, is set back, and traces the other one. Stores to objects that
+existed before are taken back, and other changes are refused. What a path leaves are the stack and the
+variables that are read later, and what it stored to objects (stores.py). Of two tensors, the join is torch.where
+(joins.py); equal constants and the same object stay; of two bools the join is a Truth, which is branched on or negated
+without a wait. Anything else is refused.
 """
 
 from __future__ import annotations
@@ -20,28 +21,26 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, RETURNS
 from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
+from torch._inductor.pygraph.dynamo.stores import RefusedError, Stores
 
 
 if TYPE_CHECKING:
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._inductor.pygraph.dynamo.stores import Slot
     from torch.utils._ordered_set import OrderedSet
 
 
-# A path with one of these breaks the graph: it changes what is not in variables, leaves its block, or only raises.
+# A path with one of these breaks the graph: it changes what cannot be taken back, leaves its block, or only raises.
 LEAVES = (
     ("ASYNC", "BEFORE", "DELETE", "END_ASYNC", "GET_A", "IMPORT", "LOAD_ASSERTION", "LOAD_BUILD_CLASS", "LOAD_CLOSURE")
     + ("MAKE_CELL", "POP_BLOCK", "POP_EXCEPT", "PUSH_EXC", "RAISE", "RERAISE", "RETURN_GENERATOR", "SEND", "SETUP")
-    + ("STORE_ATTR", "STORE_DEREF", "STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "WITH", "YIELD")
+    + ("STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "WITH", "YIELD")
 )
 
 # A path that traces more is a loop.
 MAX_INSTRUCTIONS = 10_000
-
-
-class RefusedError(Exception):
-    """The paths of a branch cannot be joined."""
 
 
 class Returned(Exception):  # noqa: N818
@@ -96,12 +95,14 @@ class Path:
     Attributes:
         stack, variables: at the end of the path
         nodes: of the graph that the path made
+        stores: what it left in objects from before
         returned: what it returns
     """
 
     stack: list[VariableTracker]
     variables: dict[str, VariableTracker]
     nodes: list[torch.fx.Node]
+    stores: dict[Slot, VariableTracker]
     returned: VariableTracker | None = None
 
 
@@ -134,13 +135,17 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     tx.instruction_pointer = tx.start_point = start
     # An instruction that breaks the graph raises an error then.
     tx.one_graph = True
+    stores = Stores()
+    output.extension.stores.append(stores)
     try:
         with enter_new_scope():
             returned = run(tx, fork)
-        path = Path(tx.stack, tx.symbolic_locals, [*nodes_after(last)], returned)
+        left = stores.take(output.side_effects)
+        path = Path(tx.stack, tx.symbolic_locals, [*nodes_after(last)], left, returned)
     except (Unsupported, ObservedException, NotImplementedError, TorchRuntimeError) as e:
         raise RefusedError(str(e).partition("\n")[0]) from e
     finally:
+        output.extension.stores.pop()
         tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph = kept
         tx.start_point = tx.instruction_pointer
     after = versions_of(output.graph)

@@ -1,0 +1,294 @@
+# Owner(s): ["module: inductor"]
+"""What the paths of a branch store to objects: compiled functions leave them as eager mode does, with one graph."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TYPE_CHECKING
+from unittest import mock
+
+import torch
+from torch._dynamo.utils import counters
+from torch._inductor.test_case import run_tests
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, VALUES
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class State(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.state, self.other = torch.zeros(4), torch.ones(4)
+        self.register_buffer("buffer", torch.zeros(4))
+        self.flag: Any = None
+        self.count = 0
+        self.items = [torch.zeros(4), torch.ones(4)]
+        self.table = {"a": torch.zeros(4), "b": torch.ones(4)}
+
+    def keep(self, x):
+        self.state = x
+
+
+def work(x):
+    """Return what takes more operators than paths may have that both run."""
+    for _ in range(9):
+        x = x.sin() + x
+    return x
+
+
+def in_both(m, x):
+    if x.sum() > 0:
+        m.state, y = x * 2, x + 1
+    else:
+        m.state, y = x - 1, x
+    return x + y
+
+
+def in_one(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+    return x + 1
+
+
+def in_conds(m, x):
+    if x.sum() > 0:
+        m.state = work(x)
+    else:
+        m.state = work(-x)
+    if x.sum() > 5:
+        m.buffer = work(x.detach())
+    return x + m.state
+
+
+def read(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+        y = x + m.state
+    else:
+        y = x - m.state
+    return y + m.state
+
+
+def twice(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+    if x.sum() > 5:
+        m.state = x.detach() * 3
+    return x + 1
+
+
+def overwritten(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+    m.state = m.state + 1
+    return x + 1
+
+
+def inlined(m, x):
+    if x.sum() > 0:
+        m.keep(x.detach() * 2)
+    else:
+        m.other = x.detach() * 3
+    return x + 1
+
+
+def exchanged(m, x):
+    if x.sum() > 0:
+        m.state, m.other = m.other, m.state
+    return x + 1
+
+
+def early_return(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+        return x + 1
+    return x - 1
+
+
+def flags(m, x):
+    if x.sum() > 0:
+        m.flag = True
+    else:
+        m.flag = bool(x.mean() < -5)
+    return x + 1 if m.flag else x - 1
+
+
+def numbers(m, x):
+    if x.sum() > 0:
+        m.flag = "positive"
+    else:
+        m.flag = 0.5
+    return x + 1
+
+
+def containers(m, x):
+    if x.sum() > 0:
+        m.items[0], m.table["a"] = x.detach() * 2, x.detach() + 1
+    else:
+        m.items[0] = x.detach() * 3
+    return x + m.items[0]
+
+
+def variable(m, x):
+    y = x + 1
+
+    def double():
+        return y * 2
+
+    if x.sum() > 0:
+        y = x * 2
+    else:
+        y = x * 3
+    return double()
+
+
+ONE_GRAPH = (in_both, in_one, in_conds, read, twice, overwritten, inlined, exchanged, early_return, flags, numbers)
+ONE_GRAPH += (containers, variable)
+
+
+def returned(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+    return m.state, x + 1
+
+
+def written_behind(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+    m.state.add_(1)
+    return x + 1
+
+
+def shared(m, x):
+    y = x.detach() * 3
+    if x.sum() > 0:
+        y = x.detach() * 2
+        m.state = y
+    y.add_(1)
+    return y
+
+
+def with_gradient(m, x):
+    if x.sum() > 0:
+        m.state = x * 2
+    return x + 1
+
+
+def counted(m, x):
+    if x.sum() > 0:
+        m.count += 1
+    return x + m.count
+
+
+def added(m, x):
+    if x.sum() > 0:
+        m.new = x.detach() * 2
+    return x + 1
+
+
+def added_key(m, x):
+    if x.sum() > 0:
+        m.table["c"] = x.detach() * 2
+    return x + 1
+
+
+def appended(m, x):
+    if x.sum() > 0:
+        m.items.append(x.detach() * 2)
+    return x + 1
+
+
+def removed(m, x):
+    if x.sum() > 0 and "b" in m.table:
+        m.table.popitem()
+    return x + len(m.table)
+
+
+def deleted(m, x):
+    if x.sum() > 0 and hasattr(m, "other"):
+        delattr(m, "other")
+    return x + 1
+
+
+def none(m, x):
+    if x.sum() > 0:
+        m.flag = x.detach() * 2
+    return x + 1
+
+
+def raising(m, x):
+    if x.sum() > 0:
+        m.state = x.detach() * 2
+        if m.state.sum() > 20:
+            raise ValueError(m.state.sum())
+    return x + 1
+
+
+BREAKS = (returned, written_behind, shared, with_gradient, counted, added, added_key, appended, removed, deleted, none)
+BREAKS += (raising,)
+
+
+class StoreTest(BranchTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        # Not what the host can know before the graph runs
+        patch = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
+        patch.start()
+        self.addCleanup(patch.stop)
+
+    def observe(self, fn: Callable[..., Any], model: State, *, grad: bool) -> list[Any]:
+        """Return results, gradients, the state, and which objects are those of before."""
+        seen = []
+        for value in VALUES:
+            x = torch.tensor(value, requires_grad=grad)
+            before = self.state_of(model)
+            try:
+                result = fn(model, x)
+            except ValueError as e:
+                seen.append((type(e), str(e), self.state_of(model)))
+                continue
+            total = sum(t.sum() for t in torch.utils._pytree.tree_leaves(result) if t.requires_grad)
+            if isinstance(total, torch.Tensor):
+                total.backward()
+            after = self.state_of(model)
+            same = [after.get(name) is held for name, held in before.items()]
+            aliases = [value is r for value in after.values() for r in (result if type(result) is tuple else (result,))]
+            plain = copy.deepcopy(torch.utils._pytree.tree_map(torch.detach, result))
+            state = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in after.items()}
+            seen.append((plain, x.grad, state, same, aliases, [*vars(model)]))
+            model.state = model.state.detach()
+        return seen
+
+    def state_of(self, model: State) -> dict[str, Any]:
+        names = ("state", "other", "flag", "count", "buffer", "new")
+        found = {name: getattr(model, name) for name in names if hasattr(model, name)}
+        return {**found, **dict(enumerate(model.items)), **model.table}
+
+    def check_program(self, fn: Callable[..., Any], *, grad: bool) -> None:
+        compiled = torch.compile(fn, options={"pygraph": True})
+        self.assertEqual(self.observe(compiled, State(), grad=grad), self.observe(fn, State(), grad=grad))
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in ONE_GRAPH])
+    @parametrize("grad", (False, True))
+    def test_one_graph(self, fn, grad):
+        self.check_program(fn, grad=grad)
+        # Some programs leave values that are guarded in the next call.
+        self.assertEqual(counters["resumes"], {})
+        self.assertLessEqual(number_of_graphs(), 3)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in BREAKS])
+    @parametrize("grad", (False, True))
+    def test_equal(self, fn, grad):
+        self.check_program(fn, grad=grad)
+
+
+instantiate_parametrized_tests(StoreTest)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()

@@ -1,0 +1,163 @@
+"""
+What the paths of a branch store to objects that existed before: attributes, variables of closures, and items of lists
+and dictionaries.
+
+Each path finds the objects as they were before the branch. Behind it, each slot that a path has written is stored once,
+with the join of what the paths leave in it (joins.py). A slot that one path leaves as it was has its old value there.
+
+A join is a new tensor, and so the program could tell it from an older one. Behind the graph, bytecode therefore stores
+the object that the path has left (Choice): the older tensor itself, or what the graph computed. So it does if the slot
+has other values than tensors, as a counter. A graph that reads such a slot again breaks at the branch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TYPE_CHECKING
+
+from torch._dynamo import variables
+from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.exc import ObservedException
+from torch._dynamo.variables.base import VariableTracker
+
+
+if TYPE_CHECKING:
+    from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.side_effects import SideEffects
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    # An object, and an attribute, a key or an index of it
+    Slot = tuple[VariableTracker, Any]
+
+
+# Objects of which a path may change a slot
+OBJECTS = (variables.UserDefinedObjectVariable, variables.UnspecializedNNModuleVariable, variables.CellVariable)
+CONTAINERS = (variables.ListVariable, variables.ConstDictVariable)
+
+# Where a module keeps attributes beside its own dictionary
+OF_MODULES = ("_parameters", "_buffers", "_modules")
+
+
+class RefusedError(Exception):
+    """The paths of a branch cannot be joined."""
+
+
+class Choice(VariableTracker):
+    """The one of two values that a condition chooses. Bytecode stores it, and nothing reads it before."""
+
+    _nonvar_fields = {"condition", "values", *VariableTracker._nonvar_fields}
+
+    def __init__(self, condition: VariableTracker, values: tuple[VariableTracker, VariableTracker]) -> None:
+        super().__init__()
+        self.condition = condition
+        self.values = values
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.add_push_null(lambda: codegen.load_import_from(__name__, "choose"))
+        codegen.foreach((self.condition, *self.values))
+        codegen.extend_output(create_call_function(3, False))
+
+
+def choose(condition: Any, a: Any, b: Any) -> Any:
+    return a if condition else b
+
+
+@dataclasses.dataclass
+class Stores:
+    """
+    What a path stores to objects from before.
+
+    Attributes:
+        before: the slots of each object that it has changed, as they were
+        modified: whether a container had been changed
+    """
+
+    before: dict[VariableTracker, dict[Any, VariableTracker]] = dataclasses.field(default_factory=dict)
+    modified: dict[VariableTracker, bool] = dataclasses.field(default_factory=dict)
+
+    def keep(self, tx: InstructionTranslatorBase, item: VariableTracker) -> bool:
+        """Keep an object that a path is about to change. Return whether it may."""
+        if is_container(item):
+            # Methods may have changed it already.
+            is_assignment = tx.current_instruction.opname == "STORE_SUBSCR"
+            if not is_assignment and item not in self.before:
+                return False
+        elif type(item) not in OBJECTS:
+            return False
+        if item not in self.before:
+            self.before[item] = slots_of(tx.output.side_effects, item)
+            self.modified[item] = getattr(item.mutation_type, "is_modified", False)
+        return True
+
+    def take(self, side_effects: SideEffects) -> dict[Slot, VariableTracker]:
+        """
+        Return what the path has left, and give the objects what they had before.
+
+        Raises:
+            RefusedError: a slot is gone, or a container has other slots.
+        """
+        found: dict[Slot, VariableTracker] = {}
+        for item, before in self.before.items():
+            after = slots_of(side_effects, item)
+            if any(isinstance(value, variables.DeletedVariable) for value in after.values()):
+                raise RefusedError("a path deletes an attribute")
+            if is_container(item) and after.keys() != before.keys():
+                raise RefusedError(f"a path changes the length of a {item.python_type_name()}")
+            found |= {(item, slot): value for slot, value in after.items() if before.get(slot) is not value}
+            if type(item) is variables.ListVariable:
+                item.items[:] = before.values()
+            elif type(item) is variables.ConstDictVariable:
+                item.items.clear()
+                item.items.update(before)
+            elif before:
+                side_effects.store_attr_mutations[item] = before
+            else:
+                side_effects.store_attr_mutations.pop(item, None)
+            if hasattr(item.mutation_type, "is_modified"):
+                item.mutation_type.is_modified = self.modified[item]
+        return found
+
+
+def is_container(item: VariableTracker) -> bool:
+    return type(item) in CONTAINERS
+
+
+def slots_of(side_effects: SideEffects, item: VariableTracker) -> dict[Any, VariableTracker]:
+    if type(item) is variables.ListVariable:
+        return dict(enumerate(item.items))
+    if type(item) is variables.ConstDictVariable:
+        return dict(item.items)
+    return dict(side_effects.store_attr_mutations.get(item, {}))
+
+
+def load(tx: InstructionTranslatorBase, slot: Slot) -> VariableTracker:
+    """
+    Return what a slot holds.
+
+    Raises:
+        RefusedError: it is empty.
+    """
+    item, name = slot
+    effects = tx.output.side_effects
+    known = slots_of(effects, item)
+    if name in known:
+        return known[name]
+    if isinstance(item, variables.CellVariable) and item.pre_existing_contents is not None:
+        return item.pre_existing_contents
+    of_object = getattr(getattr(item, "value", None), "__dict__", {})
+    places = (of_object, *(of_object.get(place) or {} for place in OF_MODULES))
+    if item.source is not None and isinstance(of_object, dict) and any(name in place for place in places):
+        try:
+            return item.var_getattr(tx, name)
+        except ObservedException as e:
+            raise RefusedError(f"reading {name} raises") from e
+    raise RefusedError(f"a path adds {name}")
+
+
+def store(tx: InstructionTranslatorBase, slot: Slot, value: VariableTracker) -> None:
+    item, name = slot
+    if is_container(item):
+        tx.output.side_effects.mutation(item)
+        item.items[name] = value
+    else:
+        tx.output.side_effects.store_attr(item, name, value)
