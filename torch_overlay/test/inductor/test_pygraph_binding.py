@@ -416,7 +416,9 @@ class BindingTest(TestCase):
         with self.bound(places, *nodes) as (model, bound):
             bound.update([NEAR, FAR])
             model.refused = {refused}
-            with self.assertRaises(DriverError):
+            kernel, copy, memset = "kernel_0", "1 x 64 bytes from device to device", "64 x 1 elements of 4 bytes"
+            refusal = "CUDA_ERROR_INVALID_VALUE: .*" + (kernel, copy, memset)[refused]
+            with self.assertRaisesRegex(DriverError, refusal):
                 bound.update([FAR, NEAR])
             # Nothing may pass for up to date: neither the new addresses nor the old.
             self.assertNotIn(bound.pointers, ([FAR, NEAR], [NEAR, FAR]))

@@ -208,6 +208,26 @@ class NodeUpdate(NamedTuple):
         # Not by any, which stops at the first one.
         return sum(word.write(inputs) for word in self.words) > 0
 
+    def refusal(self) -> str | None:
+        """Set the node, and return which call refuses and how, or None."""
+        status, *_ = self.set(*self.args)
+        if int(status) == 0:
+            return None
+        return f"{self.set.__name__}: {status.name}: {describe(self.args[2])}"
+
+
+def describe(params: Any) -> str:
+    """Return what a node with these parameters does."""
+    cu = bindings()
+    if isinstance(params, cu.CUDA_MEMSET_NODE_PARAMS):
+        return f"a memset of {params.width} x {params.height} elements of {params.elementSize} bytes"
+    if isinstance(params, cu.CUDA_MEMCPY3D):
+        kinds = (kind.name.rpartition("_")[2].lower() for kind in (params.srcMemoryType, params.dstMemoryType))
+        rows = max(params.Height, 1) * max(params.Depth, 1)
+        return f"a copy of {rows} x {params.WidthInBytes} bytes from {' to '.join(kinds)} memory"
+    status, name = cu.cuFuncGetName(kernel_function(params))
+    return "a kernel without a name" if int(status) else name.decode()
+
 
 def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> NodeUpdate:
     _, params, parameters, words = read_kernel(node, placeholders)
@@ -365,4 +385,5 @@ class NodeUpdateBinding:
     def update(self, pointers: Sequence[int]) -> None:
         """Move the inputs. Raises DriverError if a node refused: the graph must not be launched then."""
         if not self.nodes(pointers):
-            raise DriverError("a node of the graph could not be set")
+            refusals = [how for update in self.updates if (how := update.refusal()) is not None]
+            raise DriverError(": ".join(["a node of the graph could not be set", *refusals[:1]]))
