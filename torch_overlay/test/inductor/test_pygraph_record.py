@@ -7,6 +7,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -18,6 +19,8 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.capture import agreement
+from torch._inductor.pygraph.graph import copies
+from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.values import deliver
@@ -27,9 +30,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_cuda import MemcpyNode, on_host
 from torch.testing._internal.pygraph_functions import (
     Deployed,
     HeldByAutograd,
@@ -244,6 +245,39 @@ class RecordTest(RecordTestCase):
         )
         self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
         self.assertEqual(counters["pygraph"]["bound_outputs"], 2)
+
+    @parametrize("force, bound", (("node_update", True), ("prelude", True), ("node_update", False)))
+    def test_copy_nodes(self, force, bound):
+        """A kernel copies in the place of a copy node whose ends move, which the driver refuses."""
+        driver = self.device.driver
+        driver.refuses = lambda node: isinstance(driver.nodes[node], MemcpyNode)
+
+        def copy(to, x):
+            if self.device.captured is None:
+                on_host(to).copy_(on_host(x))
+            else:
+                node = MemcpyNode(to.data_ptr(), x.data_ptr(), x.nbytes)
+                driver.add_node(self.device.capturing, node, driver.graphs[self.device.capturing][-1:])
+
+        self.hook = lambda: copy
+        unavailable = mock.patch.object(copies, "copy_kernel", side_effect=PreludeUnavailable("no compiler"))
+        with contextlib.nullcontext() if bound else unavailable:
+            self.check(
+                """
+                x, y = args; args.clear(); copy = hook()
+                a = new(); launch(sin, a, x)
+                b = new(); copy(b, x)
+                c = new(); copy(c, a)
+                d = new(); launch(add, d, b, c)
+                e = new(); copy(e, y)
+                return (c, d, e)
+                """,
+                returned=[0, 1, 2],
+                force=force,
+            )
+        (entry,) = report()
+        self.assertEqual(entry.choice, force if bound else "copy", str(entry))
+        self.assertEqual("bytes from device to device" in str(entry.reasons), not bound)
 
     def test_allocated_by_an_operator_and_shared(self):
         self.check(

@@ -35,7 +35,7 @@ from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, prelude, table
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES, round_up, storage_extent, tensor_at
-from torch._inductor.pygraph.graph.prelude import BRANCH, CAPACITIES
+from torch._inductor.pygraph.graph.prelude import BRANCH, CAPACITIES, COPY
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -53,7 +53,7 @@ GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
 # Handles of what a node launches are a number behind one of these.
 NODE_FUNCTION, PRELUDE_FUNCTION, INDIRECT_FUNCTION, KERNEL_FUNCTION = 0x20000, 0x40000, 0x60000, 0x80000
 INDIRECT_KERNEL = 0xA0000
-BRANCH_FUNCTION = 0xC0000
+BRANCH_FUNCTION, COPY_FUNCTION = 0xC0000, 0xC0001
 SIDE_STREAM = 0xE0000
 DEVICE_NODE = 0xD00000
 LAUNCH_PARAM_BUFFER_SIZE = 2
@@ -438,6 +438,10 @@ class BranchNode(KernelNode):
     """Sets the condition of a conditional node: a handle, and the address of a bool."""
 
 
+class CopyingNode(KernelNode):
+    """Copies: to, from, number of bytes."""
+
+
 class ConditionalNode(Node):
     """
     Attributes:
@@ -596,6 +600,8 @@ class ModelledDriver:
             layout = self.kernels[int(function)].layout
         elif int(function) == BRANCH_FUNCTION:
             layout = [(0, 8), (8, 8)]
+        elif int(function) == COPY_FUNCTION:
+            layout = [(0, 8), (8, 8), (16, 8)]
         elif int(function) >= INDIRECT_FUNCTION:
             layout = self.nodes[int(function) - INDIRECT_FUNCTION].layout
         elif int(function) - PRELUDE_FUNCTION in CAPACITIES:
@@ -629,6 +635,8 @@ class ModelledDriver:
         values = [bytes(value) for _, value in binding.kernel_parameters(params)]
         if int(params.func) == BRANCH_FUNCTION:
             new = BranchNode(*values)
+        elif int(params.func) == COPY_FUNCTION:
+            new = CopyingNode(*values)
         else:
             new = PreludeNode(*values, threads=grid[0] * block[0])
         return self.success, cu.CUgraphNode(self.add_node(int(graph), new, map(int, behind)))
@@ -736,7 +744,7 @@ class ModelledDriver:
         Run a graph: preludes, then kernels.
 
         Args:
-            order: draws one of the orders that dependencies allow; by default nodes run as they were captured
+            order: draws one of the orders that dependencies allow; by default nodes run as they were added
         """
         nodes = self.graphs[self.executables[executable]]
         self.run_preludes(nodes)
@@ -747,11 +755,11 @@ class ModelledDriver:
         behind = collections.defaultdict(list)
         for before, after in self.edges:
             behind[after].append(before)
+        left = {*waiting}
         while waiting:
-            ready = [0]
-            if order is not None:
-                ready = [at for at, i in enumerate(waiting) if not {*behind[i]} & {*waiting}]
-            i = waiting.pop(ready[0] if order is None else order.choice(ready))
+            ready = (at for at, i in enumerate(waiting) if left.isdisjoint(behind[i]))
+            i = waiting.pop(next(ready) if order is None else order.choice([*ready]))
+            left.discard(i)
             if i not in self.disabled:
                 self.run_node(i, order)
 
@@ -765,11 +773,16 @@ class ModelledDriver:
             self.conditions[node.handle] = graph, None
             self._run(self.graphs[node.bodies[value == 0]], order)
             return
-        if not isinstance(node, BranchNode) and (not isinstance(node, KernelNode) or node.launch is None):
+        computes = isinstance(node, KernelNode) and node.launch is not None
+        if not computes and not isinstance(node, (BranchNode, CopyingNode, MemcpyNode)):
             return
         if self.held[i] is None:
             raise AssertionError("launched with a node that refused")
-        if isinstance(node, BranchNode):
+        if isinstance(node, MemcpyNode):
+            ctypes.memmove(*self.held[i], node.nbytes)
+        elif isinstance(node, CopyingNode):
+            ctypes.memmove(*(int.from_bytes(p, "little") for p in self.held[i]))
+        elif isinstance(node, BranchNode):
             handle, address = (int.from_bytes(p, "little") for p in self.held[i])
             self.conditions[handle] = self.conditions[handle][0], ctypes.c_uint8.from_address(address).value
         else:
@@ -779,6 +792,13 @@ class ModelledDriver:
         if int(executable) not in self.executables:
             return (self.invalid,)
         (self.disabled.discard if enabled else self.disabled.add)(int(node))
+        return (self.success,)
+
+    def cuGraphDestroyNode(self, node: Any) -> Any:
+        for nodes in self.graphs.values():
+            if int(node) in nodes:
+                nodes.remove(int(node))
+        self.edges = [edge for edge in self.edges if int(node) not in edge]
         return (self.success,)
 
     def cuGraphUpload(self, executable: Any, stream: Any) -> Any:
@@ -1436,7 +1456,7 @@ def modelled_device(
             return types.SimpleNamespace(metadata=metadata, function=indirect.function)
 
         functions: dict[Any, Any] = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
-        functions[BRANCH] = cu.CUfunction(BRANCH_FUNCTION)
+        functions |= {BRANCH: cu.CUfunction(BRANCH_FUNCTION), COPY: cu.CUfunction(COPY_FUNCTION)}
         patches: list[tuple[Any, dict[str, Any]]] = [
             (
                 torch.cuda,

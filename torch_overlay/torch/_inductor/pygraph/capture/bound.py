@@ -26,6 +26,7 @@ from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.capture.library import Scratch
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
+from torch._inductor.pygraph.graph.copies import replace_copies
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges, room
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
@@ -286,6 +287,8 @@ class BoundGraphNode(CopyGraphNode):
         placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
         self._learned(schedule=self.scheduled.apply(graph.raw_cuda_graph(), placeholders))
         self.workspaces = self.scheduled.ring
+        bodies = self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
+        replace_copies(graph.raw_cuda_graph(), placeholders, self.device, bodies)
         self.prelude = self._add_prelude(graph, placeholders)
         try:
             graph.instantiate()
@@ -295,7 +298,6 @@ class BoundGraphNode(CopyGraphNode):
         if self.prelude is not None:
             self.prelude.upload(graph.raw_cuda_graph_exec())
             set_on_device = self.prelude.nodes
-        bodies = self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
         self.binding = NodeUpdateBinding(
             graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device, bodies
         )

@@ -99,6 +99,26 @@ struct Words {
     + "\n".join(f"PRELUDE({n})" for n in CAPACITIES)
     + r"""
 
+// See copies.py. Returns the bytes that are left.
+template <typename T>
+__device__ unsigned long long copy_all(char*& to, const char*& from, unsigned long long nbytes) {
+    const unsigned long long align = (unsigned long long)to | (unsigned long long)from;
+    if (align % sizeof(T)) return nbytes;
+    const unsigned long long count = nbytes / sizeof(T), step = (unsigned long long)gridDim.x * blockDim.x;
+    for (unsigned long long i = (unsigned long long)blockIdx.x * blockDim.x + threadIdx.x; i < count; i += step) {
+        ((T*)to)[i] = ((const T*)from)[i];
+    }
+    to += count * sizeof(T);
+    from += count * sizeof(T);
+    return nbytes % sizeof(T);
+}
+
+extern "C" __global__ void pygraph_copy(char* to, const char* from, unsigned long long nbytes) {
+    nbytes = copy_all<uint4>(to, from, nbytes);
+    nbytes = copy_all<unsigned int>(to, from, nbytes);
+    copy_all<char>(to, from, nbytes);
+}
+
 // In front of a conditional node; see conditional.py.
 #ifdef SETS_NODES
 extern "C" __global__ void pygraph_branch(cudaGraphConditionalHandle handle, const bool* predicate) {
@@ -108,8 +128,8 @@ extern "C" __global__ void pygraph_branch(cudaGraphConditionalHandle handle, con
 """
 )
 
-# The name of the kernel among those that set nodes.
-BRANCH = "branch"
+# The names of the other kernels. BRANCH is one of those that set nodes.
+BRANCH, COPY = "branch", "copy"
 
 # The first whose driver has IF nodes with two bodies.
 BRANCH_DRIVER_VERSION = 12080
@@ -191,6 +211,7 @@ def _load(cubin: bytes) -> dict[Any, Any]:
     cu = bindings()
     module = check(cu.cuModuleLoadData(cubin))
     names = {n: f"pygraph_prelude_{n}".encode() for n in CAPACITIES}
+    names[COPY] = b"pygraph_copy"
     if b"pygraph_branch" in cubin:
         names[BRANCH] = b"pygraph_branch"
     return {key: check(cu.cuModuleGetFunction(module, name)) for key, name in names.items()}
@@ -198,7 +219,7 @@ def _load(cubin: bytes) -> dict[Any, Any]:
 
 @functools.cache
 def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
-    """Return the CUfunction of each capacity, and of BRANCH if ``sets_nodes``. Raises PreludeUnavailable."""
+    """Return the CUfunction of each capacity, of COPY, and of BRANCH if ``sets_nodes``. Raises PreludeUnavailable."""
     if sets_nodes and check(bindings().cuDriverGetVersion()) < DRIVER_VERSION:
         raise PreludeUnavailable("the driver has no device-side updates of nodes")
     properties = torch.cuda.get_device_properties(device_index)
@@ -222,6 +243,11 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
         # A library is missing, too old, or of another version than the driver.
         reason = f"{type(e).__name__}: {e}".partition("\n")[0]
         raise PreludeUnavailable(f"it can not be compiled: {reason}") from e
+
+
+def copy_kernel(device_index: int) -> Any:
+    """Return the CUfunction that copies: (to, from, number of bytes). Raises PreludeUnavailable."""
+    return _kernels(device_index, False)[COPY]
 
 
 def branch_kernel(device_index: int) -> Any:

@@ -1,0 +1,101 @@
+"""
+Copies of inputs and outputs by kernels.
+
+Operators copy memory by copy nodes: addmm copies a matrix to its result. The driver refuses to move the ends of a copy
+node from a placeholder to other memory. So a kernel takes the place of the node before the graph is instantiated.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+from typing import Any, NamedTuple, TYPE_CHECKING
+
+from torch._inductor.pygraph.graph.binding import (
+    find_words,
+    graph_nodes,
+    MEMCPY_BYTES,
+    set_kernel_parameters,
+    struct_buffer,
+)
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.prelude import copy_kernel, PreludeUnavailable
+
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
+
+
+log = logging.getLogger(__name__)
+
+# Of a block, and blocks. A thread copies 16 bytes at a time.
+THREADS = 256
+MAX_BLOCKS = 2048
+
+
+class Row(NamedTuple):
+    to: int
+    source: int
+    nbytes: int
+
+
+def replace_copies(
+    raw_graph: int, placeholders: PlaceholderMap, device_index: int, bodies: Mapping[int, Sequence[Any]] = {}
+) -> None:
+    """
+    Let kernels make the copies of a graph from placeholders and to them. The graph is not instantiated.
+
+    Args:
+        bodies: see graph_nodes
+
+    Raises:
+        DriverError: the graph is of no use.
+    """
+    cu = bindings()
+    for graph in (cu.CUgraph(raw_graph), *itertools.chain.from_iterable(bodies.values())):
+        for node, kind in [*graph_nodes(graph)]:
+            if kind != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY or (row := _row(node, placeholders)) is None:
+                continue
+            try:
+                kernel = copy_kernel(device_index)
+            except PreludeUnavailable as e:
+                log.info("copy nodes stay: %s", e)
+                return
+            _replace(graph, node, kernel, row)
+
+
+def _row(node: Any, placeholders: PlaceholderMap) -> Row | None:
+    """Return what a copy node copies if an end of it is in a placeholder, and it is one row of device memory."""
+    cu = bindings()
+    params = check(cu.cuGraphMemcpyNodeGetParams(node))
+    device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE, cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
+    if not {params.srcMemoryType, params.dstMemoryType} <= {*device} or max(params.Height, params.Depth) > 1:
+        return None
+    if not find_words(struct_buffer(params, MEMCPY_BYTES), placeholders):
+        return None
+    to, source = int(params.dstDevice) + params.dstXInBytes, int(params.srcDevice) + params.srcXInBytes
+    return Row(to, source, params.WidthInBytes)
+
+
+def _replace(graph: Any, node: Any, kernel: Any, row: Row) -> None:
+    cu = bindings()
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params.func = kernel
+    params.gridDimX = max(1, min(MAX_BLOCKS, -(-row.nbytes // (16 * THREADS))))
+    params.blockDimX = THREADS
+    params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
+    *_, count = check(cu.cuGraphGetEdges(graph))
+    froms, tos, *_ = check(cu.cuGraphGetEdges(graph, count)) if count else ((), ())
+    before = [a for a, b in zip(froms, tos) if int(b) == int(node)]
+    behind = [b for a, b in zip(froms, tos) if int(a) == int(node)]
+    # The node has a copy of what is kept here until it is added.
+    keep = set_kernel_parameters(params, [*map(ctypes.c_uint64, row)])  # type: ignore[arg-type]
+    new = check(cu.cuGraphAddKernelNode(graph, before, len(before), params))
+    del keep
+    if behind:
+        data = [None] if cu.CUDA_VERSION >= 13000 else []
+        check(cu.cuGraphAddDependencies(graph, [new] * len(behind), behind, *data, len(behind)))
+    check(cu.cuGraphDestroyNode(node))
