@@ -161,10 +161,11 @@ class CallComparison:
     def _undefined(self) -> OrderedSet[Place]:
         """Return the bytes that differ between captures of the call alone."""
         undefined = OrderedSet[Place]()
-        for byte in (0x5A, 0xA5):
+        other, another = (functools.partial(on_other_stack, byte) for byte in (0x5A, 0xA5))
+        # What is between would leave something of its own on the stack.
+        for around in (other, lambda run: another(functools.partial(another, run))):
             with cublas_workspaces():
-                # What is between would leave something of its own on the stack.
-                again = self.capture(functools.partial(on_other_stack, byte))
+                again = self.capture(around)
             for k, (a, b, slots) in enumerate(zip(self.entry.nodes, again.nodes, self.entry.slots)):
                 places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
 
