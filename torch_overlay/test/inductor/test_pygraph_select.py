@@ -442,7 +442,7 @@ class SelectionTest(SelectTestCase):
     def test_copies_so_much_more_that_it_loses(self):
         selection = self.copying_more([])
         slower = Reason.of(Code.SLOWER_BY_ITSELF)
-        with mock.patch.object(selections, "judge", lambda *args: (False, slower)):
+        with mock.patch.object(timing, "judge", lambda *args: (False, slower)):
             self.call(selection, ENOUGH)
         self.assertEqual(self.controller.report.choice, NO_GRAPH)
         self.assertEqual(self.deployed[-1], self.uncaptured)

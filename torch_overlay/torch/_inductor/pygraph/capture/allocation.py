@@ -18,18 +18,8 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.graph.placeholder import (
-    arena,
-    MAX_ALIGNMENT,
-    NAN,
-    Placeholder,
-    PlaceholderMap,
-    POISONS,
-    storage_extent,
-    tensor_at,
-    UNWRITTEN,
-    ZERO,
-)
+from torch._inductor.pygraph.graph import placeholder
+from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_at
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify.proof import as_bytes, mark_unwritten
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,7 +41,7 @@ reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
 
 
 # A recording accepts external inputs of one alignment in bytes: the largest of these that divides all addresses.
-ALIGNMENTS = (MAX_ALIGNMENT, 16, 8, 4, 2, 1)
+ALIGNMENTS = (placeholder.MAX_ALIGNMENT, 16, 8, 4, 2, 1)
 
 
 def common_alignment(pointers: Sequence[int]) -> int:
@@ -230,15 +220,15 @@ class OutputLayout:
 
 def poison_of(t: torch.Tensor) -> int:
     """Return the poison of an input's placeholder."""
-    return NAN if t.is_floating_point() or t.is_complex() else ZERO
+    return placeholder.NAN if t.is_floating_point() or t.is_complex() else placeholder.ZERO
 
 
-def place(wanted: Iterable[tuple[int, int, int]], device_index: int) -> list[Placeholder]:
+def place(wanted: Iterable[tuple[int, int, int]], device_index: int) -> list[placeholder.Placeholder]:
     """Return a placeholder for each (poison, bytes, alignment)."""
-    requests: dict[int, list[tuple[int, int]]] = {poison: [] for poison in POISONS}
+    requests: dict[int, list[tuple[int, int]]] = {poison: [] for poison in placeholder.POISONS}
     for poison, nbytes, alignment in (wanted := [*wanted]):
         requests[poison].append((nbytes, alignment))
-    places = {poison: iter(arena(device_index, poison).place(sizes)) for poison, sizes in requests.items()}
+    places = {poison: iter(placeholder.arena(device_index, poison).place(sizes)) for poison, sizes in requests.items()}
     return [next(places[poison]) for poison, *_ in wanted]
 
 
@@ -253,7 +243,7 @@ class BoundMemory:
         copies: (copy, address) by output
     """
 
-    placeholders: PlaceholderMap
+    placeholders: placeholder.PlaceholderMap
     allocators: list[Callable[[], torch.Tensor]]
     allocations: dict[int, tuple[int, int]]
     copies: dict[int, tuple[Allocation, int]]
@@ -269,13 +259,13 @@ class BoundMemory:
         tensors = [*inputs, *outputs]
         placeholders = place(
             [(poison_of(t), storage_extent(t), alignment) for t in inputs]
-            + [(UNWRITTEN, storage_extent(t), MAX_ALIGNMENT) for t in outputs],
+            + [(placeholder.UNWRITTEN, storage_extent(t), placeholder.MAX_ALIGNMENT) for t in outputs],
             device_index,
         )
         addresses = (p.address for p in placeholders[len(inputs) :])
         allocations = {n: (storage_extent(a.like()), next(addresses)) for n, a in layout.allocations.items()}
         copies = {i: (copy, next(addresses)) for i, copy in layout.copies.items()}
-        return cls(PlaceholderMap(placeholders), allocators, allocations, copies), tensors
+        return cls(placeholder.PlaceholderMap(placeholders), allocators, allocations, copies), tensors
 
 
 def placed_allocator(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
@@ -259,18 +259,15 @@ def needs_cpu_value(user: torch.fx.Node, value: torch.fx.Node) -> bool:
     """Return whether a GPU operation treats a value on the CPU and on the GPU differently."""
     if user.target in FUSED_OPTIMIZER_STEPS:
         return value.meta["val"].dtype != torch.float32
-    return user.target in INDEX_PUTS and value is user.args[2] and fills_by_mask(user)
-
-
-def fills_by_mask(user: torch.fx.Node) -> bool:
-    """Return whether index_put calls masked_fill only if its value is a CPU scalar."""
-    # With a GPU scalar, index_put asks the device for the elements of the mask, and the host waits.
-    # If the mask is the only index, Inductor lowers index_put to a fill for both.
-    _, indices, value = user.args[:3]
-    given = [i.meta["val"].dtype for i in indices if i is not None]  # type: ignore[union-attr]
+    if user.target not in INDEX_PUTS or value is not user.args[2]:
+        return False
+    # index_put calls masked_fill only if its value is a CPU scalar. With a GPU scalar, it asks the device for the
+    # elements of the mask, and the host waits. If the mask is the only index, Inductor lowers both to a fill.
+    indices: Any = user.args[1]
+    given = [i.meta["val"].dtype for i in indices if i is not None]
     return (
-        value.meta["val"].dim() == 0  # type: ignore[union-attr]
-        and len(indices) > 1  # type: ignore[arg-type]
+        value.meta["val"].dim() == 0
+        and len(indices) > 1
         and given in ([torch.bool], [torch.uint8])
         and not get_arg_value(user, 3, "accumulate")
     )

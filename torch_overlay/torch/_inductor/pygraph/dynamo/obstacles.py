@@ -24,18 +24,12 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx
-from torch._dynamo import variables
+from torch._dynamo import utils, variables
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import SkipFrame
 from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._dynamo.source import NumpyTensorSource
-from torch._dynamo.utils import (
-    numpy_attr_wrapper,
-    numpy_method_wrapper,
-    numpy_operator_wrapper,
-    numpy_to_tensor_wrapper,
-)
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew
 from torch._dynamo.variables.dicts import SetVariable
 from torch._dynamo.variables.lists import SizeVariable
@@ -294,11 +288,9 @@ def of_graph(graph: torch.fx.Graph) -> Iterator[str]:
 
 
 def is_numpy(node: torch.fx.Node) -> bool:
-    wrappers = (numpy_method_wrapper, numpy_operator_wrapper, numpy_to_tensor_wrapper)
-    source = getattr(node.meta.get("grapharg"), "source", None)
-    return (
-        node.target is numpy_attr_wrapper or isinstance(node.target, wrappers) or isinstance(source, NumpyTensorSource)
-    )
+    wrappers = (utils.numpy_method_wrapper, utils.numpy_operator_wrapper, utils.numpy_to_tensor_wrapper)
+    target, source = node.target, getattr(node.meta.get("grapharg"), "source", None)
+    return target is utils.numpy_attr_wrapper or isinstance(target, wrappers) or isinstance(source, NumpyTensorSource)
 
 
 def is_setting(node: torch.fx.Node) -> bool:

@@ -24,16 +24,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor.cudagraph_trees import CUDAGraphTreeManager, thread_containers
 from torch._inductor.pygraph.graph.memory import room
-from torch._inductor.pygraph.select import store
-from torch._inductor.pygraph.select.timing import (
-    clock_us,
-    costs_nothing,
-    depends_on_host,
-    improves,
-    judge,
-    MAX_DELAY_US,
-    Samples,
-)
+from torch._inductor.pygraph.select import store, timing
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
     BINDINGS,
@@ -54,7 +45,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
     from torch._inductor.pygraph.select.controller import Controller
-    from torch._inductor.pygraph.select.timing import Cost
     from torch._inductor.utils import InputType
     from torch.utils._ordered_set import OrderedSet
 
@@ -159,7 +149,7 @@ class Selection:
         self.lock = threading.Lock()
 
     def __call__(self, inputs: list[InputType]) -> OutputType:
-        self.entered = clock_us()
+        self.entered = timing.clock_us()
         self.calls += 1
         if thread_containers() is not self.owner or torch.cuda.is_current_stream_capturing():
             return self.uncaptured(inputs)
@@ -190,7 +180,7 @@ class Selection:
         yield self.uncaptured
         # A forced or remembered graph is tried until it is recorded: the program may free memory.
         if self.is_forced:
-            yield from self._time_calls(MAX_DELAY_US)
+            yield from self._time_calls(timing.MAX_DELAY_US)
             while not self.is_deployed:
                 yield functools.partial(self._record, then=self._deploy_forced)
             return
@@ -199,7 +189,7 @@ class Selection:
             return
         if remembered.choice == NO_GRAPH:
             self._decide(NO_GRAPH, *remembered.reasons)
-        yield from self._time_calls(MAX_DELAY_US)
+        yield from self._time_calls(timing.MAX_DELAY_US)
         then = functools.partial(self._decide_as, remembered)
         while self.report.choice == UNDECIDED:
             yield functools.partial(self._record, then=then)
@@ -267,13 +257,13 @@ class Selection:
             self.losers.append(self.state.id)
             return
         graph = yield from self._time()
-        stays, *reasons = judge(graph, uncaptured)
-        is_doubtful = not stays or depends_on_host(graph, uncaptured)
+        stays, *reasons = timing.judge(graph, uncaptured)
+        is_doubtful = not stays or timing.depends_on_host(graph, uncaptured)
         if is_doubtful and self._has_room():
             graph = yield from self._time()
             uncaptured = yield from self._time(NO_GRAPH)
-            stays, *reasons = judge(graph, uncaptured)
-        if not stays and costs_nothing(graph, uncaptured):
+            stays, *reasons = timing.judge(graph, uncaptured)
+        if not stays and timing.costs_nothing(graph, uncaptured):
             stays = yield from self._joins()
             if stays:
                 reasons.append(Reason.of(Code.JOINS_NEIGHBOURS))
@@ -294,12 +284,12 @@ class Selection:
 
         def call(inputs: list[InputType]) -> OutputType:
             outputs = run(inputs)
-            Samples.own_us += clock_us() - self.entered
+            timing.Samples.own_us += timing.clock_us() - self.entered
             return outputs
 
         return call
 
-    def _schedule(self, chain: Cost) -> Iterator[ModelType]:
+    def _schedule(self, chain: timing.Cost) -> Iterator[ModelType]:
         """Record and time candidates whose calls run side by side. Keep the fastest."""
         controller = self.controller
         best, cost = controller.candidate, chain
@@ -310,14 +300,14 @@ class Selection:
             found = yield from self._time_as(candidate)
             if found is None:
                 break
-            if improves(found, chain) and (cost is chain or found.call.us < cost.call.us):
+            if timing.improves(found, chain) and (cost is chain or found.call.us < cost.call.us):
                 best, cost = candidate, found
         binding, schedule = Candidate.parse(best)
         if binding == PRELUDE and schedule != CHAIN and cost.device.us > cost.host.us:
             # The prelude spares the host and takes time of the device.
             candidate = str(Candidate(NODE_UPDATE, schedule))
             found = yield from self._time_as(candidate)
-            if found is not None and improves(found, cost):
+            if found is not None and timing.improves(found, cost):
                 best = candidate
         for _ in range(RETIRE_CALLS):
             if controller.candidate == best or not controller.binds_inputs:
@@ -330,7 +320,7 @@ class Selection:
         while self.calls % ROUND_CALLS:
             yield self._chosen()
 
-    def _time_as(self, candidate: str) -> Generator[ModelType, None, Cost | None]:
+    def _time_as(self, candidate: str) -> Generator[ModelType, None, timing.Cost | None]:
         """Record and time the graph as a candidate. Return None if it cannot be recorded so."""
         yield from self._next_round()
         yield from self._recorded_as(candidate)
@@ -360,9 +350,9 @@ class Selection:
         needed = self.state.needed_bytes
         return not needed or room(self.device_index) >= needed
 
-    def _time(self, choice: str | None = None) -> Generator[ModelType, None, Cost]:
+    def _time(self, choice: str | None = None) -> Generator[ModelType, None, timing.Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
-        samples = Samples(self.device_index, self.state, is_fixed=self.has_fixed_samples)
+        samples = timing.Samples(self.device_index, self.state, is_fixed=self.has_fixed_samples)
         while not samples.complete:
             run = self.uncaptured if choice == NO_GRAPH else self.replay
             yield functools.partial(samples.call, run, self.entered)
@@ -398,7 +388,7 @@ class Selection:
             replay, outputs = self.record(inputs)
             if replay is not None:
                 self.replay = replay
-            Samples.own_us += clock_us() - self.entered
+            timing.Samples.own_us += timing.clock_us() - self.entered
         if then is not None and self.replay is not None:
             # Two threads may come here.
             with self.lock:
