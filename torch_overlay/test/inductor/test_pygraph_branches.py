@@ -264,7 +264,7 @@ class HostTest(BranchTestCase):
             found = [(outcome_of(forward, compiled, args), compiled.used, compiled.last) for args in calls]
         # Of 1 layer, which has a dropout behind the draw; of 2, the first dropout is drawn between two branches.
         self.assertEqual(found, expected)
-        self.assertEqual(number_of_graphs() == 2, layers == 1)
+        self.assertEqual(number_of_graphs() == 1, layers == 1)
 
     def test_layerdrop_with_inductor(self):
         """Inductor draws its own random numbers. Layers have a gradient if, and only if, they ran."""
@@ -275,7 +275,8 @@ class HostTest(BranchTestCase):
             model.zero_grad()
             compiled(torch.ones(3, 4, requires_grad=True)).sum().backward()
             self.assertEqual([i for i in (0, 1) if model.layers[i].weight.grad is not None], model.used)
-        self.assertEqual(number_of_graphs(), 4)
+        # Where both layers are dropped, nothing runs.
+        self.assertEqual(number_of_graphs(), 3)
         self.assertEqual(counters["resumes"], {})
         self.backend.start()
 
@@ -301,8 +302,8 @@ class HostTest(BranchTestCase):
             torch.manual_seed(1)
             found = [outcome_of(forward, compiled, args) for _ in range(12)]
         self.assertEqual(found, expected)
-        # Before the loop, a layer, a layer that is dropped, and after the loop
-        self.assertEqual(number_of_graphs(), 4)
+        # Before the loop, a layer, and after the loop. A layer that is dropped has none.
+        self.assertEqual(number_of_graphs(), 3)
 
     def test_buffer(self):
         eager, compiled = Started(), Started()

@@ -19,11 +19,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-class State(torch.nn.Module):
+class State:
     def __init__(self) -> None:
         super().__init__()
-        self.state, self.other = torch.zeros(4), torch.ones(4)
-        self.register_buffer("buffer", torch.zeros(4))
+        self.state, self.other, self.buffer = torch.zeros(4), torch.ones(4), torch.zeros(4)
         self.flag: Any = None
         self.count = 0
         self.items = [torch.zeros(4), torch.ones(4)]
@@ -31,6 +30,13 @@ class State(torch.nn.Module):
 
     def keep(self, x):
         self.state = x
+
+
+class Module(State, torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        del self.buffer
+        self.register_buffer("buffer", torch.zeros(4))
 
 
 def work(x):
@@ -268,14 +274,14 @@ class StoreTest(BranchTestCase):
         found = {name: getattr(model, name) for name in names if hasattr(model, name)}
         return {**found, **dict(enumerate(model.items)), **model.table}
 
-    def check_program(self, fn: Callable[..., Any], *, grad: bool) -> None:
+    def check_program(self, fn: Callable[..., Any], make: type[State], *, grad: bool) -> None:
         compiled = torch.compile(fn, options={"pygraph": True})
-        self.assertEqual(self.observe(compiled, State(), grad=grad), self.observe(fn, State(), grad=grad))
+        self.assertEqual(self.observe(compiled, make(), grad=grad), self.observe(fn, make(), grad=grad))
 
     @parametrize("fn", [subtest(f, name=f.__name__) for f in ONE_GRAPH])
-    @parametrize("grad", (False, True))
-    def test_one_graph(self, fn, grad):
-        self.check_program(fn, grad=grad)
+    @parametrize("make", (State, Module))
+    def test_one_graph(self, fn, make):
+        self.check_program(fn, make, grad=make is Module)
         # Some programs leave values that are guarded in the next call.
         self.assertEqual(counters["resumes"], {})
         self.assertLessEqual(number_of_graphs(), 3)
@@ -283,7 +289,7 @@ class StoreTest(BranchTestCase):
     @parametrize("fn", [subtest(f, name=f.__name__) for f in BREAKS])
     @parametrize("grad", (False, True))
     def test_equal(self, fn, grad):
-        self.check_program(fn, grad=grad)
+        self.check_program(fn, State, grad=grad)
 
 
 instantiate_parametrized_tests(StoreTest)

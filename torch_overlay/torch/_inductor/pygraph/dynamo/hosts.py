@@ -9,7 +9,7 @@ paths contain. torch.cond's paths must be alike, its gradients are zeros, and it
 Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop over large
 layers that draws in each turn, as layerdrop, the body becomes a function at the second draw (loops.py).
 
-Draws that only a branch reads leave the graph: bytecode draws in front of it.
+Draws that only a branch reads leave the graph: bytecode draws in front of it. A dropped layer then has no graph.
 """
 
 from __future__ import annotations

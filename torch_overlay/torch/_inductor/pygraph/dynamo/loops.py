@@ -11,7 +11,7 @@ would call itself in each turn. With PyGraph, Dynamo analyses the frame again as
 The body is the loop's bytecode as a function of the variables that it reads. It returns the variables that the loop
 stores where a turn ends: at a jump to the next turn, and at a jump out of the loop. If a turn ends with a branch on a
 value, the body returns the value, and the host reads it as in eager mode. Each instruction of the program runs as
-often, and in the same order, as in eager mode.
+often, and in the same order, as in eager mode. A loop may iterate ``enumerate(layers)``: bytecode makes it for for_each.
 
 A loop stays as it is
 
