@@ -224,13 +224,13 @@ class ConditionalTest(TestCase):
         """Both paths of each branch run in replays, by the predicate of each call."""
         self.check(self.program(fn))
         for entry in report():
-            self.assertEqual((entry.choice, entry.captured_calls), ("node_update", entry.calls), str(entry))
+            self.assertEqual(entry.choice, "node_update", str(entry))
         self.assertEqual(len(report()), 1 + (fn is behind_a_graph))
 
-    def check_refused(self, program: SizedProgram, code: Code, **kwargs: Any) -> None:
+    def check_refused(self, program: SizedProgram, choice: str, code: Code, **kwargs: Any) -> None:
         self.check(program, calls=6, **kwargs)
         (entry,) = report()
-        self.assertEqual((entry.choice, entry.captured_calls), ("no_graph", 0), str(entry))
+        self.assertEqual(entry.choice, choice, str(entry))
         self.assertIn(code, [reason.code for reason in entry.reasons])
 
     @parametrize("value", (False, True))
@@ -240,7 +240,7 @@ class ConditionalTest(TestCase):
         program = self.program(without_use)
         # Input 0 is the predicate. Only the path for true reads x, only the other one reads w and v.
         with hiding(hidden):
-            self.check_refused(program, Code.BRANCH_NEEDS_BINDING, value=value)
+            self.check_refused(program, "copy", Code.DIFFERS, value=value)
 
     @parametrize(
         "name",
@@ -255,7 +255,7 @@ class ConditionalTest(TestCase):
     def test_driver_fails(self, name):
         program = self.program(nested)
         program.device.driver.failing = name
-        self.check_refused(program, Code.CAPTURE_FAILED)
+        self.check_refused(program, "no_graph", Code.CAPTURE_FAILED)
 
     def test_node_of_a_path_refuses(self):
         """The call runs uncaptured."""
@@ -270,13 +270,20 @@ class ConditionalTest(TestCase):
         self.assertIn(Code.REPLAY_FAILED, [reason.code for reason in entry.reasons])
 
     def test_other_bindings(self):
-        """Inputs are not copied, and no prelude sets the nodes of paths."""
-        for force, choice in (("copy", "no_graph"), ("prelude", "node_update"), ("table", "node_update")):
+        """No prelude sets the nodes of paths."""
+        for force, choice in (("prelude", "node_update"), ("table", "node_update")):
             reset_report()
             trees.reset_cudagraph_trees()
             self.check(self.program(two_in_a_row, force), calls=5)
             (entry,) = report()
             self.assertEqual(entry.choice, choice, str(entry))
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (two_in_a_row, nested, behind_a_graph)])
+    def test_copied_inputs(self, fn):
+        """A graph whose inputs are copied has branches, too."""
+        self.check(self.program(fn, "copy"))
+        for entry in report():
+            self.assertEqual(entry.choice, "copy", str(entry))
 
     def test_sizes(self):
         """Each size has a recording."""

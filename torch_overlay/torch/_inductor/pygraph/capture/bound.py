@@ -21,7 +21,7 @@ from torch._inductor.cudagraph_trees import AliasesBoundMemory, RecordingRefused
 from torch._inductor.cudagraph_utils import CheckInvariantStatus
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.again import adds_atomically, Again
-from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
+from torch._inductor.pygraph.capture.branches import CapturedBranches, with_branches
 from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.capture.library import Scratch
@@ -91,7 +91,6 @@ class BoundGraphNode(CopyGraphNode):
     # While it is recorded.
     collectives: Collectives | None = None
     scheduled: ScheduledRecording | None = None
-    branches: RehearsedBranches | CapturedBranches | None = None
     # For each choice of paths.
     path_rehearsals: list[tuple[dict[str, bool], Rehearsal]] = []
     saved_managed: Mapping[int, SavedInput] = {}
@@ -127,10 +126,6 @@ class BoundGraphNode(CopyGraphNode):
             if self.collectives is not None and not spec.info.ranks_decide:
                 # The proof overwrites managed inputs, and the call runs the graph again.
                 self._refuse(Reason.of(Code.COLLECTIVE_AFTER_GRAPH), inputs)
-        if spec.info.paths:
-            if self.collectives is not None:
-                self._refuse(Reason.of(Code.BRANCH_WITH_COLLECTIVES), inputs)
-            self.branches = RehearsedBranches()
         try:
             external_inputs = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in external_inputs]
@@ -252,9 +247,7 @@ class BoundGraphNode(CopyGraphNode):
         scheduled, needed_bytes = self.scheduled, self.rehearsal.needed_bytes
         buffers = scheduled.allocator(self.bound_input_idxs, allocation.empty_strided_cuda, needed_bytes)
         placed = allocation.placed_allocator(self.memory.allocations, self.device, buffers)
-        if isinstance(self.branches, RehearsedBranches):
-            self.branches = CapturedBranches(self.branches, self.device, self.cuda_graphs_pool)
-        model = with_branches(allocation.with_allocator(model, self.request.spec.info, placed), self.branches)
+        model = self._with_branches(allocation.with_allocator(model, self.request.spec.info, placed))
         model = scheduled.note_capture(model)
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
@@ -412,7 +405,7 @@ class BoundGraphNode(CopyGraphNode):
         self.written_bound = OrderedSet(k for k, i in enumerate(self.bound_input_idxs) if i in written)
         if self.collectives is not None:
             self._learned(staged_bytes=self.collectives.staged_bytes)
-        self.rehearsal = self.collectives = self.branches = self.scheduled = None
+        self.rehearsal = self.collectives = self.scheduled = None
         self.path_rehearsals = []
         self.saved_managed = {}
         self.call_tensors = []

@@ -15,14 +15,15 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, CompilationMode, CUDAGraphNode, RecordingRefused
 from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
 from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
 from torch._inductor.pygraph.trees.manager import empty_capture, without_trees
 from torch._inductor.pygraph.types.function import RecordingFacts, RecordingRequest, Refused
-from torch._inductor.pygraph.types.reason import Code, first_line, Reason
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.values.deliver import CapturedValues
-from torch._inductor.pygraph.verify.rehearsal import apart, HostGenerators
+from torch._inductor.pygraph.verify.rehearsal import apart, HostGenerators, Rehearsal
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -66,6 +67,9 @@ class CopyGraphNode(CUDAGraphNode):
     thread_of_values: int | None = None
     binds_values = False
 
+    # While it is recorded.
+    branches: RehearsedBranches | CapturedBranches | None = None
+
     def __init__(self, *args: Any) -> None:
         with without_trees():
             super().__init__(*args)
@@ -107,12 +111,47 @@ class CopyGraphNode(CUDAGraphNode):
         ]
         if (lack := self._lack_of_memory()) is not None:
             self._refuse(lack, inputs, is_capturable=False)
-        if self.policy.spec.info.paths and not self.binds_values:
-            self._refuse(Reason.of(Code.BRANCH_NEEDS_BINDING), inputs, is_capturable=False)
+        if (info := self.policy.spec.info).paths:
+            if info.collectives:
+                self._refuse(Reason.of(Code.BRANCH_WITH_COLLECTIVES), inputs, is_capturable=False)
+            self.branches = RehearsedBranches()
+            if not self.binds_values:
+                self._run_paths(self.branches, inputs)
         managed = OrderedSet(self.cudagraph_managed_idxs)
         # Managed inputs have to die during capture as they will in replay.
         self.call_inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         return super()._bind_inputs(inputs)
+
+    def _run_paths(self, branches: RehearsedBranches, inputs: list[InputType]) -> None:
+        """Run each path once, so that the capture loads no kernel. Inputs and generators are as before."""
+        model = self.wrapped_function.model
+        try:
+            for choice in self.request.spec.info.paths:
+                Rehearsal(
+                    model,
+                    branches.along(dict(choice), with_branches(model, branches)),
+                    lambda outputs: [],
+                    inputs,
+                    device_index=self.device,
+                    managed=OrderedSet(),
+                    mutated=list(self.wrapped_function.mutated_input_idxs),
+                    reused=self.request.spec.reused_input_idxs,
+                )
+            return
+        except RefusedError as e:
+            reason = e.reason
+        except torch.OutOfMemoryError:
+            reason = Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE)
+        except Exception as e:
+            # If the error is the program's own, the uncaptured run raises it again.
+            reason = Reason.of(Code.ERROR, error=f"{type(e).__name__}: {first_line(e)}")
+        self._refuse(reason, inputs, is_capturable=False)
+
+    def _with_branches(self, model: ModelType) -> ModelType:
+        """Return ``model`` whose branches are captured."""
+        if isinstance(self.branches, RehearsedBranches):
+            self.branches = CapturedBranches(self.branches, self.device, self.cuda_graphs_pool)
+        return with_branches(model, self.branches)
 
     def _refuse(
         self,
@@ -167,6 +206,8 @@ class CopyGraphNode(CUDAGraphNode):
         # A rehearsal has seen already whether the function draws on the host.
         is_rehearsed = self.request.needed_bytes or self.facts.needed_bytes
         host = None if is_rehearsed else HostGenerators()
+        if not self.binds_values:
+            model = self._with_branches(model)
         try:
             with self.values:
                 outputs = super()._record(model, inputs)
@@ -206,6 +247,7 @@ class CopyGraphNode(CUDAGraphNode):
     def _recorded(self) -> None:
         """Called when the recording is complete."""
         self.call_inputs = []
+        self.branches = None
         self.policy.recorded(self.facts)
 
     def _give_up(self, reason: Reason) -> NoReturn:

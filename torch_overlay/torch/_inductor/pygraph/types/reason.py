@@ -94,7 +94,6 @@ class Code(str, enum.Enum):
     UNKNOWN_NODE = "the graph holds a {kind} node"
     PRELUDE_NOT_ADDED = "no prelude could be added: {error}"
     STATIC_INPUTS_REPLACED = "the program replaces {count} of its static inputs"
-    BRANCH_NEEDS_BINDING = "its branches are captured only if its inputs are bound"
     BRANCH_WITH_COLLECTIVES = "it has collectives and branches"
     CPU_VALUE_NOT_FOUND = "a CPU value is no parameter of the graph"
     DRIVER = "{error}"
