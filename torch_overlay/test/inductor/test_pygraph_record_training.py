@@ -463,6 +463,41 @@ class TrainingTest(RecordTestCase):
                 (t,) = backward.call(inputs)
                 self.assertEqual(on_host(t), expected)
 
+    @parametrize("ahead", (1, 2, 4))
+    def test_micro_batches_in_flight(self, ahead):
+        "One forward, one backward, with further forwards ahead of them, as in the stages of a pipeline."
+        weights, forward, backward = [self.randn(), self.randn()], None, None
+        order = [*range(ahead), *(i for first in range(8 - ahead) for i in (~first, ahead + first))]
+        order += [~i for i in range(8 - ahead, 8)]
+        for step in range(6):
+            if step == 4:
+                counters.clear()
+            pending: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+            for i in order:
+                if i >= 0:
+                    h, pending[i] = self.randn(), []
+                    for weight in weights:
+                        new_generation()
+                        forward = forward or self.deploy_forward(h, weight)
+                        value = on_host(h) * on_host(weight)
+                        h, a, _ = forward.call([h, weight])
+                        pending[i].append((a, value))
+                        del a
+                    continue
+                t = self.randn()
+                for weight in reversed(weights):
+                    a, value = pending[~i].pop()
+                    inputs = [a, weight, t]
+                    del a
+                    backward = backward or self.deploy_backward(inputs)
+                    expected = value.cos() * on_host(t)
+                    grad, t = backward.call(inputs)
+                    self.assertEqual(on_host(grad), expected)
+                    self.assertEqual(on_host(t), expected * on_host(weight))
+                    del grad
+        # All were recorded before, and nothing runs uncaptured.
+        self.assertEqual(counters["pygraph"], {})
+
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_was_used(self, force):
         "The next one is the same tensor, without what the program made of it."

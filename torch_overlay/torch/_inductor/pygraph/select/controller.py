@@ -148,9 +148,8 @@ class Controller:
             return False
         # A backward may still need these outputs. Trees would end the path all the same, or go on along it.
         may_end = manager.can_start_new_generation()
-        if may_end:
-            _note_held_gradients(manager)
-        if times_on_path(manager, self) >= (1 if may_end else MAX_TIMES_ON_PATH):
+        in_flight = not may_end or (not _note_held_gradients(manager) and _is_backward(last))
+        if times_on_path(manager, self) >= (MAX_TIMES_ON_PATH if in_flight else 1):
             counters["pygraph"]["held_activations"] += 1
             return False
         if may_end:
@@ -370,14 +369,23 @@ class Controller:
         self.reselect = None
 
 
-def _note_held_gradients(manager: CUDAGraphTreeManager) -> None:
-    """Find the functions of the last path whose gradients outlived their step."""
+def _is_backward(node: CUDAGraphNode) -> bool:
+    """Return whether a path goes on behind a backward: other micro-batches are in flight."""
+    policy: Controller | None = node.wrapped_function.pygraph
+    return policy is not None and policy.spec.is_backward
+
+
+def _note_held_gradients(manager: CUDAGraphTreeManager) -> bool:
+    """Find the functions of the last path whose gradients outlived their step. Return whether there are any."""
+    has_any = False
     for node in current_path(manager):
         policy: Controller | None = node.wrapped_function.pygraph
-        if policy is not None and any(
-            is_live(node.outputs_weakrefs[i]) for i in policy.spec.returned_output_idxs - policy.owned_output_idxs
-        ):
+        if policy is None:
+            continue
+        if any(is_live(node.outputs_weakrefs[i]) for i in policy.spec.returned_output_idxs - policy.owned_output_idxs):
             policy.gradients_are_held()
+        has_any |= policy.state.outdated.cell_contents
+    return has_any
 
 
 def _leave_recording(manager: CUDAGraphTreeManager) -> None:
