@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.capture import agreement
-from torch._inductor.pygraph.select import controller, selection, timing
+from torch._inductor.pygraph.select import controller, timing
 from torch._inductor.pygraph.trees.manager import drop, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests
@@ -280,11 +280,7 @@ class TrainingTest(RecordTestCase):
         stays = True
         with (
             hiding(0),
-            mock.patch.object(
-                selection,
-                "judge",
-                lambda *args: (stays, Reason.of(Code.NOT_FASTER)),
-            ),
+            mock.patch.object(timing, "judge", lambda *args: (stays, Reason.of(Code.NOT_FASTER))),
         ):
             # It is recorded for both.
             run(uncaptured, lambda: entry.external_inputs > 0)
