@@ -81,6 +81,10 @@ class SizedModel:
             self.function = SizedFunction(size_map, spec.objects)
         except (TypeError, ValueError) as e:
             raise RefusedError(Reason.of(Code.SIZES_NOT_DESCRIBED, error=str(e))) from e
+        # Whether a further run on the same inputs does the same.
+        self.can_repeat = not (spec.mutated_input_idxs or spec.reused_input_idxs) and not any(
+            isinstance(e, OperatorOf) and operator_name(e.name) == "randint" for e in self.function.events
+        )
         self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         self.memory = dict(self.function.allocations)
         for event in self.function.events:

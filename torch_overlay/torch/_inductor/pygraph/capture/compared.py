@@ -14,7 +14,6 @@ import dataclasses
 import functools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.capture.library import cublas_workspaces
 from torch._inductor.pygraph.graph.binding import WORD_BYTES
 from torch._inductor.pygraph.graph.memory import is_pageable
 from torch.utils._ordered_set import OrderedSet
@@ -164,8 +163,7 @@ class CallComparison:
         other, another = (functools.partial(on_other_stack, byte) for byte in (0x5A, 0xA5))
         # What is between would leave something of its own on the stack.
         for around in (other, lambda run: another(functools.partial(another, run))):
-            with cublas_workspaces():
-                again = self.capture(around)
+            again = self.capture(around)
             for k, (a, b, slots) in enumerate(zip(self.entry.nodes, again.nodes, self.entry.slots)):
                 places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
 

@@ -187,7 +187,8 @@ class Memo(Scratch):
             results = new_tensors(call() if around is None else around(call), leaves)
             return [(t.data_ptr(), placeholder.storage_extent(t)) for t in results]
 
-        graph, results = self.capture(run, self.pool)
+        with cublas_workspaces():
+            graph, results = self.capture(run, self.pool)
         nodes = tuple(read_graph(bindings().CUgraph(graph.raw_cuda_graph())))
         placeholders = placeholder.PlaceholderMap(places)
         slots: list[tuple[Slot, ...]] = []

@@ -20,7 +20,7 @@ import torch
 from torch._inductor.pygraph.capture.allocation import Allocation, allocator_at, view_at
 from torch._inductor.pygraph.capture.at_sizes import differs, FunctionCapture, unknown
 from torch._inductor.pygraph.capture.compared import CallComparison, launches_same
-from torch._inductor.pygraph.capture.library import alignment_of, cublas_workspaces, settings, Signature
+from torch._inductor.pygraph.capture.library import alignment_of, settings, Signature
 from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
@@ -271,8 +271,7 @@ class SizedRecording:
         return None if (launches := self.rows[key]) is None else KeptSizes(at, launches)
 
     def _launches(self, at: AtSizes) -> Launches | None:
-        with cublas_workspaces():
-            entries = [self._entry(call, at) for call in self.calls]
+        entries = [self._entry(call, at) for call in self.calls]
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
@@ -392,20 +391,31 @@ class SizedRecording:
 
     # Calls
 
-    def bind(self, inputs: Sequence[InputType], kept: KeptSizes) -> list[torch.Tensor] | None:
-        """Set the nodes for a call. Return its bound inputs and the memory of its outputs, None if a node refused."""
+    def bind(self, inputs: Sequence[InputType], kept: KeptSizes, *, again: bool = False) -> list[torch.Tensor] | None:
+        """
+        Set the nodes for a call: with ``again`` to these launches, to others, and to these. Return its bound inputs and
+        the memory of its outputs, None if a node refused.
+        """
         tensors: list[torch.Tensor] = [inputs[i] for i in self.model.inputs]  # type: ignore[misc]
         addresses = [t.data_ptr() for t in tensors]
         if any(a % n for a, n in zip(addresses, self.bound_alignments)) or any(map(is_lazy, tensors)):
             return None
         numbers = self.numbers(kept.at)
         tensors += [allocate(numbers) for allocate in self.allocators]
+        pointers = [*(t.data_ptr() for t in tensors), *numbers]
         try:
-            kept.launches.move([*(t.data_ptr() for t in tensors), *numbers])
+            for launches in self._others(kept.launches) if again else ():
+                kept.launches.move(pointers)
+                launches.move(pointers)
+            kept.launches.move(pointers)
         except DriverError as e:
             self.refuse(kept, str(e))
             return None
         return tensors
+
+    def _others(self, launches: Launches) -> list[Launches]:
+        """Return the launches of other sizes that were used last, if there are some."""
+        return [other for other in self.rows.values() if other is not None and other is not launches][-1:]
 
     def refuse(self, kept: KeptSizes, error: str) -> None:
         """Take note that the driver refused kernels for these nodes. ``at_sizes`` returns None for sizes with these kernels."""

@@ -94,6 +94,7 @@ class Launches:
     Attributes:
         source: the source of the attributes, once it was needed
         replay: a Replay of these launches, or None
+        is_proven: whether results were compared with those of an uncaptured run
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Launches:
         self.kernels = [(launched.launch, launched.attributes) for _, launched in of_libraries]
         self.source: SourceGraph | None = None
         self.replay: Any = None
+        self.is_proven = False
         self.set: Any = self._compiled(count, updates) or self._set
 
     def _compiled(self, count: int, updates: list[NodeUpdate]) -> Any:
@@ -142,6 +144,8 @@ class Launches:
         of, source = self.of, self.source
         has_attributes = of.attributes == self.attributes
         if not has_attributes and source is None:
+            # What adds the source writes words, of nodes that others share too.
+            of.updates = []
             return False
         before = of.updates or [None] * len(self.updates)
         # Unknown until all are set.

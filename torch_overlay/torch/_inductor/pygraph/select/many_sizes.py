@@ -16,7 +16,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import thread_containers
 from torch._inductor.pygraph.capture.allocation import AllocationTrace, with_allocator
-from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
+from torch._inductor.pygraph.capture.at_sizes import differs, not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.capture.library import Memo
 from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
@@ -31,7 +31,7 @@ from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.report import FunctionReport
 from torch._inductor.pygraph.verify.diagnose import verify
-from torch._inductor.pygraph.verify.proof import mark_unwritten
+from torch._inductor.pygraph.verify.proof import fingerprint, identical, mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal
 from torch.utils._ordered_set import OrderedSet
 
@@ -49,8 +49,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# At so many sizes beside the first one a graph is compared with what was expected, and its results
-# with those of the function. After that sizes are trusted.
+# At so many sizes beside the first one a graph is proven as a recording is. At others its nodes and results are compared
+# in one call of those at which library calls launch the same.
 PROVEN_SIZES = 3
 
 # Of one function: one for each bucket and topology. The least recently used one is dropped.
@@ -270,22 +270,20 @@ class ManySizes:
             return None
         for recording in reversed(self.recordings):
             try:
-                kept = recording.at_sizes(sizes)
+                if (kept := recording.at_sizes(sizes)) is None:
+                    continue
+                is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
+                if is_proof or not kept.launches.is_proven:
+                    self.deployment.controller.prepared_size()
+                    outputs = self._prove(recording, kept, inputs, is_proof)
+                elif (tensors := recording.bind(inputs, kept)) is None:
+                    outputs = None
+                else:
+                    self.may_have_run = True
+                    outputs = recording.launch(inputs, kept, tensors)
             except RefusedError as e:
                 self._refuse(sizes, e.reason)
                 return None
-            if kept is None:
-                continue
-            is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
-            if is_proof or kept.launches.replay is None:
-                self.deployment.controller.prepared_size()
-            if is_proof:
-                outputs = self._proven(recording, kept, inputs, self._rehearse(inputs), is_new=False)
-            elif (tensors := recording.bind(inputs, kept)) is None:
-                outputs = None
-            else:
-                self.may_have_run = True
-                outputs = recording.launch(inputs, kept, tensors)
             if outputs is not None:
                 if recording is not self.recordings[-1]:
                     self.recordings.remove(recording)
@@ -338,7 +336,7 @@ class ManySizes:
             memory.recordings.add(recording)
             memory.functions.add(self)
             kept = recording.at_sizes(sizes)
-            outputs = self._proven(recording, kept, inputs, rehearsal, is_new=True)
+            outputs = self._proven(recording, kept, inputs, rehearsal)
             if outputs is None:
                 raise RefusedError(recording.refusal or Reason.of(Code.LAZY_OUTPUT))
         except Exception as e:
@@ -402,18 +400,36 @@ class ManySizes:
             reused=self.spec.reused_input_idxs,
         )
 
+    def _prove(
+        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], is_proof: bool
+    ) -> OutputType | None:
+        """Compare a recording at further sizes. Returns and raises as _proven."""
+        recording.compare(recording.scratch(inputs, kept.at), kept.at)
+        if not is_proof and recording.model.can_repeat:
+            expected = self.model([*inputs])
+            if (tensors := recording.bind(inputs, kept, again=True)) is None:
+                return None
+            for t in tensors[len(recording.model.inputs) :]:
+                mark_unwritten(t)
+            outputs = recording.launch(inputs, kept, tensors)
+            if all(map(_are_identical, outputs, expected)):
+                kept.launches.is_proven = True
+                return outputs
+        rehearsal = self._rehearse(inputs)
+        if not is_proof and recording.model.can_repeat and rehearsal.repeats_itself():
+            raise differs(kept.at, "it has other results than the function")
+        return self._proven(recording, kept, inputs, rehearsal)
+
     def _proven(
-        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal, *, is_new: bool
+        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal
     ) -> OutputType | None:
         """
-        Replay a recording and compare it with an uncaptured run, and its nodes with a capture. Return None if the
-        inputs cannot be bound. Raises RefusedError: they differ, and the inputs are as they were.
+        Replay a recording and compare it with an uncaptured run. Return None if the inputs cannot be bound. Raises
+        RefusedError: they differ, and the inputs are as they were.
         """
-        if not is_new:
-            recording.compare(recording.scratch(inputs, kept.at), kept.at)
         # Forget the damage of others.
         take_damage(self.spec.device_index)
-        if (tensors := recording.bind(inputs, kept)) is None:
+        if (tensors := recording.bind(inputs, kept, again=True)) is None:
             return None
         for t in tensors[len(recording.model.inputs) :]:
             # So that it shows what the graph does not write.
@@ -427,6 +443,7 @@ class ManySizes:
             rehearsal.restore()
             raise RefusedError(failure)
         self.proven.add(kept.at.sizes)
+        kept.launches.is_proven = True
         counters["pygraph"]["proven_sizes"] += 1
         return outputs
 
@@ -444,6 +461,13 @@ class ManySizes:
         journal.drop([self.report])
         _reasons[self.model] = reason
         log_reason(self.spec, reason)
+
+
+def _are_identical(a: Any, b: Any) -> bool:
+    """Return whether two outputs are equal bit by bit."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return a is b or a == b
+    return a is b or identical(fingerprint(a), fingerprint(b))
 
 
 def _reason(error: Exception) -> Reason:

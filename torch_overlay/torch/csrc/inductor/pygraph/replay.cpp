@@ -96,6 +96,14 @@ Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
   }
 }
 
+Nodes::~Nodes() {
+  for (size_t i = 0; held != nullptr && i < nodes.size(); ++i) {
+    if (held->params[i] == nodes[i].params) {
+      held->params[i] = nullptr;
+    }
+  }
+}
+
 void Nodes::add_source(PyObject* args) {
   auto [graph_, update_, setters, owner] = members<4>(args);
   size_t i = 0;
@@ -129,6 +137,8 @@ bool Nodes::update(const uint64_t* to) {
   }
   const bool has_attributes = attributes == held->attributes;
   if (!has_attributes && exec_update == nullptr) {
+    // What adds the source writes words, of nodes that others share too.
+    held->forget();
     return false;
   }
   for (size_t i = 0; i < nodes.size(); ++i) {
@@ -137,8 +147,8 @@ bool Nodes::update(const uint64_t* to) {
     }
   }
   if (!(has_attributes ? set_changed() : take_over())) {
-    // The next update sets every node.
     held->forget();
+    held->attributes.reset();
     return false;
   }
   std::copy_n(to, pointers.size(), pointers.begin());

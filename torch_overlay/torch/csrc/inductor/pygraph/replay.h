@@ -55,10 +55,10 @@ struct Node {
 
 // What the nodes of an executable graph were set to last.
 struct Held {
+  // The next update sets every node.
   void forget() {
     std::fill(params.begin(), params.end(), nullptr);
     last = 0;
-    attributes.reset();
   }
 
   // Of each node, null if it is not known.
@@ -80,6 +80,9 @@ struct Held {
 // known then, but for their attributes, whose number is 0.
 struct Nodes {
   Nodes(PyObject* args, PyObject* kwargs);
+  Nodes(Nodes&&) = default;
+  // Parameters of others may get the memory of these.
+  ~Nodes();
   PyObject* call(const Call& call);
 
   // Sets the nodes to these inputs. False if a node refused, or if the nodes
