@@ -343,6 +343,33 @@ class CompiledReplayTest(Compiled, ReplayTest):
         self.assertTrue(self.launch(x))
         self.assertEqual(self.sets, [10, 11])
 
+    def test_rows_of_launches(self):
+        """
+        A node is set again if the parameters of the row that set it are gone, since others may lie at their address, or
+        after a row whose source is to be added, since that writes words of other rows.
+        """
+        sets, word = [], ctypes.c_uint64()
+
+        def set_node(executable: int, node: int, params: int) -> int:
+            sets.append(params)
+            return 0
+
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
+        address = ctypes.cast(function, ctypes.c_void_p).value
+
+        def row(params: int, attributes: int, like: object) -> object:
+            node = address, 8, 10, params, None, [(ctypes.addressof(word), 8, 0, 0, None)]
+            return native.compiled.Nodes([0], [node], function, attributes, like)
+
+        first = row(9, 0, None)
+        other = row(11, 1, first)
+        self.assertTrue(first([5]))
+        self.assertFalse(other([5]))
+        self.assertTrue(first([5]))
+        first = None
+        self.assertTrue(row(9, 0, other)([5]))
+        self.assertEqual(sets, [9, 9, 9])
+
     def test_thread_of_autograd_is_known_at_once(self):
         "Python's object of the thread has nothing there, and would take an exception to say so."
         steady = []
