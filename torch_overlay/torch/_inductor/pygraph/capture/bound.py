@@ -63,14 +63,9 @@ class BoundGraphNode(CopyGraphNode):
     Attributes:
         call_tensors: what is bound, in the current call
         input_pointers: addresses of the external inputs in the last call
-        alignment: that external inputs must have, in bytes
-        allocators: what makes the outputs' allocations in each call
         written_bound: external inputs that the graph writes, by their number
         staged: (number, input, copy that the graph reads) of the current call
         replay_graph: a cell with the graph while the node can be replayed without trees (replay/), else None
-
-    Raises:
-        RecordingRefused: the inputs cannot be bound, or the proof failed.
     """
 
     binds_values = True

@@ -137,7 +137,6 @@ class Collectives:
     The steps of a recording that all ranks take together.
 
     Args:
-        model: the function
         name: the function's name, the same on all ranks
         binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
@@ -146,7 +145,6 @@ class Collectives:
         operands: storages that the graph needs in its pool, once it was rehearsed
         addresses: of the operands that were captured, and of results that the program has allocated
         nodes, stand_ins: of the captured collectives and their stand-ins, by handle
-        staged_bytes: of the operands that the graph copies
     """
 
     def __init__(

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 class CopyGraphNode(CUDAGraphNode):
     """
-    See the module's docstring.
+    See the module's docstring. Raises RecordingRefused.
 
     Attributes:
         facts: what the recording found out until now
@@ -49,11 +49,7 @@ class CopyGraphNode(CUDAGraphNode):
         returned_inputs: the static input that an output is, by output
         empty_outputs: what makes outputs without elements, by output
         managed_metadata: (input, metadata) of inputs that earlier graphs of the path left in the pool
-        values: the CPU values that the graph takes
         thread_of_values: the only thread that may replay the graph, which reads memory that this thread packs
-
-    Raises:
-        RecordingRefused: there is no recording.
     """
 
     request: RecordingRequest

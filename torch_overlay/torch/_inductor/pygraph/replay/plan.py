@@ -73,7 +73,6 @@ class ReplayPlan:
     Attributes:
         graph: a cell with the node's graph, or None while its cached tensors were dropped
         is_outdated: a cell: whether the function is to be recorded again
-        executing: the path state of replays
         mark_step, tracker: where the program's steps and Dynamo's generations are counted
         local, containers: where threads find their containers, and what returns those of the calling thread
         owner: the containers of the thread that recorded, which alone replays
@@ -81,7 +80,6 @@ class ReplayPlan:
         live_outputs: returns what has to be dead of the path before a new one begins, given its last node
         dead_before, dead_after: what has to be dead of the path, before and after ``dropped`` inputs are gone
         pending_backward: what running_forwards_with_pending_backwards is set to, if at all
-        is_capturing: returns whether the current stream is captured
         num_inputs: a call has at least so many
         static: (position, address) of inputs that may not move
         bound: positions of inputs that may
@@ -92,9 +90,7 @@ class ReplayPlan:
         allocators: each makes memory for an output, given the numbers of the call if it has some
         views: of bound inputs and allocations: (position, size, stride, offset in bytes, itemsize). Size, stride and
             offset are positions in the numbers
-        words: returns the words of CPU values
         nodes: sets the addresses of bound inputs and allocations, and the words. Returns False if a node refused
-        launch: launches the graph that it is given
         cached: tensors that the node caches, by output
     """
 

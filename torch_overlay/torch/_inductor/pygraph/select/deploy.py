@@ -76,9 +76,6 @@ def deploy(
         info, objects, force: see cudagraph_utils.PyGraphOptions
         fns: what is deployed, by sizes; under None for all
         kwargs: further arguments of cudagraph_trees.cudagraphify
-
-    Raises:
-        ValueError: there is no candidate ``force``.
     """
     if force is not None:
         try:

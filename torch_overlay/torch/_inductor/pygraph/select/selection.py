@@ -110,7 +110,6 @@ class Selection:
         deploy: called with what is to be called from then on
         forget: drops what was recorded under an id; returns False while it cannot, None while another thread records
         around: returns the controllers of the functions around an id on its paths
-        entry, remembered: where the decision is kept, and the decision of an earlier process
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
         pool_bytes: returns what the graphs' pool and further workspaces reserve
     """

@@ -85,7 +85,6 @@ class FunctionState:
         is_capturable: cleared for good when a capture failed
         outdated: a cell, which replays read: recordings are to be dropped before the next call
         is_even: the graph measured no better than no graph, and waits for the decisions on neighbours
-        recordings: how many captures began
         prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
         staged_bytes: bytes of inputs that a bound graph copies, for collectives

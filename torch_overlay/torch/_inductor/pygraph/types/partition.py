@@ -31,8 +31,7 @@ class PartitionInfo:
 
     Args:
         allocator: the function's parameter that it allocates with; None if it has none
-        kernels: names of the Triton kernels that the function launches
-        delivers: names of the Deliver objects that the function launches
+        kernels, delivers: names of the Triton kernels and of the Deliver objects that the function launches
         collectives: operators that wait for other ranks, in the order of the code
         ranks_decide: config.pygraph_ranks when it was compiled
         saved_input_idxs: tensors that the forward computed

@@ -30,8 +30,7 @@ class FunctionReport:
     One function: a graph, or one partition of it, for one set of sizes.
 
     Attributes:
-        choice: the candidate that is deployed, or UNDECIDED
-        reasons: why, the latest last
+        choice, reasons: the candidate that is deployed, or UNDECIDED, and why, the latest last
         timings_us: median time of a call by candidate, on the host or on the device, whichever is longer
         external_inputs, stock_copied_bytes: what trees would copy at each replay
         copied_bytes: what the chosen candidate copies at each replay
@@ -39,7 +38,6 @@ class FunctionReport:
         updated_nodes: nodes that the host sets when all external inputs moved
         collectives: what waits for other ranks, and for which
         remembered: whether an earlier process measured it
-        schedule: the order of the last recording's calls
         calls_us, critical_us: time of all calls, and of the longest that wait for one another
         width: the most calls that may run side by side; 0 if that is not known
         timeline: the first calls of its schedule, unless they are in a row

@@ -106,17 +106,14 @@ class Rehearsal:
     One uncaptured run, and further ones where a question needs them. Afterwards inputs and generators are as before.
 
     Args:
-        model: the function
         run: runs the function without collectives, and marks the memory that it allocates
         inspect: called with the outputs of the first run; returns those that lie in memory that was not marked
-        inputs: of the call
         managed: inputs that an earlier graph of the path left in the pool. No further run comes after the replay
         mutated: inputs that the program sees written
         reused: inputs whose memory the code may use again
 
     Attributes:
         inputs: of the call, None for those that are managed
-        needed_bytes: device memory that the run took
 
     Raises:
         RefusedError: no graph would do what the function does, or ``inspect`` raised it.
