@@ -332,9 +332,9 @@ class DirectTest(TestCase):
         self.check(compiled, layers=1, launches=0)
         node = self.record()
         self.check(compiled, layers=1, launches=0, weight=torch.randn(8))
-        node.request.outdated.cell_contents = True
+        node.request.state.outdated.cell_contents = True
         self.check(compiled, layers=1, launches=0)
-        node.request.outdated.cell_contents = False
+        node.request.state.outdated.cell_contents = False
         self.check(compiled, layers=0, launches=1)
 
     def test_further_recording(self):

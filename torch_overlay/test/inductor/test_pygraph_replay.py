@@ -73,7 +73,7 @@ class ReplayTest(ReplayTestCase):
             self.assertEqual(self.node.sets, sets)
 
     def test_outdated_function(self):
-        outdated = self.node.request.outdated
+        outdated = self.node.request.state.outdated
         outdated.cell_contents = True
         self.assertFalse(self.call())
         outdated.cell_contents = False

@@ -236,7 +236,7 @@ class SelectionTest(SelectTestCase):
             controller.bind_as(choice)
             controller.decide(choice)
         request = controller.request({})
-        self.assertEqual((request.binding, request.is_decided), asked)
+        self.assertEqual((request.state.binding, request.is_decided), asked)
 
     def test_not_captured_later(self):
         "What was captured before goes."

@@ -71,7 +71,7 @@ class Node(bound.BoundGraphNode):
         self.static_input_data_ptrs = [weight.data_ptr(), None, None]
         self.rerecord_if_static_inputs_change = True
         self.live_indices_after_graph = []
-        self.request = types.SimpleNamespace(outdated=types.CellType(False))
+        self.request = types.SimpleNamespace(state=types.SimpleNamespace(outdated=types.CellType(False)))
         self.cudagraph_managed_idxs = []
         self.expected_dead_indices_before_graph = []
         self.expected_dead_indices_after_graph = []

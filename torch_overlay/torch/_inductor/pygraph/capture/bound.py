@@ -124,7 +124,7 @@ class BoundGraphNode(CopyGraphNode):
         try:
             external_inputs = self._leave_pool(bound, inputs)
             self.input_pointers = [t.data_ptr() for t in external_inputs]
-            self.alignment = min(self.request.alignment, allocation.common_alignment(self.input_pointers))
+            self.alignment = min(self.request.state.alignment, allocation.common_alignment(self.input_pointers))
             self._learned(alignment=self.alignment, external_bytes=sum(map(storage_extent, external_inputs)))
             self._rehearse(inputs)
             self.memory, self.call_tensors = allocation.BoundMemory.place(
@@ -215,7 +215,7 @@ class BoundGraphNode(CopyGraphNode):
 
     def _needed_bytes(self) -> int:
         if self.rehearsal is None:
-            return self.request.needed_bytes
+            return self.request.state.needed_bytes
         return (self.facts.needed_bytes or 0) + self.layout.copied_bytes
 
     def _refuse(
@@ -300,15 +300,15 @@ class BoundGraphNode(CopyGraphNode):
 
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
-        if request.binding == NODE_UPDATE or not (request.is_decided or prelude_pays(raw_graph, placeholders)):
+        if request.state.binding == NODE_UPDATE or not (request.is_decided or prelude_pays(raw_graph, placeholders)):
             return None
         if self.branches is not None:
             # Whether the device can update nodes of paths is not known.
             error = "it has branches"
-            self._learned(no_prelude=Reason.of(Code.NO_PRELUDE, binding=request.binding, error=error))
+            self._learned(no_prelude=Reason.of(Code.NO_PRELUDE, binding=request.state.binding, error=error))
             return None
         table = None
-        if request.binding == TABLE:
+        if request.state.binding == TABLE:
             kernels = [request.spec.objects[name] for name in request.spec.info.kernels]
             table = Table(kernels, self.device)
         self._learned(has_prelude=True)
@@ -316,7 +316,7 @@ class BoundGraphNode(CopyGraphNode):
             return Prelude(raw_graph, placeholders, self.device, table)
         except PreludeUnavailable as e:
             # The host can set the nodes.
-            reason = Reason.of(Code.NO_PRELUDE, binding=request.binding, error=str(e))
+            reason = Reason.of(Code.NO_PRELUDE, binding=request.state.binding, error=str(e))
             self._learned(has_prelude=False, no_prelude=reason)
             return None
 
@@ -361,8 +361,8 @@ class BoundGraphNode(CopyGraphNode):
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Return whether a function with atomic additions launches what its graph does."""
-        spec = self.request.spec
-        if not adds_atomically(spec) or self.values.delivers or self.collectives or self.request.schedule != CHAIN:
+        spec, schedule = self.request.spec, self.request.state.schedule
+        if not adds_atomically(spec) or self.values.delivers or self.collectives or schedule != CHAIN:
             return False
         if self.branches is not None or room(self.device) < self._needed_bytes():
             return False

@@ -165,7 +165,7 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _needed_bytes(self) -> int:
         """Return the device memory that the capture takes, or 0 if that is not known."""
-        needed = self.request.needed_bytes
+        needed = self.request.state.needed_bytes
         # Inputs get copies in the pool, outputs, a part of what a call takes, outside of it.
         return 2 * needed + self.request.external_bytes if needed else 0
 
@@ -200,7 +200,7 @@ class CopyGraphNode(CUDAGraphNode):
         own = [spec.objects[name] for name in spec.info.delivers]
         self.values = CapturedValues(own, is_bound=self.binds_values)
         # A rehearsal has seen already whether the function draws on the host.
-        is_rehearsed = self.request.needed_bytes or self.facts.needed_bytes
+        is_rehearsed = self.request.state.needed_bytes or self.facts.needed_bytes
         host = None if is_rehearsed else HostGenerators()
         if not self.binds_values:
             model = self._with_branches(model)

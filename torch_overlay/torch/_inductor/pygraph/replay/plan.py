@@ -141,7 +141,7 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
     return ReplayPlan(
         node=node,
         graph=node.replay_graph,
-        is_outdated=node.request.outdated,
+        is_outdated=node.request.state.outdated,
         manager=manager,
         containers=thread_containers,
         owner=owner,

@@ -38,7 +38,7 @@ class ScheduledRecording:
     """``ring`` has the workspaces of kernels that run side by side, if the graph has some."""
 
     def __init__(self, request: RecordingRequest, device_index: int, pool: _POOL_HANDLE) -> None:
-        self.request = request
+        self.state, self.calls = request.state, request.spec.info.calls
         self.device_index = device_index
         self.pool = pool
         # Of the rehearsal, then of the capture.
@@ -48,10 +48,9 @@ class ScheduledRecording:
 
     def note_rehearsal(self) -> dict[str, CallLog]:
         """Return what an uncaptured run takes to note its calls."""
-        calls = self.request.spec.info.calls
-        if self.request.schedule == CHAIN or not calls:
+        if self.state.schedule == CHAIN or not self.calls:
             return {}
-        self.log = CallLog(calls, self.device_index, is_captured=False)
+        self.log = CallLog(self.calls, self.device_index, is_captured=False)
         return {NOTE: self.log}
 
     def allocator(
@@ -60,27 +59,27 @@ class ScheduledRecording:
         """Return what allocates for calls that are to run side by side, given their rehearsal."""
         self.moving, self.needed_bytes = moving, needed_bytes
         if self.log is not None:
-            self.buffers = buffers_apart(self.log, moving, self.request.call_times_us, allocate, self._more_bytes())
+            self.buffers = buffers_apart(self.log, moving, self.state.call_times_us, allocate, self._more_bytes())
         return self.buffers
 
     def note_capture(self, model: ModelType) -> ModelType:
-        calls, buffers = self.request.spec.info.calls, self.buffers
-        if calls:
+        buffers = self.buffers
+        if self.calls:
             kept = {} if buffers is None else {"noted": buffers.noted, "ends": buffers.ends}
-            self.log = CallLog(calls, self.device_index, **kept)
+            self.log = CallLog(self.calls, self.device_index, **kept)
             model = functools.partial(model, **{NOTE: self.log})
         return model if buffers is None else buffers.until_end(model)
 
     def apply(self, raw_graph: int, placeholders: PlaceholderMap) -> ScheduleFacts | None:
         """Let calls of the captured graph run side by side, if the request says so."""
-        request, log = self.request, self.log
-        if log is None and request.schedule == CHAIN:
+        state, log = self.state, self.log
+        if log is None and state.schedule == CHAIN:
             return None
         try:
             if log is None:
                 raise ValueError("what they use is not known")
             graph = Graph(raw_graph, log, Memory(PoolRanges(self.pool), placeholders), self.moving)
-            return schedule_graph(graph, request.schedule, request.call_times_us, self._take_workspaces)
+            return schedule_graph(graph, state.schedule, state.call_times_us, self._take_workspaces)
         except (DriverError, ValueError) as e:
             return ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
 

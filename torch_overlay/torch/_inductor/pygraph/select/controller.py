@@ -5,6 +5,7 @@ function and tell it what became of the recording. Selection tells it what was m
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -173,17 +174,12 @@ class Controller:
         is_refused = not self.binds_inputs and any(i in declared_static for i in mutated)
         return RecordingRequest(
             self.spec,
-            state.binding,
+            dataclasses.replace(state),
             self.report.choice == state.binding,
             tuple(i for i in declared_static if i not in state.moving_idxs),
-            state.alignment,
             self.owned_output_idxs,
-            state.needed_bytes,
             self.report.stock_copied_bytes,
-            state.outdated,
             Reason.of(Code.MOVING_MUTATED_INPUT) if is_refused else None,
-            state.schedule,
-            state.call_times_us,
         )
 
     def recorded(self, facts: RecordingFacts) -> None:

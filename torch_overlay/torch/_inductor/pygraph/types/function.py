@@ -112,29 +112,24 @@ class FunctionState:
 @dataclasses.dataclass(frozen=True)
 class RecordingRequest:
     """
-    What one recording is to be like. FunctionState describes what is not listed.
+    What one recording is to be like.
 
     Args:
+        state: a copy
         is_decided: the binding was forced or selected: add a prelude to any graph
         static_input_idxs: inputs that keep their address and that no graph of the path owns
-        alignment: at most this alignment of external inputs may be relied upon, in bytes
         owned_output_idxs: outputs that get memory of their own in each call. The others stay in the pool
         external_bytes: bytes of the external inputs of an earlier recording, or 0
         refusal: why the function cannot be recorded at all
     """
 
     spec: FunctionSpec
-    binding: str
+    state: FunctionState
     is_decided: bool
     static_input_idxs: tuple[int, ...]
-    alignment: int
     owned_output_idxs: OrderedSet[int]
-    needed_bytes: int
     external_bytes: int
-    outdated: CellType
-    refusal: Reason | None = None
-    schedule: str = CHAIN
-    call_times_us: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    refusal: Reason | None
 
 
 @dataclasses.dataclass(frozen=True)
