@@ -416,8 +416,8 @@ class Triton:
     def __init__(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
         self.program, self.grid = program, grid
 
-    def program_id(self, axis: int) -> int:
-        return self.program[axis]
+    def program_id(self, axis: int) -> Block:
+        return block(np.int32(self.program[axis]))
 
     def num_programs(self, axis: int) -> int:
         return self.grid[axis]
@@ -515,7 +515,7 @@ class ModelledTriton:
             if type_[0] == "*":
                 arguments[name] = Pointer(int.from_bytes(content, "little"), np.dtype(DTYPES[type_[1:]]))
             else:
-                arguments[name] = np.frombuffer(content, DTYPES[type_])[0].item()
+                arguments[name] = block(np.frombuffer(content, DTYPES[type_])[0])
         scope = {"libdevice": MATH, "tl_math": MATH, "triton_helpers": HELPERS}
         with np.errstate(all="ignore"):
             for program in np.ndindex(*grid):
