@@ -1,5 +1,5 @@
 # Owner(s): ["module: inductor"]
-"""torch.cond in a captured function: the graph branches by itself, and its results are those of the uncaptured code."""
+"""torch.cond and torch.while_loop in captured functions: the graph branches, with the results of the uncaptured code."""
 
 from __future__ import annotations
 
@@ -78,7 +78,29 @@ def behind_a_graph(x, w, v, p):
     return torch.cond(y.sum() > 0, lambda y, z, w: y @ z, lambda y, z, w: (y * w).cos() - z, (y, z, w)) + y
 
 
-PROGRAMS = (gated, two_in_a_row, nested, result_only, mutated, without_use, behind_a_graph)
+def looped(x, w, v, p):
+    """No iteration, or up to four."""
+    n = torch.where(p, x.abs().sum().clamp(max=2.5), x.sum())
+    n, y = torch.while_loop(lambda n, y: n > 0, lambda n, y: (n.clamp(max=4) - 1, (y @ w).sin() + v), (n, x))
+    return y @ v, n
+
+
+def exchanged(x, w, v, p):
+    """An iteration returns what it was given, in another order."""
+    n = torch.where(p, 3.0, x.sum().sign())
+    n, y, z = torch.while_loop(
+        lambda n, y, z: n + y.sum() * 0 > 0, lambda n, y, z: (n - 1, z.clone(), y.clone()), (n, x + 1, w)
+    )
+    return torch.cond(p, lambda y, z: y @ z, lambda y, z: y - z, (y, z)), y * 2
+
+
+def idle(x, w, v, p):
+    """A loop without an iteration."""
+    n = x.sum() * 0 - 1
+    return torch.while_loop(lambda n, x: n > 0, lambda n, x: (n - 1, x @ w), (n, x))[1].sin()
+
+
+PROGRAMS = (gated, two_in_a_row, nested, result_only, mutated, without_use, behind_a_graph, looped, exchanged)
 
 
 def indexed(x, i, p):
@@ -97,6 +119,17 @@ def on_cpu(x, i, p):
     return torch.cond(p.cpu(), lambda x, i: x + 2, lambda x, i: x + 1, (x, i))
 
 
+def loop_indexed(x, i, p):
+    return torch.while_loop(lambda n, x: n > 0, lambda n, x: (n - 1, x[i]), (x.sum(), x))[1]
+
+
+def loop_of_branches(x, i, p):
+    def body(n, x):
+        return n - 1, torch.cond(p, lambda x: x + 1, lambda x: x.sin(), (x,))
+
+    return torch.while_loop(lambda n, x: n > 0, body, (x.sum(), x))[1]
+
+
 def inner_indexed(x, i, p):
     def outer(x, i):
         return torch.cond(x.sum() > 0, lambda x, i: x[i], lambda x, i: x + 1, (x, i))
@@ -110,6 +143,8 @@ REFUSED = {
     inner_indexed: Code.BRANCH_MAY_FAIL,
     drawn: Code.BRANCH_DRAWS,
     on_cpu: Code.CONTROL_FLOW,
+    loop_indexed: Code.BRANCH_MAY_FAIL,
+    loop_of_branches: Code.SUBGRAPH_NOT_CAPTURABLE,
 }
 
 
@@ -143,7 +178,7 @@ class CodegenTest(TestCase):
         return graphs[0]
 
     def test_one_partition(self):
-        for fn, paths in ((gated, 2), (two_in_a_row, 2), (nested, 3)):
+        for fn, paths in ((gated, 2), (two_in_a_row, 2), (nested, 3), (looped, 2)):
             graph = compiled_of(fn).graph
             self.assertEqual([p.captured for p in graph.partitions], [True])
             (function,) = graph.info.functions
@@ -242,6 +277,12 @@ class ConditionalTest(TestCase):
         with hiding(hidden):
             self.check_refused(program, "copy", Code.DIFFERS, value=value)
 
+    @parametrize("hidden", (0, 1))
+    def test_proof_runs_an_iteration(self, hidden):
+        """An input that only the body reads, or what the loop carries, is found in a call without an iteration."""
+        with hiding(hidden):
+            self.check_refused(self.program(idle), "copy", Code.DIFFERS)
+
     @parametrize(
         "name",
         (
@@ -278,7 +319,7 @@ class ConditionalTest(TestCase):
             (entry,) = report()
             self.assertEqual(entry.choice, choice, str(entry))
 
-    @parametrize("fn", [subtest(f, name=f.__name__) for f in (two_in_a_row, nested, behind_a_graph)])
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (two_in_a_row, nested, behind_a_graph, looped)])
     def test_copied_inputs(self, fn):
         """A graph whose inputs are copied has branches, too."""
         self.check(self.program(fn, "copy"))

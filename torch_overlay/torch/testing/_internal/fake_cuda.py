@@ -52,6 +52,7 @@ import torch.utils._triton
 from torch._dynamo import device_interface
 from torch._dynamo.device_interface import CudaInterface
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, PlainAOTOutput, TangentAOTInput
+from torch._guards import detect_fake_mode
 from torch._inductor import async_compile, config
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.codecache import CacheBase
@@ -66,6 +67,7 @@ from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 
 if TYPE_CHECKING:
@@ -308,7 +310,12 @@ class _Recorder:
         def run(args: list[Any]) -> Any:
             inputs = list(args)
             args.clear()
-            return torch.fx.Interpreter(eager).run(*inputs)
+            loops = eager.graph.find_nodes(op="call_function", target=torch.ops.higher_order.while_loop)
+            # A loop ignores the symbols of its body in an environment that the mode need not have.
+            with contextlib.ExitStack() as stack:
+                if loops:
+                    stack.enter_context(mock.patch.object(detect_fake_mode(inputs), "shape_env", ShapeEnv()))
+                return torch.fx.Interpreter(eager).run(*inputs)
 
         compiled.current_callable = run
         return compiled

@@ -445,14 +445,14 @@ class CopyingNode(KernelNode):
 class ConditionalNode(Node):
     """
     Attributes:
-        bodies: the graphs for a condition that is not zero, and for zero
+        bodies: the graphs for a condition that is not zero, and for zero, or the body of a loop
     """
 
-    def __init__(self, handle: int, bodies: tuple[int, int]) -> None:
+    def __init__(self, handle: int, bodies: tuple[int, ...]) -> None:
         super().__init__("CONDITIONAL")
         self.handle = handle
         self.bodies = bodies
-        self.memory = (ctypes.c_void_p * 2)(*bodies)
+        self.memory = (ctypes.c_void_p * len(bodies))(*bodies)
 
 
 class MemcpyNode(Node):
@@ -655,17 +655,18 @@ class ModelledDriver:
 
     def cuGraphAddNode(self, graph: Any, behind: list[Any], data: Any, count: int, params: Any) -> Any:
         conditional, handle = params.conditional, int(params.conditional.handle)
+        kinds = cu.CUgraphConditionalNodeType
+        size = {kinds.CU_GRAPH_COND_TYPE_IF: 2, kinds.CU_GRAPH_COND_TYPE_WHILE: 1}[conditional.type]
         is_right = (
             params.type == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_CONDITIONAL
-            and conditional.type == cu.CUgraphConditionalNodeType.CU_GRAPH_COND_TYPE_IF
-            and (conditional.size, int(conditional.ctx), data, count) == (2, CONTEXT, None, len(behind))
+            and (conditional.size, int(conditional.ctx), data, count) == (size, CONTEXT, None, len(behind))
             and self.conditions.get(handle) == (int(graph), None)
             and isinstance(setter := self.nodes[int(behind[0])], BranchNode)
             and setter.parameters[0] == u64(handle)
         )
         if not is_right:
             return self.invalid, None
-        node = ConditionalNode(handle, (self.add_graph(), self.add_graph()))
+        node = ConditionalNode(handle, tuple(self.add_graph() for _ in range(size)))
         # Where the struct has phGraph_out.
         ctypes.c_void_p.from_address(int(params.getPtr()) + 32).value = ctypes.addressof(node.memory)
         return self.success, cu.CUgraphNode(self.add_node(int(graph), node, map(int, behind)))
@@ -766,13 +767,17 @@ class ModelledDriver:
     def run_node(self, i: int, order: random.Random | None) -> None:
         node = self.nodes[i]
         if isinstance(node, ConditionalNode):
-            graph, value = self.conditions[node.handle]
-            if value is None:
-                raise AssertionError("no condition was set")
-            # The next launch has to set it again.
-            self.conditions[node.handle] = graph, None
-            self._run(self.graphs[node.bodies[value == 0]], order)
-            return
+            while True:
+                graph, value = self.conditions[node.handle]
+                if value is None:
+                    raise AssertionError("no condition was set")
+                # The next launch has to set it again.
+                self.conditions[node.handle] = graph, None
+                is_loop = len(node.bodies) == 1
+                if not is_loop or value:
+                    self._run(self.graphs[node.bodies[value == 0]], order)
+                if not is_loop or not value:
+                    return
         computes = isinstance(node, KernelNode) and node.launch is not None
         if not computes and not isinstance(node, (BranchNode, CopyingNode, MemcpyNode)):
             return

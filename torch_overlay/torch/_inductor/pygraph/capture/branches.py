@@ -1,10 +1,12 @@
 """
-Branches of a captured function: torch.cond, of which a graph holds both paths.
+Branches of a captured function: torch.cond, of which a graph holds both paths, and torch.while_loop.
 
 Generated code calls run_branch with the functions of both paths. Uncaptured, the host reads the predicate. A recording
 passes an object that rehearses each path, then one that captures both: the graph's conditional node runs one of them.
 Results lie in buffers that both paths write. A path whose own allocation becomes a result writes that buffer itself,
 any other result is copied.
+
+A loop has two paths, too: one iteration, and none. Its results are buffers that hold what it carries.
 """
 
 from __future__ import annotations
@@ -15,7 +17,13 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.capture.allocation import Allocation, AllocationTrace, copy_by_kernel, placed_allocator
-from torch._inductor.pygraph.graph.conditional import add_conditional, captured_into, set_predicate, side_stream
+from torch._inductor.pygraph.graph.conditional import (
+    add_conditional,
+    add_setter,
+    captured_into,
+    set_predicate,
+    side_stream,
+)
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -65,6 +73,37 @@ def run_branch(
     return results
 
 
+def run_loop(
+    branches: RehearsedBranches | CapturedBranches | None,
+    name: str,
+    condition: Path,
+    body: Path,
+    args: list[Any],
+    layouts: Layouts,
+    allocate: Callable[..., torch.Tensor],
+) -> Sequence[torch.Tensor]:
+    """
+    Return what a loop carries in the end.
+
+    Args:
+        branches: of a recording, or None
+        args: what the loop carries in the beginning, and further arguments of condition and body. The list is cleared.
+        layouts: size, stride and dtype of what the loop carries
+        allocate: allocates results while there is a recording
+    """
+    carried, others = args[: len(layouts)], args[len(layouts) :]
+    args.clear()
+    if branches is not None:
+        results = [allocate(*layout) for layout in layouts]
+        _fill(results, carried)
+        branches.run_loop(name, condition, body, others, results)
+        return results
+    is_first = True
+    while condition([*carried, *others])[0].item():
+        carried, is_first = [*body([*carried, *others])], False
+    return [t.clone() for t in carried] if is_first else carried
+
+
 def with_branches(model: ModelType, branches: RehearsedBranches | CapturedBranches | None) -> ModelType:
     """Return ``model`` whose branches are those of a recording."""
     return model if branches is None else functools.partial(model, **{BRANCHES: branches})
@@ -80,6 +119,18 @@ def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
             copy_by_kernel(result, value)
         else:
             result.copy_(value)
+
+
+def _fill_carried(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+    """Write what an iteration returned. It may have returned what it carried, in another order."""
+    storages = [result.untyped_storage().data_ptr() for result in results]
+    _fill(
+        results,
+        [
+            value.clone() if value.untyped_storage().data_ptr() in (*storages[:i], *storages[i + 1 :]) else value
+            for i, value in enumerate(values)
+        ],
+    )
 
 
 class RehearsedBranches:
@@ -128,6 +179,20 @@ class RehearsedBranches:
         _fill(results, values)
 
 
+    def run_loop(
+        self, name: str, condition: Path, body: Path, others: list[Any], results: list[torch.Tensor]
+    ) -> None:
+        chosen = self.chosen.get(name)
+        passed = {ALLOCATOR: AllocationTrace(), BRANCHES: self}
+        self.depth = max(self.depth, self._inside + 1)
+        goes_on = bool(condition([*results, *others], **passed)[0].item())
+        if chosen is not None:
+            goes_on = chosen
+        while goes_on:
+            _fill_carried(results, body([*results, *others], **passed))
+            goes_on = bool(condition([*results, *others], **passed)[0].item()) and chosen is None
+
+
 def _places(
     trace: AllocationTrace, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> list[tuple[int, int]]:
@@ -159,8 +224,8 @@ class CapturedBranches:
         self._inside = 0
 
     @property
-    def bodies(self) -> dict[int, tuple[Any, Any]]:
-        """The graphs of both paths, by the handle of the conditional node."""
+    def bodies(self) -> dict[int, tuple[Any, ...]]:
+        """The graphs of the paths, by the handle of the conditional node."""
         return {int(n.node): n.bodies for n in self.nodes.values()}
 
     def run(
@@ -188,6 +253,22 @@ class CapturedBranches:
         self._inside -= 1
         args.clear()
 
+    def run_loop(
+        self, name: str, condition: Path, body: Path, others: list[Any], results: list[torch.Tensor]
+    ) -> None:
+        if not self.nodes:
+            self._allocate_in_pool()
+        passed = {ALLOCATOR: placed_allocator({}, self.device_index), BRANCHES: self}
+        (predicate,) = condition([*results, *others], **passed)
+        added = self.nodes[name] = add_conditional(predicate.data_ptr(), self.device_index, is_loop=True)
+        stream = self.streams[self._inside]
+        self._inside += 1
+        with captured_into(added.bodies[0], stream):
+            _fill_carried(results, body([*results, *others], **passed))
+            (predicate,) = condition([*results, *others], **passed)
+            added.setters.append(add_setter(predicate.data_ptr(), added.handle, self.device_index))
+        self._inside -= 1
+
     def _allocate_in_pool(self) -> None:
         """Let all that this thread allocates until the end of the capture lie in the graphs' pool, on all streams."""
         torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
@@ -202,9 +283,11 @@ class CapturedBranches:
         if self.constants is None:
             self.constants = torch.tensor([False, True], device=torch.device("cuda", self.device_index))
         for name, node in self.nodes.items():
-            if name in chosen:
-                set_predicate(executable, node, self.constants.data_ptr() + chosen[name])
-            elif (update := bound.get(int(node.setter))) is not None:
-                check(update.set(*update.args))
-            else:
-                set_predicate(executable, node, node.predicate)
+            for i, setter in enumerate(node.setters):
+                if name in chosen:
+                    # A loop has at most one iteration.
+                    set_predicate(executable, setter, self.constants.data_ptr() + (chosen[name] and i == 0))
+                elif (update := bound.get(int(setter.node))) is not None:
+                    check(update.set(*update.args))
+                else:
+                    set_predicate(executable, setter, setter.predicate)

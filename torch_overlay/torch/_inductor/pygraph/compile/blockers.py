@@ -40,7 +40,7 @@ def partition_reason(node: BaseSchedulerNode) -> Code | None:
     if not node.is_gpu():
         # The scheduler gives the reason for other CPU nodes.
         return Code.COPIES_TO_CPU if isinstance(ir_node, ir.DeviceCopy) else None
-    is_captured = isinstance(ir_node, ir.Conditional) and config.pygraph_conditionals
+    is_captured = isinstance(ir_node, (ir.Conditional, ir.WhileLoop)) and config.pygraph_conditionals
     if (reason := conditional_reason(ir_node) if is_captured else subgraph_reason(ir_node)) is not None:
         return reason
     if hands_over_seed(ir_node):

@@ -1,5 +1,6 @@
 """
-torch.cond in a captured function: both paths are captured, and a conditional node of the graph runs one of them.
+torch.cond in a captured function: both paths are captured, and a conditional node of the graph runs one of them. A
+conditional node repeats the body of a torch.while_loop.
 
 A recording compares both paths with uncaptured runs. So each path runs with values for which the program takes the
 other one, and it must not fail for them: an index out of bounds would end the context. Paths are captured that consist
@@ -53,19 +54,29 @@ def subgraphs_of(conditional: ir.Conditional) -> tuple[ir.Subgraph, ir.Subgraph]
     return conditional.true_subgraph, conditional.false_subgraph  # type: ignore[return-value]
 
 
-def conditional_reason(conditional: ir.Conditional) -> Code | None:
-    """Return why torch.cond cannot be captured, else None."""
-    predicate = conditional.predicate
+def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | None:
+    """Return why torch.cond or torch.while_loop cannot be captured, else None."""
+    is_loop = isinstance(conditional, ir.WhileLoop)
+    if is_loop:
+        if conditional.stack_output or conditional.mutation_outputs or conditional.constant_args:
+            return Code.SUBGRAPH_NOT_CAPTURABLE
+        subgraphs = conditional.cond_subgraph, conditional.body_subgraph
+        (predicate,) = conditional.cond_subgraph.graph.graph_outputs  # type: ignore[union-attr]
+    else:
+        subgraphs = subgraphs_of(conditional)
+        predicate = conditional.predicate
     if isinstance(predicate, ir.ShapeAsConstantBuffer) or predicate.get_dtype() != torch.bool:  # type: ignore[union-attr]
         return Code.CONTROL_FLOW
     device = predicate.get_device()  # type: ignore[union-attr]
     if device is None or device.type != "cuda" or not _have_nodes(device):
         return Code.CONTROL_FLOW
-    for subgraph in subgraphs_of(conditional):
+    for subgraph in subgraphs:
         inputs = subgraph.graph.graph_input_names  # type: ignore[union-attr]
         for operation in subgraph.graph.operations:  # type: ignore[union-attr]
             if any(name in inputs for name in operation.get_mutation_names()):
                 return Code.BRANCH_WRITES
+            if is_loop and isinstance(operation, ir.Conditional):
+                return Code.SUBGRAPH_NOT_CAPTURABLE
             if (reason := _operation_reason(operation)) is not None:
                 return reason
         outputs = subgraph.graph.graph_outputs  # type: ignore[union-attr]
@@ -110,17 +121,21 @@ def _operation_reason(operation: ir.Operation) -> Code | None:
 
 def paths_through(operations: Iterable[ir.Operation]) -> tuple[tuple[tuple[str, bool], ...], ...]:
     """
-    Return choices of paths that together take each path of the captured torch.cond among these operations: for each
-    torch.cond that runs, its name and the path that it takes.
+    Return choices of paths that together take each path of the captured torch.cond and torch.while_loop among these
+    operations: for each one that runs, its name and the path that it takes. A loop takes one iteration or none.
     """
-    rows = [[*_choices(o)] for o in operations if isinstance(o, ir.Conditional)]
+    rows = [[*_choices(o)] for o in operations if isinstance(o, (ir.Conditional, ir.WhileLoop))]
     longest = max(map(len, rows), default=0)
     return tuple(
         tuple(itertools.chain.from_iterable(row[n % len(row)] for row in rows)) for n in range(longest)
     )
 
 
-def _choices(conditional: ir.Conditional) -> Iterator[tuple[tuple[str, bool], ...]]:
+def _choices(conditional: ir.Conditional | ir.WhileLoop) -> Iterator[tuple[tuple[str, bool], ...]]:
+    if isinstance(conditional, ir.WhileLoop):
+        yield ((conditional.get_name(), True),)
+        yield ((conditional.get_name(), False),)
+        return
     for taken, subgraph in zip((True, False), subgraphs_of(conditional)):
         for inner in paths_through(subgraph.graph.operations) or [()]:  # type: ignore[union-attr]
             yield (conditional.get_name(), taken), *inner
@@ -130,25 +145,44 @@ def codegen_captured(wrapper: PythonWrapperCodegen, conditional: ir.Conditional)
     """Generate the call of a torch.cond that a recording captures. Return False if it captures none."""
     if V.graph.aot_mode or V.graph.cpp_wrapper or conditional_reason(conditional) is not None:
         return False
+    predicate = conditional.predicate.codegen_reference()  # type: ignore[union-attr]
+    operands = [predicate, *(operand.codegen_reference() for operand in conditional.operands or ())]
+    _codegen_call(wrapper, "run_branch", conditional, subgraphs_of(conditional), operands)
+    return True
+
+
+def codegen_captured_loop(wrapper: PythonWrapperCodegen, loop: ir.WhileLoop) -> bool:
+    """Generate the call of a torch.while_loop that a recording captures. Return False if it captures none."""
+    if V.graph.aot_mode or V.graph.cpp_wrapper or conditional_reason(loop) is not None:
+        return False
+    operands = [o.codegen_reference() for o in (*(loop.carried_inputs or ()), *(loop.additional_inputs or ()))]
+    _codegen_call(wrapper, "run_loop", loop, (loop.cond_subgraph, loop.body_subgraph), operands)  # type: ignore[arg-type]
+    return True
+
+
+def _codegen_call(
+    wrapper: PythonWrapperCodegen,
+    function: str,
+    conditional: ir.Conditional | ir.WhileLoop,
+    subgraphs: tuple[ir.Subgraph, ir.Subgraph],
+    operands: list[str],
+) -> None:
     name = conditional.get_name()
-    operands = ", ".join(operand.codegen_reference() for operand in conditional.operands or ())
     layouts = []
     for output in conditional.outputs or ():
         layout = output.get_layout()
         size, stride = (wrapper.codegen_python_shape_tuple(tuple(sizes)) for sizes in (layout.size, layout.stride))
         layouts.append(f"({size}, {stride}, {layout.dtype})")
-    predicate = conditional.predicate.codegen_reference()  # type: ignore[union-attr]
     functions = []
-    for subgraph in subgraphs_of(conditional):
+    for subgraph in subgraphs:
         subgraph.graph.is_captured_branch = True  # type: ignore[union-attr]
         wrapper.codegen_subgraph_common(subgraph)
         functions.append(subgraph.graph.name)  # type: ignore[union-attr]
-    wrapper.get_root_graph().add_import_once("from torch._inductor.pygraph.capture.branches import run_branch")
+    wrapper.get_root_graph().add_import_once(f"from torch._inductor.pygraph.capture.branches import {function}")
     # The arguments keep what is freed here.
-    wrapper.writeline(f"{name}_args = [{predicate}, {operands}]")
+    wrapper.writeline(f"{name}_args = [{', '.join(operands)}]")
     V.graph.scheduler.free_buffers()
     wrapper.writeline(
-        f"{name} = run_branch(branches, {name!r}, {', '.join(functions)}, {name}_args, [{', '.join(layouts)}], "
+        f"{name} = {function}(branches, {name!r}, {', '.join(functions)}, {name}_args, [{', '.join(layouts)}], "
         f"{wrapper.get_allocator_parameter()})"
     )
-    return True
