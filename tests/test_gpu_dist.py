@@ -19,10 +19,12 @@ pytest.importorskip("torch")
 from pygraph import dist  # noqa: E402
 
 
-def test_a_mesh_trains(tmp_path, monkeypatch):
-    """FSDP of tensor-parallel blocks, the case that shards most."""
+def test_programs_train(tmp_path, monkeypatch):
+    """FSDP of tensor-parallel blocks, which shards most, and a pipeline, whose ranks run other code."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
-    (row,) = dist.measure(["fsdp_tp_1x2"], Namespace(**options), time.monotonic() + 120)
-    assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row
+    rows = list(dist.measure(["fsdp_tp_1x2", "pipeline"], Namespace(**options), time.monotonic() + 120))
+    assert len(rows) == 2
+    for row in rows:
+        assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row

@@ -369,6 +369,8 @@ def row(name: str, args: argparse.Namespace) -> Row:
     timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=slowest)
     missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
     missed += misses(timings, reserved, late)
+    if copied := totals(entries)["copied_bytes"]:
+        missed.append(f"copies {copied} bytes a step in each layer")
     return {
         **described(name, RANKS),
         **fields(timings),
