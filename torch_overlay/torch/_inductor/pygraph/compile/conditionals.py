@@ -58,7 +58,7 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
     """Return why torch.cond or torch.while_loop cannot be captured, else None."""
     is_loop = isinstance(conditional, ir.WhileLoop)
     if is_loop:
-        if conditional.stack_output or conditional.mutation_outputs or conditional.constant_args:
+        if conditional.stack_output or conditional.constant_args:
             return Code.SUBGRAPH_NOT_CAPTURABLE
         subgraphs = conditional.cond_subgraph, conditional.body_subgraph
         (predicate,) = conditional.cond_subgraph.graph.graph_outputs  # type: ignore[union-attr]
@@ -74,7 +74,7 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
         inputs = subgraph.graph.graph_input_names  # type: ignore[union-attr]
         for operation in subgraph.graph.operations:  # type: ignore[union-attr]
             if any(name in inputs for name in operation.get_mutation_names()):
-                return Code.BRANCH_WRITES
+                return Code.SUBGRAPH_NOT_CAPTURABLE
             if is_loop and isinstance(operation, ir.Conditional):
                 return Code.SUBGRAPH_NOT_CAPTURABLE
             if (reason := _operation_reason(operation)) is not None:

@@ -147,7 +147,6 @@ class Code(str, enum.Enum):
         "runs a branch with an operator that may fail for values of the other path",
         "Keep indexing by tensors, checks and custom operators out of the paths of torch.cond.",
     )
-    BRANCH_WRITES = "runs a branch that writes one of its operands", "Return the new value from both paths."
     CONTROL_FLOW = (
         "chooses on the host what runs next",
         "Where both branches are cheap, compute both and select with torch.where.",
