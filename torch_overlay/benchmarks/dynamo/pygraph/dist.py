@@ -370,7 +370,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
     missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
     missed += misses(timings, reserved, late)
     if copied := totals(entries)["copied_bytes"]:
-        missed.append(f"copies {copied} bytes a step in each layer")
+        missed.append(f"copies {copied} bytes a call")
     return {
         **described(name, RANKS),
         **fields(timings),
