@@ -81,7 +81,7 @@ def behind_a_graph(x, w, v, p):
 def looped(x, w, v, p):
     """No iteration, or up to four."""
     n = torch.where(p, x.abs().sum().clamp(max=2.5), x.sum())
-    n, y = torch.while_loop(lambda n, y: n > 0, lambda n, y: (n.clamp(max=4) - 1, (y @ w).sin() + v), (n, x))
+    n, y = torch.while_loop(lambda n, y: n > 0, lambda n, y: (n.clamp(max=4) - 1, (y @ w).sin() + v[0]), (n, x))
     return y @ v, n
 
 
@@ -326,14 +326,15 @@ class ConditionalTest(TestCase):
         for entry in report():
             self.assertEqual(entry.choice, "copy", str(entry))
 
-    def test_sizes(self):
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (gated, looped)])
+    def test_sizes(self, fn):
         """Each size has a recording."""
 
         def program() -> None:
             x, w, v = (torch.zeros(16, 16, device="cuda") for _ in range(3))
             torch._dynamo.mark_dynamic(x, 0)
             with torch.no_grad():
-                torch.compile(gated)(x, w, v, torch.ones((), dtype=torch.bool, device="cuda"))
+                torch.compile(fn)(x, w, v, torch.ones((), dtype=torch.bool, device="cuda"))
 
         with conditional_nodes():
             (found,) = compiled(program, pygraph_sizes=False)

@@ -58,7 +58,7 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
     """Return why torch.cond or torch.while_loop cannot be captured, else None."""
     is_loop = isinstance(conditional, ir.WhileLoop)
     if is_loop:
-        if conditional.stack_output or conditional.constant_args:
+        if conditional.stack_output:
             return Code.SUBGRAPH_NOT_CAPTURABLE
         subgraphs = conditional.cond_subgraph, conditional.body_subgraph
         (predicate,) = conditional.cond_subgraph.graph.graph_outputs  # type: ignore[union-attr]
