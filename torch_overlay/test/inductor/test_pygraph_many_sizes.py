@@ -331,6 +331,10 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual(len(driver.disabled), 0)
         self.assertEqual([str(r) for r in self.refused], [])
 
+    def test_empty_input(self) -> None:
+        """A kernel gets the address 0 of a tensor without elements, and a proof at such sizes expects it."""
+        self.check_captured(self.program(lambda x, y: torch.cat((x, y)) + 1, (37, 4), (4, 4)), (37, 37, 0, 5, 3))
+
     def test_switched_off_across_an_update(self) -> None:
         """cuGraphExecUpdate may switch nodes on."""
         program = self.program(lambda x, w: (x[: x.shape[0] // 32].sin(), x @ w), (40, 4), (4, 4))

@@ -159,6 +159,8 @@ class FunctionCapture:
             placeholder.tensor_at(self.addresses[model.inputs[i]], t, self.device) if isinstance(t, torch.Tensor) else t
             for i, t in enumerate(inputs)
         ]
+        # A tensor without elements has the address 0.
+        self.addresses.update((name, given[i].data_ptr()) for i, name in model.inputs.items())
         run = with_allocator(model.model, model.spec.info, self._allocate)
         self.trace = CallTrace(self._place_results)
 
@@ -179,11 +181,12 @@ class FunctionCapture:
     def _memory(self, owner: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for ``owner``: at its placeholder, or so much as the reserved sizes take."""
         if owner in self.model.returned:
-            return placeholder.tensor_at(self.addresses[owner], like, self.device)
-        nbytes = max(placeholder.storage_extent(like), self.reserve.extent(self.model.memory[owner]))
-        flat = allocation.empty_strided_cuda((-(-nbytes // like.element_size()),), (1,), like.dtype)
-        t = flat.as_strided(like.shape, like.stride())
-        self.addresses[owner] = flat.data_ptr()
+            t = placeholder.tensor_at(self.addresses[owner], like, self.device)
+        else:
+            nbytes = max(placeholder.storage_extent(like), self.reserve.extent(self.model.memory[owner]))
+            flat = allocation.empty_strided_cuda((-(-nbytes // like.element_size()),), (1,), like.dtype)
+            t = flat.as_strided(like.shape, like.stride())
+        self.addresses[owner] = t.data_ptr()
         return t
 
     def _allocate(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
