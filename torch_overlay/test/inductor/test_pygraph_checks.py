@@ -250,11 +250,20 @@ def flag_of_nan(x):
     return x + 1
 
 
+def before_divisions(x):
+    """As wav2vec2, which computes lengths and the weights of its convolution."""
+    if is_bad(x):
+        raise ValueError("negative")
+    lengths = torch.div(x.long() - 1, 2, rounding_mode="floor") + x.long() // 3
+    weight = torch._weight_norm(torch.ones(4, 1), torch.ones(4, 1))
+    return x + lengths * weight[:, 0]
+
+
 ONE_GRAPH = [raises, raises_if_not, raises_last, raises_either, raises_own, raises_from, raises_by_case]
 ONE_GRAPH += [asserts, asserts_without_text, asserts_with_text, asserts_function]
 ONE_GRAPH += [checks_all, checks_all_with_text, checks_all_with, checks_inline, checks_in_calls, checks_in_loop]
 ONE_GRAPH += [between_prints, with_closure, values_of_the_call, indexes, indexes_after_two, classes, changes_later]
-ONE_GRAPH += [under_no_grad, flag_of_nan]
+ONE_GRAPH += [under_no_grad, flag_of_nan, before_divisions]
 
 
 # Programs that break the graph as without PyGraph
@@ -423,7 +432,7 @@ class CheckTest(MendTestCase):
         def fn(x):
             if is_bad(x):
                 raise ValueError("negative")
-            return torch.nn.functional.dropout(x, 0.5)
+            return torch.nn.functional.dropout(x, 0.5) + torch.rand([])
 
         for fallback_random in (False, True):
             torch._dynamo.reset()

@@ -31,9 +31,9 @@ OTHERS = frozenset(
     acos acosh addcdiv addcmul addmm argmax argmin asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm batch_norm
     bmm broadcast_to cat celu chunk conj conv1d conv2d conv3d cumsum diff dropout einsum expand_as flip group_norm iadd
     iand imul instance_norm ior is_all_true isclose isneginf isposinf isub itruediv l1_loss layer_norm linear
-    log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss norm normalize not outer pad pow prelu prod repeat
-    rms_norm roll scaled_dot_product_attention select smooth_l1_loss softmax stack std tile tril triu unbind var
-    view_as
+    log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss norm normalize not outer pad pow prelu prod rand
+    rand_like randn randn_like repeat rms_norm roll scaled_dot_product_attention select smooth_l1_loss softmax stack std
+    tile tril triu unbind var view_as weight_norm
     """.split()
 )
 TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS
@@ -94,7 +94,11 @@ def is_total(node: torch.fx.Node) -> bool:
     if name in ("getitem", "setitem") and any(isinstance(i, torch.fx.Node) for i in indices(node.args[1])):
         # A tensor as an index may be out of bounds.
         return False
-    return (name in TOTAL or name == "setitem") and is_of_torch(node) and "rounding_mode" not in node.kwargs
+    if name == "floordiv" or "rounding_mode" in node.kwargs:
+        # Integers raise if the divisor is zero.
+        divisor = node.args[1] if len(node.args) > 1 else None
+        return type(divisor) in (int, float) and divisor != 0 and is_of_torch(node)
+    return (name in TOTAL or name == "setitem") and is_of_torch(node)
 
 
 def is_pure(node: torch.fx.Node) -> bool:
