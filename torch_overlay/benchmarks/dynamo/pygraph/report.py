@@ -444,7 +444,7 @@ SECTIONS = (
     ),
     (
         "Sizes that vary",
-        "Each call of 40 or 100 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
+        "Each call of 40 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
         "one graph for many sizes. `calls captured` is the share of calls that such a recording served.",
         SIZE_COLUMNS,
         "many_sizes_us",
