@@ -198,10 +198,6 @@ class ProofTest(DeviceTestCase):
                 "torch._inductor.pygraph.graph.placeholder.arena",
                 side_effect=ImportError("no cuda-bindings"),
             ),
-            mock.patch(
-                "torch._inductor.pygraph.capture.allocation.arena",
-                side_effect=ImportError("no cuda-bindings"),
-            ),
         ):
             self.check_copied(lambda x: x * 2, lambda: (randn(64),))
 
