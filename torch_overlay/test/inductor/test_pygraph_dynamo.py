@@ -10,6 +10,7 @@ import contextlib
 import dis
 import gc
 import pathlib
+import sys
 import types
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -282,6 +283,30 @@ class BytecodeTest(DynamoTestCase):
         # Dynamo skips a frame that breaks before there is a graph.
         if profiled and program not in (without_graph, in_loop):
             self.assertIn("Pregraph bytecode", {e.name for e in profiler.events()})
+
+    def test_records_only_while_profiled(self) -> None:
+        "A profiler that starts later has its record, and nothing is compiled again."
+        compiled = self.compile(lambda x, scale: (x * scale).sin())
+        x, names = torch.randn(3), []
+
+        def note(frame: Any, event: str, arg: Any) -> None:
+            names.append(frame.f_code.co_name)
+
+        def run() -> None:
+            self.assertEqual(compiled(x, 2), (x * 2).sin())
+
+        run()
+        sys.setprofile(note)
+        try:
+            run()
+        finally:
+            sys.setprofile(None)
+        self.assertEqual([name for name in names if name.startswith("record_pregraph")], [])
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            with torch.profiler.profile() as profiler:
+                run()
+            run()
+        self.assertEqual([e.name for e in profiler.events()].count("Pregraph bytecode"), 1)
 
     def test_no_lists(self) -> None:
         def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

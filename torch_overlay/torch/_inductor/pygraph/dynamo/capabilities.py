@@ -145,6 +145,7 @@ class PyGraphCapabilities(BackendCapabilities):
     delivers_floats = True
     as_tensor = ("torch._inductor.pygraph.native", "as_tensor_fullprec")
     keeps_locals_in_variables = True
+    asks_for_profiler = True
     avoids_python_in_guards = True
 
     def __init__(self, frame: type[PyGraphFrame]) -> None:
