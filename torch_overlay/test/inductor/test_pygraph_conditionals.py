@@ -19,7 +19,7 @@ from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.fake_cuda import fake_cuda
-from torch.testing._internal.modelled_cuda import cu, modelled_device, on_host
+from torch.testing._internal.modelled_cuda import cu, MemcpyNode, modelled_device, on_host
 from torch.testing._internal.modelled_sizes import compiled, SizedDevice, SizedDriver, SizedProgram, symbols
 from torch.testing._internal.pygraph_functions import hiding
 
@@ -86,7 +86,7 @@ def looped(x, w, v, p):
 
 
 def exchanged(x, w, v, p):
-    """An iteration returns what it was given, in another order."""
+    """An iteration returns what it was given, in another order, and a path reads it."""
     n = torch.where(p, 3.0, x.sum().sign())
     n, y, z = torch.while_loop(
         lambda n, y, z: n + y.sum() * 0 > 0, lambda n, y, z: (n - 1, z.clone(), y.clone()), (n, x + 1, w)
@@ -98,6 +98,11 @@ def idle(x, w, v, p):
     """A loop without an iteration."""
     n = x.sum() * 0 - 1
     return torch.while_loop(lambda n, x: n > 0, lambda n, x: (n - 1, x @ w), (n, x))[1].sin()
+
+
+def residual(x, w, v, p):
+    """addmm copies a matrix to its result."""
+    return torch.cond(p, lambda x, w: torch.addmm(x, x, w), lambda x, w: x - w, (x, w))
 
 
 PROGRAMS = (gated, two_in_a_row, nested, result_only, mutated, without_use, behind_a_graph, looped, exchanged)
@@ -309,6 +314,24 @@ class ConditionalTest(TestCase):
         self.check(program, calls=3)
         (entry,) = report()
         self.assertIn(Code.REPLAY_FAILED, [reason.code for reason in entry.reasons])
+
+    def test_copy_nodes_of_a_path(self):
+        """A kernel copies in the place of a copy node of a path, as in a graph without branches."""
+        program = self.program(residual)
+        device, driver, capture = program.device, program.device.driver, program.device.capture_operator
+        copies = []
+
+        def captured(name: str, compute: Any, tensors: list[torch.Tensor]) -> None:
+            if name == "addmm":
+                node = MemcpyNode(tensors[-1].data_ptr(), tensors[0].data_ptr(), tensors[0].nbytes)
+                copies.append(driver.add_node(device.capturing, node, driver.graphs[device.capturing][-1:]))
+            capture(name, compute, tensors)
+
+        driver.refuses = lambda node: node in copies
+        with mock.patch.object(device, "capture_operator", captured):
+            self.check(program)
+        (entry,) = report()
+        self.assertEqual((entry.choice, len(copies)), ("node_update", 1), str(entry))
 
     def test_other_bindings(self):
         """No prelude sets the nodes of paths."""

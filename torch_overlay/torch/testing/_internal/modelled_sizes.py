@@ -211,6 +211,8 @@ class SizedDriver(ModelledDriver):
         return self.success, cu.CUgraphNode(self.add_node(int(graph), node, map(int, behind)))
 
     def cuGraphAddDependencies(self, graph: Any, froms: list[Any], tos: list[Any], data: Any, count: int) -> Any:
+        if data is None:
+            return super().cuGraphAddDependencies(graph, froms, tos, data, count)
         if [(int(edge.type), edge.from_port) for edge in data] != [(1, 1)] * count:
             return (self.invalid,)
         self.edges += zip(map(int, froms), map(int, tos))

@@ -121,18 +121,6 @@ def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> No
             result.copy_(value)
 
 
-def _fill_carried(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
-    """Write what an iteration returned. It may have returned what it carried, in another order."""
-    storages = [result.untyped_storage().data_ptr() for result in results]
-    _fill(
-        results,
-        [
-            value.clone() if value.untyped_storage().data_ptr() in (*storages[:i], *storages[i + 1 :]) else value
-            for i, value in enumerate(values)
-        ],
-    )
-
-
 class RehearsedBranches:
     """
     Runs one path of each branch.
@@ -189,7 +177,7 @@ class RehearsedBranches:
         if chosen is not None:
             goes_on = chosen
         while goes_on:
-            _fill_carried(results, body([*results, *others], **passed))
+            _fill(results, body([*results, *others], **passed))
             goes_on = bool(condition([*results, *others], **passed)[0].item()) and chosen is None
 
 
@@ -264,7 +252,7 @@ class CapturedBranches:
         stream = self.streams[self._inside]
         self._inside += 1
         with captured_into(added.bodies[0], stream):
-            _fill_carried(results, body([*results, *others], **passed))
+            _fill(results, body([*results, *others], **passed))
             (predicate,) = condition([*results, *others], **passed)
             added.setters.append(add_setter(predicate.data_ptr(), added.handle, self.device_index))
         self._inside -= 1

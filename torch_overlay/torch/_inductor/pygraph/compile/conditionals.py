@@ -82,6 +82,9 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
         outputs = subgraph.graph.graph_outputs  # type: ignore[union-attr]
         if any(isinstance(o, (ir.NoneAsConstantBuffer, ir.ShapeAsConstantBuffer)) for o in outputs):
             return Code.SUBGRAPH_NOT_CAPTURABLE
+        # Writing what the loop carries would change another value of the same iteration.
+        if is_loop and any(o.get_name() in inputs for o in outputs):
+            return Code.SUBGRAPH_NOT_CAPTURABLE
     return None
 
 
