@@ -321,7 +321,7 @@ class HostTest(BranchTestCase):
             self.assertEqual(eager(x), forward(x))
         self.assertEqual(number_of_graphs(), 2)
 
-    @parametrize("name", ("written", "alias", "number_used", "number_returned", "many", "nan"))
+    @parametrize("name", ("written", "alias", "number_used", "number_returned", "many", "indexed", "nan"))
     def test_values(self, name):
         def written(x, flag):
             flag.add_(1)
@@ -346,6 +346,10 @@ class HostTest(BranchTestCase):
                 x = x * 2
             return x if flag != 7 else x * 3
 
+        def indexed(x, flag):
+            y = x[flag.reshape(1).clamp(0, 2)]
+            return y + 1 if flag > 1 else y - 1
+
         def nan(x, flag):
             return x + 1 if flag * float("nan") else x - 1
 
@@ -356,6 +360,8 @@ class HostTest(BranchTestCase):
         expected = [outcome_of(fn, None, args) for args in calls]
         torch.manual_seed(0)
         self.assertEqual([outcome_of(compiled, None, args) for args in calls], expected)
+        if name == "indexed":
+            self.assertEqual((number_of_graphs(), counters["resumes"]), (2, {}))
 
     @parametrize("name", ("item_above", "not_a_number", "half", "integer", "large", "step", "last"))
     def test_numbers(self, name):

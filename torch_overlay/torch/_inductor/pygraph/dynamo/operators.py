@@ -175,7 +175,8 @@ def may_be_written(graph: torch.fx.Graph) -> bool:
         values = [n.meta.get("example_value") for n in operands if isinstance(n, torch.fx.Node)]
         if node.op == "output" or not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
             return False
-        return writes or writes_statistics(node) or not (node.op == "call_method" or is_total(node))
+        is_read = node.op == "call_method" or name_of(node) == "getitem" or is_total(node)
+        return writes or writes_statistics(node) or not is_read
 
     return any(map(may_write, graph.nodes))
 
