@@ -35,6 +35,7 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import library, sized
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
+from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import many_sizes, store, timing
 from torch._inductor.pygraph.trees.manager import manager_of
@@ -287,18 +288,39 @@ class ManySizesTest(ManySizesTestCase):
         self.assertGreater(len(entry.buckets), 1)
 
     def test_clusters(self) -> None:
-        """A kernel that needs other clusters is set by an update of the whole graph, and only then."""
-        program = self.program(lambda x, w: x @ w, (37, 4), (4, 4))
+        """Kernels that need other clusters have an executable graph of their own, over the memory of the recording."""
+        program = self.program(lambda x, w: (x @ w).sin() @ w, (37, 4), (4, 4))
         driver = program.device.driver
-        kinds = []
-        self.check(program, (37, *range(37, 44)))
+        self.check_captured(program, (37, *range(37, 44)))
+        graphs, launches = len(driver.own), []
         for n in (37, 38, 39, 40, 40, 41, 42, 43):
-            before, sets = driver.updates, len(driver.sets)
+            before = driver.own_launches
             self.check(program, (n,))
-            kinds.append((driver.updates - before, len(driver.sets) > sets))
-        self.assertEqual([str(r) for r in self.refused], [])
-        self.assertTrue({*kinds} >= {(1, False), (0, True)}, kinds)
-        self.assertNotIn((1, True), kinds)
+            launches.append(driver.own_launches - before)
+        self.assertEqual({*launches}, {0, 1})
+        # For each set of attributes but the captured ones.
+        self.assertEqual((graphs, len(driver.own)), (1, 1))
+        (entry,) = report()
+        self.assertEqual(entry.buckets, [[64]])
+
+    def test_own_graphs_are_bounded(self) -> None:
+        """The executable graph that was launched least recently is let go, and made again."""
+        program = self.program(lambda x, w: (x @ w, x[1:] @ w), (37, 4), (4, 4))
+        driver = program.device.driver
+        sizes = (37, 37, 38, 39, 40, 41, 42, 43, 37, 38, 39, 40, 41, 42, 43)
+        with mock.patch.object(graph_sized, "MAX_OWN_GRAPHS", 1):
+            self.check_captured(program, sizes)
+            self.assertEqual(len(driver.own), 1)
+        self.check(program, (37, 38, 39, 40, 41, 42, 43))
+        self.assertEqual(len(driver.own), 2)
+
+    def test_own_graphs_are_let_go(self) -> None:
+        """They live as long as their recording."""
+        program = self.program(mlp)
+        self.check(program, (37, *range(37, 44)))
+        self.assertGreater(len(program.device.driver.own), 0)
+        self.check(program, (65,))
+        self.assertEqual(program.device.driver.own, [])
 
     def test_row_that_differs(self) -> None:
         """
@@ -335,11 +357,11 @@ class ManySizesTest(ManySizesTestCase):
         """A kernel gets the address 0 of a tensor without elements, and a proof at such sizes expects it."""
         self.check_captured(self.program(lambda x, y: torch.cat((x, y)) + 1, (37, 4), (4, 4)), (37, 37, 0, 5, 3))
 
-    def test_switched_off_across_an_update(self) -> None:
-        """cuGraphExecUpdate may switch nodes on."""
+    def test_switched_off_in_one_graph(self) -> None:
+        """Each executable graph has its own state of what its nodes were set to."""
         program = self.program(lambda x, w: (x[: x.shape[0] // 32].sin(), x @ w), (40, 4), (4, 4))
         self.check(program, (40, 40, 5, 6, 7, 8, 9, 33, 10, 11, 12))
-        self.assertGreater(program.device.driver.updates, 0)
+        self.assertGreater(program.device.driver.own_launches, 0)
         self.assertEqual([str(r) for r in self.refused], [])
 
     def test_no_mask(self) -> None:
@@ -470,7 +492,7 @@ class ManySizesTest(ManySizesTestCase):
         device, driver = program.device, program.device.driver
         device.begins_early = True
         self.check_captured(program, (127, 127, 128, 120, 119, 118, 117, 116, 8, 9, 7, 128, 9, 126))
-        self.assertGreater(driver.updates, 0)
+        self.assertGreater(driver.own_launches, 0)
 
     def test_programmatic_launch(self) -> None:
         """A call that begins while the kernel before runs is not recorded for many sizes."""
@@ -512,12 +534,12 @@ class ManySizesTest(ManySizesTestCase):
         program = self.program(mlp)
         driver = program.device.driver
 
-        def cuGraphExecUpdate(*args: Any) -> Any:
+        def cuGraphInstantiate(*args: Any) -> Any:
             return cu.CUresult.CUDA_ERROR_NOT_SUPPORTED, None
 
-        with mock.patch.object(driver, "cuGraphExecUpdate", cuGraphExecUpdate), self.assertLogs(sized.__name__, "INFO") as logs:
+        with mock.patch.object(driver, "cuGraphInstantiate", cuGraphInstantiate), self.assertLogs(sized.__name__, "INFO") as logs:
             self.check_captured(program, (37, 37, 38, 39, 40, 41, 42, 43, 37, 38, 39))
-        self.assertRegex(logs.output[0], "cannot be set to .*cuGraphExecUpdate: CUDA_ERROR_NOT_SUPPORTED")
+        self.assertRegex(logs.output[0], "cannot be set to .*cuGraphInstantiate: CUDA_ERROR_NOT_SUPPORTED")
         (entry,) = report()
         self.assertEqual(entry.buckets, [[64]] * len(entry.buckets))
         self.assertGreater(len(entry.buckets), 1)
@@ -760,11 +782,17 @@ class TrainingTest(ManySizesTestCase):
     def test_dropout(self) -> None:
         """A step with dropout draws what the uncaptured step draws."""
         self.programs(encoder, (16, 48), (16, 24), (24, 16))
-        self.check_captured_steps((9, 9, 2, 8, 16, 17, 3, 15, 4, 5, 7, 6, 10, 12, 11, 13, 14, 18, 31, 32, 9))
+        # Only the replay of a captured graph tells the generator.
+        draws = "another recording at sizes .*DRAWS_AT_OTHER_SIZES"
+        with self.assertLogs(sized.__name__, "INFO") as logs:
+            self.check_captured_steps((9, 9, 2, 8, 16, 17, 3, 15, 4, 5, 7, 6, 10, 12, 11, 13, 14, 18, 31, 32, 9))
+        self.assertRegex("\n".join(logs.output), draws)
+        launches = self.forward.device.driver.own_launches
         (name,) = symbols(self.forward.inputs)
         given = self.forward.make_inputs({name: 5})
         first, second = (self.forward.call(given, captured=True)[0] for _ in range(2))
         self.assertNotEqual(first, second)
+        self.assertEqual(self.forward.device.driver.own_launches, launches)
 
     def test_one_of_both(self) -> None:
         """A forward or a backward that cannot be recorded for many sizes has a recording for each size."""
@@ -866,7 +894,8 @@ class PythonManySizesTest(ByPython, ManySizesTestCase):
 
     test_topologies = ManySizesTest.test_topologies
     test_clusters = ManySizesTest.test_clusters
-    test_switched_off_across_an_update = ManySizesTest.test_switched_off_across_an_update
+    test_own_graphs_are_bounded = ManySizesTest.test_own_graphs_are_bounded
+    test_switched_off_in_one_graph = ManySizesTest.test_switched_off_in_one_graph
     test_outputs = ManySizesTest.test_outputs
     test_node_that_refuses = ManySizesTest.test_node_that_refuses
 

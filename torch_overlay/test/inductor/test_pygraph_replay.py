@@ -345,8 +345,8 @@ class CompiledReplayTest(Compiled, ReplayTest):
 
     def test_rows_of_launches(self):
         """
-        A node is set again if the parameters of the row that set it are gone, since others may lie at their address, or
-        after a row whose source is to be added, since that writes words of other rows.
+        A node is set again after another row set it, or if the parameters of the row that set it are gone, since others
+        may lie at their address.
         """
         sets, word = [], ctypes.c_uint64()
 
@@ -357,18 +357,19 @@ class CompiledReplayTest(Compiled, ReplayTest):
         function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
         address = ctypes.cast(function, ctypes.c_void_p).value
 
-        def row(params: int, attributes: int, like: object) -> object:
+        def row(params: int, like: object) -> object:
             node = address, 8, 10, params, None, [(ctypes.addressof(word), 8, 0, 0, None)]
-            return native.compiled.Nodes([0], [node], function, attributes, like)
+            return native.compiled.Nodes([0], [node], function, like)
 
-        first = row(9, 0, None)
-        other = row(11, 1, first)
+        first = row(9, None)
+        other = row(11, first)
         self.assertTrue(first([5]))
-        self.assertFalse(other([5]))
+        self.assertTrue(first([5]))
+        self.assertTrue(other([5]))
         self.assertTrue(first([5]))
         first = None
-        self.assertTrue(row(9, 0, other)([5]))
-        self.assertEqual(sets, [9, 9, 9])
+        self.assertTrue(row(9, other)([5]))
+        self.assertEqual(sets, [9, 11, 9, 9])
 
     def test_thread_of_autograd_is_known_at_once(self):
         "Python's object of the thread has nothing there, and would take an exception to say so."

@@ -957,10 +957,7 @@ class ModelledDriver:
             b"cuGraphExecKernelNodeSetParams": (int, int, cu.CUDA_KERNEL_NODE_PARAMS),
             b"cuGraphExecMemcpyNodeSetParams": (int, int, cu.CUDA_MEMCPY3D, cu.CUcontext),
             b"cuGraphExecMemsetNodeSetParams": (int, int, cu.CUDA_MEMSET_NODE_PARAMS, cu.CUcontext),
-            b"cuGraphKernelNodeSetParams": (int, cu.CUDA_KERNEL_NODE_PARAMS),
-            b"cuGraphMemsetNodeSetParams": (int, cu.CUDA_MEMSET_NODE_PARAMS),
             b"cuGraphNodeSetEnabled": (int, int, int),
-            b"cuGraphExecUpdate": (int, int),
         }.get(name)
         if found is None:
             return self.success, 0, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
@@ -971,9 +968,7 @@ class ModelledDriver:
             status, *_ = function(*(type_(a or 0) for type_, a in zip(found, arguments)))
             return int(status)
 
-        # The last argument of an update is where the result goes.
-        num_arguments = len(found) + (name == b"cuGraphExecUpdate")
-        pointer = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * num_arguments)(called)
+        pointer = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * len(found))(called)
         self.functions.append(pointer)
         address = ctypes.cast(pointer, ctypes.c_void_p).value
         return self.success, address, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SUCCESS

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+# Of a function's random numbers. The generator's state is where all graphs read it.
+SEEDS = OrderedSet([aten.randint])
+
 # Operators that depend on the metadata of their operands, and on nothing else.
 OPERATORS = OrderedSet(
     [
@@ -43,8 +46,7 @@ OPERATORS = OrderedSet(
         aten.bmm,
         aten.baddbmm,
         aten.zero_,
-        # Seeds of a function's random numbers. The generator's state is where all graphs read it.
-        aten.randint,
+        *SEEDS,
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention,
     ]

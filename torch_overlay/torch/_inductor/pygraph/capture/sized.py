@@ -20,12 +20,12 @@ import torch
 from torch._inductor.pygraph.capture.allocation import Allocation, allocator_at, view_at
 from torch._inductor.pygraph.capture.at_sizes import differs, FunctionCapture, unknown
 from torch._inductor.pygraph.capture.compared import CallComparison, launches_same
-from torch._inductor.pygraph.capture.library import alignment_of, settings, Signature
+from torch._inductor.pygraph.capture.library import alignment_of, SEEDS, settings, Signature
 from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedGraph
+from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedGraphs
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
@@ -53,12 +53,11 @@ MAX_ROWS = 128
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """A Triton kernel of a recording, as it was captured. ``updates`` set its node, and switch it on or off."""
+    """A Triton kernel of a recording, as it was captured."""
 
     event: LaunchOf
     node: CapturedNode
     words: list[Word]
-    updates: list[NodeUpdate]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -140,8 +139,9 @@ class SizedRecording:
         self.of_libraries = [*OrderedSet(n for call in self.calls for n in self._numbers_of(call))]
         order = [node.node for node in self.capture.nodes]
         attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
-        updates = [update for launch in self.launches for update in launch.updates]
-        self.sized = SizedGraph(order, self.executable, updates, attributes)
+        self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, self._fixed_updates(), memo.device)
+        # What the prologue of a replay gives the generator, a graph that was not captured does not have.
+        self.draws = any(call.call.op.overloadpacket in SEEDS for call in self.calls)
         self._outputs()
         kept = self.at_sizes(sizes)
         if kept is None:
@@ -224,14 +224,20 @@ class SizedRecording:
         for buffer, offset, value in node.words():
             if self.capture.placeholders.find(value) is not None and (buffer, offset) not in known:
                 raise unknown(event.kernel)
-        # What is compared is not what the executable graph's node holds.
-        held = node.copied()
-        switch = Word(self._number(event.is_launched), 0, _word(bytearray(4), 0, 4))
-        updates = [
-            held.update(self.executable, node.node, self._words(event, held)),
-            enabled_update(self.executable, node.node, switch),
-        ]
-        return Launch(event, node, self._words(event, node), updates)
+        return Launch(event, node, self._words(event, node))
+
+    def _fixed_updates(self) -> list[NodeUpdate]:
+        """Return new updates that set the nodes of Triton kernels, and switch them on or off."""
+        updates = []
+        for launch in self.launches:
+            # What is compared is not what an executable graph's node holds.
+            held = launch.node.copied()
+            switch = Word(self._number(launch.event.is_launched), 0, _word(bytearray(4), 0, 4))
+            updates += [
+                held.update(self.executable, held.node, self._words(launch.event, held)),
+                enabled_update(self.executable, held.node, switch),
+            ]
+        return updates
 
     def _words(self, event: LaunchOf, node: CapturedNode) -> list[Word]:
         words: list[Word] = []
@@ -263,7 +269,7 @@ class SizedRecording:
         if any(at.extent(self.model.memory[owner]) > nbytes for owner, nbytes in self.reserved.items()):
             return None
         key = tuple(at.numbers[n] for n in self.of_libraries)
-        if key not in self.rows:
+        if key not in self.rows or ((known := self.rows[key]) is not None and known.was_dropped):
             self.rows[key] = self._launches(at)
             if len(self.rows) > MAX_ROWS:
                 self.rows.popitem(last=False)
@@ -275,13 +281,14 @@ class SizedRecording:
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
-        updates: list[NodeUpdate] = []
-        nodes = []
-        for call, entry in zip(self.calls, entries):
-            updates += self._updates(call, entry)
-            nodes += [(node.node, launched) for node, launched in zip(call.nodes, entry.nodes)]
+        updates = [update for call, entry in zip(self.calls, entries) for update in self._updates(call, entry)]
+        nodes = [launched for entry in entries for launched in entry.nodes]
         count = len(self.owners) + len(at.numbers)
-        launches = Launches(self.sized, count, updates, nodes, keep=entries)
+        launches = Launches(count, updates, nodes, keep=entries)
+        if self.draws and launches.attributes != self.graphs.attributes:
+            reason = Reason.of(Code.DRAWS_AT_OTHER_SIZES)
+            log.info("another recording at sizes %s: %s (%s)", at.sizes, reason.text, reason.code.name)
+            return None
         return None if launches.kernels in self.refused else launches
 
     def _entry(self, call: LibraryCall, at: AtSizes) -> Entry:
@@ -404,6 +411,8 @@ class SizedRecording:
         tensors += [allocate(numbers) for allocate in self.allocators]
         pointers = [*(t.data_ptr() for t in tensors), *numbers]
         try:
+            if kept.launches.on is None:
+                kept.launches.begin(self.graphs.find(kept.launches, pointers, self._fixed_updates))
             for launches in self._others(kept.launches) if again else ():
                 kept.launches.move(pointers)
                 launches.move(pointers)
@@ -414,8 +423,9 @@ class SizedRecording:
         return tensors
 
     def _others(self, launches: Launches) -> list[Launches]:
-        """Return the launches of other sizes that were used last, if there are some."""
-        return [other for other in self.rows.values() if other is not None and other is not launches][-1:]
+        """Return the launches of other sizes that this graph had last, if there are some."""
+        others = (other for other in self.rows.values() if other is not None and other is not launches)
+        return [other for other in others if other.on is launches.on][-1:]
 
     def refuse(self, kept: KeptSizes, error: str) -> None:
         """Take note that the driver refused kernels for these nodes. ``at_sizes`` returns None for sizes with these kernels."""
@@ -426,7 +436,7 @@ class SizedRecording:
 
     def launch(self, inputs: Sequence[InputType], kept: KeptSizes, tensors: list[torch.Tensor]) -> OutputType:
         """Launch the graph in a call for which ``bind`` has set it."""
-        self.graph.replay()
+        kept.launches.on.graph.replay()  # type: ignore[union-attr]
         numbers = self.numbers(kept.at)
         tensors = [*tensors, *(view_at(tensors, view, numbers) for view in self.views)]
         given = {"input": inputs, "bound": tensors, "number": numbers}

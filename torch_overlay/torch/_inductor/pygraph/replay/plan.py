@@ -71,7 +71,7 @@ class ReplayPlan:
     See the module's docstring.
 
     Attributes:
-        graph: a cell with the node's graph, or None while its cached tensors were dropped
+        graph: a cell with the node's graph, or None while its cached tensors were dropped, or once it was
         is_outdated: a cell: whether the function is to be recorded again
         mark_step, tracker: where the program's steps and Dynamo's generations are counted
         local, containers: where threads find their containers, and what returns those of the calling thread
@@ -176,10 +176,11 @@ def sized_plan(
         return ()
 
     base: type[Any] = torch._C._CUDAGraph
-    graph = recording.graph
+    cell = launches.on.cell  # type: ignore[union-attr]
+    graph = cell.cell_contents
     return ReplayPlan(
         node=None,
-        graph=CellType(graph),
+        graph=cell,
         is_outdated=CellType(False),
         manager=manager,
         containers=thread_containers,

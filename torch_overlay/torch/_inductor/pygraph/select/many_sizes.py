@@ -436,7 +436,7 @@ class ManySizes:
             mark_unwritten(t)
         try:
             outputs = recording.launch(inputs, kept, tensors)
-            failure = verify(rehearsal, recording.graph.replay, outputs, recording.pool).reason
+            failure = verify(rehearsal, kept.launches.on.graph.replay, outputs, recording.pool).reason
         except RuntimeError as e:
             failure = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
         if failure is not None:

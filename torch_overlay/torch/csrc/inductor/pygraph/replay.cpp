@@ -66,13 +66,12 @@ bool Node::call() const {
 }
 
 Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
-  const bool is_sized = PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 5;
+  const bool is_sized = PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 4;
   Ref first = checked(PyTuple_GetSlice(args, 0, 3));
   auto [known, descriptions, owner] = members<3>(first.get());
   pointers = as_words(known);
   for_each(descriptions, [&](PyObject* item) { nodes.emplace_back(item); });
   keep = Ref::share(owner);
-  source = Ref::share(Py_None);
   if (!is_sized) {
     held = std::make_shared<Held>();
     for (const Node& node : nodes) {
@@ -81,12 +80,10 @@ Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
     held->last = number = ++held->count;
     return;
   }
-  auto [a, b, c, attributes_, like] = members<5>(args);
-  attributes = as_word(attributes_);
+  auto [a, b, c, like] = members<4>(args);
   if (like == Py_None) {
     held = std::make_shared<Held>();
     held->params.resize(nodes.size());
-    held->attributes = 0;
   } else {
     held = Boxed<Nodes>::of(Boxed<Nodes>::share(like).get()).held;
   }
@@ -104,23 +101,6 @@ Nodes::~Nodes() {
   }
 }
 
-void Nodes::add_source(PyObject* args) {
-  auto [graph_, update_, setters, owner] = members<4>(args);
-  size_t i = 0;
-  for_each(setters, [&](PyObject* setter) {
-    Node& node = nodes.at(i++);
-    if (!node.is_switch) {
-      auto [function, node_] = members<2>(setter);
-      node.set_in_source =
-          reinterpret_cast<decltype(node.set_in_source)>(as_address(function));
-      node.node_of_source = as_address(node_);
-    }
-  });
-  graph = as_address(graph_);
-  exec_update = reinterpret_cast<decltype(exec_update)>(as_address(update_));
-  source = Ref::share(owner);
-}
-
 PyObject* Nodes::call(const Call& call) {
   return guarded([&]() -> PyObject* {
     auto to = as_numbers(call.count() == 1 ? call.args[0] : Py_None);
@@ -135,54 +115,23 @@ bool Nodes::update(const uint64_t* to) {
   if (is_known() && std::equal(pointers.begin(), pointers.end(), to)) {
     return true;
   }
-  const bool has_attributes = attributes == held->attributes;
-  if (!has_attributes && exec_update == nullptr) {
-    // What adds the source writes words, of nodes that others share too.
-    held->forget();
-    return false;
-  }
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (nodes[i].write(to)) {
       held->params[i] = nullptr;
     }
   }
-  if (!(has_attributes ? set_changed() : take_over())) {
+  if (!set_changed()) {
     held->forget();
-    held->attributes.reset();
     return false;
   }
   std::copy_n(to, pointers.size(), pointers.begin());
   held->last = number;
-  held->attributes = attributes;
   return true;
 }
 
 bool Nodes::set_changed() {
   for (size_t i = 0; i < nodes.size(); ++i) {
     if (held->params[i] != nodes[i].params && !nodes[i].call()) {
-      return false;
-    }
-    held->params[i] = nodes[i].params;
-  }
-  return true;
-}
-
-// Sets the nodes of the source, from which the executable graph takes over all.
-// Nodes that were off may be on then.
-bool Nodes::take_over() {
-  for (const Node& node : nodes) {
-    if (!node.is_switch &&
-        node.set_in_source(node.node_of_source, node.params) != 0) {
-      return false;
-    }
-  }
-  // CUgraphExecUpdateResultInfo
-  uint64_t result[4] = {};
-  if (exec_update(nodes.at(0).executable, graph, result) != 0) {
-    return false;
-  }
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i].is_switch && !nodes[i].call()) {
       return false;
     }
     held->params[i] = nodes[i].params;
@@ -203,16 +152,6 @@ PyObject* pointers(PyObject* self, void* /*closure*/) {
   });
 }
 
-PyObject* add_source(PyObject* self, PyObject* args) {
-  return guarded([&]() -> PyObject* {
-    Boxed<Nodes>::of(self).add_source(args);
-    Py_RETURN_NONE;
-  });
-}
-
-PyMethodDef nodes_methods[] = {
-    {"add_source", add_source, METH_VARARGS, nullptr},
-    {}};
 PyGetSetDef nodes_getset[] = {
     {"pointers", pointers, nullptr, nullptr, nullptr},
     {}};
@@ -588,7 +527,6 @@ PyMemberDef replay_members[] = {
 
 bool add_replay(PyObject* module) {
   Boxed<Nodes>::type.tp_getset = nodes_getset;
-  Boxed<Nodes>::type.tp_methods = nodes_methods;
   Boxed<Replay>::type.tp_members = replay_members;
   return Boxed<Allocator>::ready(module, "Allocator") &&
       Boxed<Nodes>::ready(module, "Nodes") &&

@@ -48,9 +48,6 @@ struct Node {
   std::vector<Word> words;
   // `params` is the flag that switches the node on.
   bool is_switch = false;
-  // Sets a node of the source.
-  int (*set_in_source)(void*, const void*) = nullptr;
-  void* node_of_source = nullptr;
 };
 
 // What the nodes of an executable graph were set to last.
@@ -66,18 +63,15 @@ struct Held {
   // The number of the Nodes that set them, 0 if none did.
   uint64_t last = 0;
   uint64_t count = 0;
-  // Of the kernels. Equal ones have equal numbers.
-  std::optional<uint64_t> attributes;
 };
 
 // Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
 // inputs, as graph/binding.py describes them. The graph holds `pointers` now.
 // `keep` owns the memory that the nodes point to. A call updates them.
 //
-// Nodes(pointers, nodes, keep, attributes, like): all nodes of an executable
-// graph, as graph/sized.py describes them, with the number of their attributes.
-// `like` is another one of the same graph, or None: what the nodes hold is not
-// known then, but for their attributes, whose number is 0.
+// Nodes(pointers, nodes, keep, like): all nodes of an executable graph, as
+// graph/sized.py describes them. `like` is another one of the same graph, or
+// None: what the nodes hold is not known then.
 struct Nodes {
   Nodes(PyObject* args, PyObject* kwargs);
   Nodes(Nodes&&) = default;
@@ -85,9 +79,8 @@ struct Nodes {
   ~Nodes();
   PyObject* call(const Call& call);
 
-  // Sets the nodes to these inputs. False if a node refused, or if the nodes
-  // have other attributes and there is no source: the graph must not be launched
-  // then.
+  // Sets the nodes to these inputs. False if a node refused: the graph must not
+  // be launched then.
   bool update(const uint64_t* to);
 
   bool is_known() const {
@@ -96,28 +89,17 @@ struct Nodes {
 
   template <typename F>
   void visit(F&& f) {
-    f(keep, source);
+    f(keep);
   }
-
-  // add_source(graph, cuGraphExecUpdate, setters, owner): a graph whose nodes
-  // have the attributes, and for each node that is no switch the driver function
-  // that sets its node there, and that node.
-  void add_source(PyObject* args);
 
   std::vector<Node> nodes;
   Pointers pointers;
   Ref keep;
-  Ref source;
   std::shared_ptr<Held> held;
   uint64_t number = 0;
 
  private:
   bool set_changed();
-  bool take_over();
-
-  std::optional<uint64_t> attributes;
-  void* graph = nullptr;
-  int (*exec_update)(void*, void*, void*) = nullptr;
 };
 
 // TreeState(device_index, current_stream, wait): the lock of the trees of one
