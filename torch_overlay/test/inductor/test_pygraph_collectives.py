@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import FunctionReport, report
-from torch._inductor.pygraph.capture import agreement, bound, collectives
+from torch._inductor.pygraph.capture import agreement, allocation, bound, collectives
 from torch._inductor.pygraph.report import Report
 from torch._inductor.pygraph.types.partition import Collective
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -38,6 +38,7 @@ from torch.testing._internal.common_utils import (
     run_tests,
 )
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
@@ -254,6 +255,31 @@ class StandInTest(TestCase):
             other[i] += 1
             collectives.stand_in(changed, other)
             self.assertFalse(torch.equal(result, changed))
+
+    def test_part_of_a_word(self):
+        "Results of two bytes an element, of which there are odd numbers."
+        operand, result = torch.randn(5).bfloat16(), torch.empty(7, dtype=torch.bfloat16)
+        collectives.stand_in(result, operand)
+        self.assertEqual(result, operand.repeat(2)[:7])
+
+    def test_copy_in_the_middle_of_a_word(self):
+        "A load of a word would fault on the device."
+
+        class Aligned(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+            ) -> Any:
+                for t in (*args, *(kwargs or {}).values()):
+                    if isinstance(t, torch.Tensor) and "view" not in func.name():
+                        case.assertEqual(t.data_ptr() % t.element_size(), 0)
+                return func(*args, **(kwargs or {}))
+
+        case = self
+        source = torch.frombuffer(bytearray(range(16)), dtype=torch.bfloat16, offset=2, count=6)
+        copy = torch.empty_like(source)
+        with Aligned():
+            allocation.copy_by_kernel(copy, source)
+        self.assertEqual(copy, source)
 
     def test_without_elements(self):
         result = torch.empty(3)

@@ -313,6 +313,8 @@ class Copied:
 
 def copy_by_kernel(to: torch.Tensor, source: torch.Tensor) -> None:
     """Copy a dense tensor to another of its size and stride. The driver refuses to move the ends of a copy node."""
-    dtype = torch.int32 if to.nbytes % 4 == 0 else torch.uint8
-    words = as_bytes(source).view(dtype)
-    torch.bitwise_or(words, 0, out=as_bytes(to).view(dtype))
+    words, out = as_bytes(source), as_bytes(to)
+    # Elements of two bytes may begin in the middle of a word.
+    if all(n % 4 == 0 for t in (words, out) for n in (t.nbytes, t.data_ptr(), t.storage_offset())):
+        words, out = words.view(torch.int32), out.view(torch.int32)
+    torch.bitwise_or(words, 0, out=out)
