@@ -321,10 +321,14 @@ class HostTest(BranchTestCase):
             self.assertEqual(eager(x), forward(x))
         self.assertEqual(number_of_graphs(), 2)
 
-    @parametrize("name", ("written", "alias", "number_used", "number_returned", "many", "indexed", "nan"))
+    @parametrize("name", ("written", "foreach", "alias", "number_used", "number_returned", "many", "indexed", "nan"))
     def test_values(self, name):
         def written(x, flag):
             flag.add_(1)
+            return x + 1 if flag > 1 else x - 1
+
+        def foreach(x, flag):
+            torch._foreach_add_([flag], 1)
             return x + 1 if flag > 1 else x - 1
 
         def alias(x, flag):

@@ -447,6 +447,21 @@ class CheckTest(MendTestCase):
                 compiled(torch.ones(4))
             self.assertEqual(counters["stats"]["unique_graphs"], 1 + fallback_random)
 
+    def test_random_numbers_that_decide(self):
+        """Bytecode draws in front of the graph, and so not in front of a check."""
+
+        def fn(x):
+            if is_bad(x):
+                raise ValueError("negative")
+            return x * 2 if torch.rand([]) < 0.5 else x * 3
+
+        compiled = torch.compile(fn, options={"pygraph": True})
+        compiled(torch.ones(4))
+        state = torch.get_rng_state()
+        with self.assertRaises(ValueError):
+            compiled(-torch.ones(4))
+        self.assertEqual(torch.get_rng_state(), state)
+
     def test_fullgraph(self):
         compiled = torch.compile(raises_own, options={"pygraph": True}, fullgraph=True)
         compiled(passes())

@@ -202,6 +202,13 @@ def added_key(m, x):
     return x + 1
 
 
+def moved(m, x):
+    if x.sum() > 0:
+        m.table["a"] = x.detach() * 2
+        m.table["a"] = m.table.pop("a")
+    return x + 1
+
+
 def appended(m, x):
     if x.sum() > 0:
         m.items.append(x.detach() * 2)
@@ -234,8 +241,8 @@ def raising(m, x):
     return x + 1
 
 
-BREAKS = (returned, written_behind, shared, with_gradient, counted, added, added_key, appended, removed, deleted, none)
-BREAKS += (raising,)
+BREAKS = (returned, written_behind, shared, with_gradient, counted, added, added_key, moved, appended, removed, deleted)
+BREAKS += (none, raising)
 
 
 class StoreTest(BranchTestCase):
@@ -265,7 +272,7 @@ class StoreTest(BranchTestCase):
             aliases = [value is r for value in after.values() for r in (result if type(result) is tuple else (result,))]
             plain = copy.deepcopy(torch.utils._pytree.tree_map(torch.detach, result))
             state = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in after.items()}
-            seen.append((plain, x.grad, state, same, aliases, [*vars(model)]))
+            seen.append((plain, x.grad, state, same, aliases, [*vars(model)], [*model.table]))
             model.state = model.state.detach()
         return seen
 

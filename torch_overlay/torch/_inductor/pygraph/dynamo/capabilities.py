@@ -125,7 +125,7 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
         self.check_copies(tx)
-        self.check_effects(tx)
+        self.check_effects(tx, self.drawn_in_front(tx))
         self.guard_outcomes(tx)
         self.settle_stores(tx)
         self.report_breaks(tx)

@@ -219,7 +219,7 @@ class Effects(Breaks):
             return lambda written: type(value)([make(written) for make in items])
         return lambda written: value
 
-    def check_effects(self, tx: InstructionTranslatorBase) -> None:
+    def check_effects(self, tx: InstructionTranslatorBase, drawn_in_front: Sequence[torch.fx.Node]) -> None:
         """Decide what bytecode passes. Raises RestartAnalysis: a call cannot be made behind the complete graph."""
         graph = tx.output.graph
         copies = self._copies()
@@ -228,7 +228,11 @@ class Effects(Breaks):
             leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
             if (written and effect.may_raise) or any(t.value(written) is t.copy for t in leaves):
                 break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
-            check_nodes(effect, nodes_after(effect.last), copies)
+            following = [*nodes_after(effect.last)]
+            check_nodes(effect, following, copies)
+            if effect.may_raise and (drawn := [node for node in following if node in drawn_in_front]):
+                # Where the call raises, eager mode draws no number.
+                break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(drawn[0])))
             effect.values += [make(written) for make in effect.makers]
         for effect in self.queue:
             effect.complete(tx, copies)

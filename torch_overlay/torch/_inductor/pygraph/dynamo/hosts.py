@@ -141,9 +141,13 @@ class Hosts:
         if self.decided:
             outcomes = outcomes_of(nodes, self.decided)
             install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
-        for node in tx.output.graph.nodes:
-            if node in self.slice | self.certain and is_draw(node) and is_known(node):
-                tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
+        for node in self.drawn_in_front(tx):
+            tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
+
+    def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:
+        """Return the draws that bytecode makes."""
+        found = self.slice | self.certain
+        return [node for node in tx.output.graph.nodes if node in found and is_draw(node) and is_known(node)]
 
     def erase_draws(self, tx: InstructionTranslatorBase) -> None:
         """Raises RestartAnalysis: the complete graph reads a number that decided."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.nn import functional
+from torch.utils._pytree import tree_iter
 
 
 # By name, since functions, methods and operators of Python share them. Shapes and dtypes are checked when they are
@@ -171,7 +172,8 @@ def may_be_written(graph: torch.fx.Graph) -> bool:
 
     def may_write(node: torch.fx.Node) -> bool:
         writes = is_in_place(node)
-        operands = node.args[:1] if writes and "out" not in node.kwargs else node.all_input_nodes
+        # The first operand of torch._foreach_add_ is a list.
+        operands = tree_iter(node.args[:1]) if writes and "out" not in node.kwargs else node.all_input_nodes
         values = [n.meta.get("example_value") for n in operands if isinstance(n, torch.fx.Node)]
         if node.op == "output" or not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
             return False

@@ -94,15 +94,15 @@ class Stores:
         Return what the path has left, and give the objects what they had before.
 
         Raises:
-            RefusedError: a slot is gone, or a container has other slots.
+            RefusedError: a slot is gone, or a container has other slots or another order of them.
         """
         found: dict[Slot, VariableTracker] = {}
         for item, before in self.before.items():
             after = slots_of(side_effects, item)
             if any(isinstance(value, variables.DeletedVariable) for value in after.values()):
                 raise RefusedError("a path deletes an attribute")
-            if is_container(item) and after.keys() != before.keys():
-                raise RefusedError(f"a path changes the length of a {item.python_type_name()}")
+            if is_container(item) and [*after] != [*before]:
+                raise RefusedError(f"a path adds, removes or moves items of a {item.python_type_name()}")
             found |= {(item, slot): value for slot, value in after.items() if before.get(slot) is not value}
             if type(item) is variables.ListVariable:
                 item.items[:] = before.values()
