@@ -513,7 +513,7 @@ def branch_stays(x):
 
 def stores(x):
     if x.norm() > 2:
-        BOX.step += 1
+        BOX.seen.append(x.norm())
     return x + 1
 
 
