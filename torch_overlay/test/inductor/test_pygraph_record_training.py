@@ -494,6 +494,31 @@ class TrainingTest(RecordTestCase):
         # All were recorded before, and nothing runs uncaptured.
         self.assertEqual(counters["pygraph"], {})
 
+    def test_gradient_held_while_micro_batches_are_in_flight(self):
+        "It lies in the memory of an activation, and another backward is recorded behind it."
+        weight, forward, backward = self.randn(), None, None
+        for step in range(6):
+            pending, held = [], []
+            for is_forward in (1, 1, 0, 1, 0, 0) if step < 5 else (1, 1, 0, 0):
+                if is_forward:
+                    new_generation()
+                    x = self.randn()
+                    forward = forward or self.deploy_forward(x, weight)
+                    a = forward.call([x, weight])[1]
+                    pending.append((a, on_host(x) * on_host(weight)))
+                else:
+                    (a, value), t = pending.pop(), self.randn()
+                    inputs, expected = [a, weight, t], value.cos() * on_host(t)
+                    del a
+                    backward = backward or self.deploy_backward(inputs)
+                    actual = backward.call(inputs)[0]
+                    self.assertEqual(on_host(actual), expected)
+                    if step == 5:
+                        held.append((actual, expected))
+                for actual, expected in itertools.chain(held, pending):
+                    self.assertEqual(on_host(actual), expected)
+                actual = a = None
+
     @parametrize("force", ("node_update", "copy"))
     def test_gradient_that_was_used(self, force):
         "The next one is the same tensor, without what the program made of it."

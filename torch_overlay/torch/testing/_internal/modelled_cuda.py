@@ -1316,7 +1316,8 @@ class ModelledDevice:
 
     def set_checkpoint(self, device: int, state: Any, stale: list[Any], live: list[int]) -> None:
         "Memory of live outputs, which replays rebuilt, is not free."
-        for cdata in live:
+        # Of an output that lies in another one there are two references.
+        for cdata in {*live}:
             storage = torch.UntypedStorage._new_with_weak_ptr(cdata)
             # As addStorageDeleterFns of torch/csrc/cuda/Module.cpp has it.
             if any(s.cdata == cdata and not s.expired() for s in self.checkpointed):
