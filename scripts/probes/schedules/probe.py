@@ -73,7 +73,7 @@ class Asked:
     """What the next recordings are made with. One compiled program serves all of them."""
 
     schedule = CHAIN
-    # Whether each node has a delay, and whether a call does not wait for one of those that it has to wait for.
+    # Whether each node has a delay, and whether one edge that a call needs is left out.
     has_delays = False
     lacks_edge = False
     # Of the last recording.

@@ -86,7 +86,7 @@ def looped(x, w, v, p):
 
 
 def exchanged(x, w, v, p):
-    """An iteration returns what it was given, in another order, and a path reads it."""
+    """The body of a loop swaps two tensors. A path of a later branch reads both."""
     n = torch.where(p, 3.0, x.sum().sign())
     n, y, z = torch.while_loop(
         lambda n, y, z: n + y.sum() * 0 > 0, lambda n, y, z: (n - 1, z.clone(), y.clone()), (n, x + 1, w)

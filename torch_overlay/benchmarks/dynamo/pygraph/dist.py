@@ -306,7 +306,7 @@ def settle(run: Run) -> None:
 
 
 def reserved_mib(device: torch.device) -> tuple[int, int]:
-    """Free the allocator's cache. Return what is reserved then, and the most that was reserved since the last call, in MiB."""
+    """Free the allocator's cache. Return the reserved memory in MiB: afterwards, and the peak since the last call."""
     if device.type != "cuda":
         return 0, 0
     most = torch.cuda.max_memory_reserved(device)

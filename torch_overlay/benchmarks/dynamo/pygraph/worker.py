@@ -737,7 +737,7 @@ def reset_report() -> None:
 
 
 def report_again(functions: list[Any], graphs: list[Any]) -> None:
-    """Let PyGraph's report have these functions and graphs, and those that are compiled from now on."""
+    """Reset PyGraph's report to these functions and graphs. Functions that are compiled later join them."""
     reset_report()
     journal = importlib.import_module("torch._inductor.pygraph.types.journal")
     journal.functions += functions

@@ -193,7 +193,7 @@ def runtime_wrapper(
 ) -> Callable[[list[Any]], Any]:
     """
     As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue. The graph mutates the inputs
-    ``mutated`` where autograd is to see it. Those in ``to_detach`` never need gradients.
+    ``mutated``, and autograd has to see that. Inputs in ``to_detach`` never need gradients.
     """
     increment_version = torch.autograd.graph.increment_version
     run = _without_autocast(apply) if disable_amp else apply

@@ -101,7 +101,7 @@ class Again:
         run = functools.partial(Copied(model, copies, device), [*self.inputs])
         with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
             graph, outputs = self.scratch.capture(functools.partial(run_on, run), pool)
-        # The outputs keep what lies in the pool.
+        # While the outputs are alive, the pool has its memory.
         found = nodes_of(graph), PoolRanges(pool)
         del outputs
         return found
@@ -122,7 +122,7 @@ class Again:
                     return f"{node} is launched as {other}"
             found = [*_words(nodes, expected, own, pool)]
             for byte in (0x5A, 0xA5) if found else ():
-                # Libraries leave bytes undefined, which hold what was on the stack.
+                # Libraries leave some bytes of parameters undefined. These hold what the stack held before.
                 again, other_pool = self._capture(functools.partial(on_other_stack, byte))
                 undefined = OrderedSet(
                     place for word in _words(again, expected, other_pool, pool) for place in word.places()

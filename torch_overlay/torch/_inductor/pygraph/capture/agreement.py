@@ -1,5 +1,5 @@
 """
-How ranks take one decision. Each posts what it knows under a key. The rank that posts last decides for all and writes
+How ranks take one decision. Each rank posts what it knows under a key. The rank that posts last decides for all and writes
 the decision into a register, whose first value holds. A rank that does not take part, or has waited too long, writes
 that there is no agreement. So all ranks return the same, and each within the time-out. The exchange goes over the store
 of the default group, on the CPU. The protocol is a generator of requests to a store, which tests answer in every order.

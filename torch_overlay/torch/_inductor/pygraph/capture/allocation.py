@@ -100,8 +100,8 @@ def with_allocator(model: ModelType, info: PartitionInfo, allocate: Callable[...
 
 class AllocationTrace:
     """
-    Allocate as the wrapper does, mark what it gives, and remember in what order. ``pooled`` are storages that the graph
-    needs in its pool, complete once the function ran.
+    Allocate as the wrapper does, mark the memory, and remember the order. ``pooled`` are storages that the graph needs
+    in its pool. They are all known once the function ran.
     """
 
     def __init__(self, pooled: Collection[StorageWeakRef] = ()) -> None:

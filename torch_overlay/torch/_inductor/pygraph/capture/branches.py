@@ -166,7 +166,6 @@ class RehearsedBranches:
         self.places[name, taken] = _places(trace, values, results)
         _fill(results, values)
 
-
     def run_loop(
         self, name: str, condition: Path, body: Path, others: list[Any], results: list[torch.Tensor]
     ) -> None:

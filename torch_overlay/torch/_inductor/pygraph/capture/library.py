@@ -103,8 +103,8 @@ class Slot(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """
-    What a call launches. ``slots`` are of each node the words that are the address of an operand, or, behind the
-    operands, of a result. The graph keeps the nodes.
+    What a call launches. For each node, ``slots`` are the words that hold the address of an operand or of a result.
+    Results are counted behind the operands. The graph keeps the nodes.
     """
 
     nodes: tuple[CapturedNode, ...]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.graph.binding import kernel_parameters, set_kernel_parameters
-from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 from torch._inductor.pygraph.graph.prelude import branch_kernel
 
 
@@ -45,11 +45,6 @@ class ConditionalNode:
     bodies: tuple[Any, ...]
 
 
-def _edge_data() -> list[None]:
-    """Return what driver calls take for edges since CUDA 13."""
-    return [None] if bindings().CUDA_VERSION >= 13000 else []
-
-
 def add_conditional(predicate: int, device_index: int, *, is_loop: bool = False) -> ConditionalNode:
     """
     Add an IF/ELSE or a WHILE node to the graph that the current stream is captured in.
@@ -69,7 +64,7 @@ def add_conditional(predicate: int, device_index: int, *, is_loop: bool = False)
     params.conditional.type = kinds.CU_GRAPH_COND_TYPE_WHILE if is_loop else kinds.CU_GRAPH_COND_TYPE_IF
     params.conditional.size = 1 if is_loop else 2
     params.conditional.ctx = context
-    node = check(cu.cuGraphAddNode(graph, [setter.node], *_edge_data(), 1, params))
+    node = check(cu.cuGraphAddNode(graph, [setter.node], *edge_data(), 1, params))
     bodies = tuple(cu.CUgraph(int(body)) for body in params.conditional.phGraph_out)
     _continue_behind(node, device_index)
     return ConditionalNode(node, handle, [setter], bodies)
@@ -103,7 +98,7 @@ def _continue_behind(node: Any, device_index: int) -> None:
     cu = bindings()
     stream, *_ = _captured(device_index)
     flag = cu.CUstreamUpdateCaptureDependencies_flags.CU_STREAM_SET_CAPTURE_DEPENDENCIES
-    check(cu.cuStreamUpdateCaptureDependencies(stream, [node], *_edge_data(), 1, int(flag)))
+    check(cu.cuStreamUpdateCaptureDependencies(stream, [node], *edge_data(), 1, int(flag)))
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from torch._inductor.pygraph.graph.binding import (
     set_kernel_parameters,
     struct_buffer,
 )
-from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 from torch._inductor.pygraph.graph.prelude import copy_kernel, PreludeUnavailable
 
 
@@ -96,6 +96,5 @@ def _replace(graph: Any, node: Any, kernel: Any, row: Row) -> None:
     new = check(cu.cuGraphAddKernelNode(graph, before, len(before), params))
     del keep
     if behind:
-        data = [None] if cu.CUDA_VERSION >= 13000 else []
-        check(cu.cuGraphAddDependencies(graph, [new] * len(behind), behind, *data, len(behind)))
+        check(cu.cuGraphAddDependencies(graph, [new] * len(behind), behind, *edge_data(), len(behind)))
     check(cu.cuGraphDestroyNode(node))

@@ -30,6 +30,11 @@ def entry_point(name: str) -> int:
     return int(address)
 
 
+def edge_data() -> list[None]:
+    """Return what calls that take edges take for their data: nothing before CUDA 13, None for plain edges since."""
+    return [None] if bindings().CUDA_VERSION >= 13000 else []
+
+
 def check(result: tuple[Any, ...]) -> Any:
     """Unwrap what a ``cuda.bindings`` call returned: one value, a tuple, or None."""
     status, *values = result

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 
 
 if TYPE_CHECKING:
@@ -62,5 +62,4 @@ def change_edges(graph: Any, nodes: Sequence[Any], added: set[Edge], removed: se
     for change, edges in ((cu.cuGraphAddDependencies, added), (cu.cuGraphRemoveDependencies, removed)):
         if edges:
             before, after = ([by_handle[edge[i]] for edge in sorted(edges)] for i in (0, 1))
-            data = [None] if cu.CUDA_VERSION >= 13000 else []
-            check(change(graph, before, after, *data, len(edges)))
+            check(change(graph, before, after, *edge_data(), len(edges)))

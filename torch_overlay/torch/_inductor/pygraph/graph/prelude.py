@@ -23,7 +23,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor.codecache import write_atomic
 from torch._inductor.pygraph.graph import binding
-from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, edge_data
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
@@ -374,10 +374,7 @@ class Prelude:
             del keep
             self.arrays.append(arrays)
         if roots:
-            arguments: list[Any] = [self.graph, last * count, roots]
-            if cu.CUDA_VERSION >= 13000:
-                arguments.append(None)
-            check(cu.cuGraphAddDependencies(*arguments, count))
+            check(cu.cuGraphAddDependencies(self.graph, last * count, roots, *edge_data(), count))
 
     def upload(self, raw_executable: int) -> None:
         """Before the first launch. A graph that updates its own nodes has to be."""
