@@ -35,15 +35,15 @@ def _by_time(points):
 
 
 def test_crossover():
-    points = _points(node_update=lambda n: 5 + n, table=lambda n: 20 + n / 2)
-    assert _by_time(points) == {("table", "node_update"): 32}
+    points = _points(node_update=lambda n: 5 + n, prelude=lambda n: 20 + n / 2)
+    assert _by_time(points) == {("prelude", "node_update"): 32}
 
 
 def test_no_crossover():
     # One is always the faster, or they cross and cross back.
-    assert _by_time(_points(node_update=lambda n: n, table=lambda n: 2 * n)) == {}
-    points = _points(node_update=lambda n: 10, table=lambda n: 5 if n == 16 else 20)
-    assert _by_time(points) == {("node_update", "table"): 32}
+    assert _by_time(_points(node_update=lambda n: n, prelude=lambda n: 2 * n)) == {}
+    points = _points(node_update=lambda n: 10, prelude=lambda n: 5 if n == 16 else 20)
+    assert _by_time(points) == {("node_update", "prelude"): 32}
 
 
 def test_ways_that_failed():
@@ -58,15 +58,15 @@ def test_bindings_copy_nothing():
         **dict.fromkeys(("pygraph_us", "forced_prelude_us"), 9.0),
         "no_cg_us": 30.0,
         "candidates_us": {"no_cg": 30.0, "forced_prelude": 9.0},
-        "choice": "table",
+        "choice": "prelude",
         "copied_bytes": 0,
         "equal": True,
         "ratios": {"forced_prelude": [0.98, 1.0, 1.01]},
     }
-    forced = {"copy": "copy", "node_update": "node_update", "prelude": "node_update", "table": "no_graph"}
+    forced = {"copy": "copy", "node_update": "no_graph", "prelude": "node_update"}
     assert not suite.missed(case, {**row, "forced": forced})
-    assert suite.missed(case, {**row, "forced": {**forced, "table": "1 copy + 1 table"}}) == [
-        "table copies: 1 copy + 1 table"
+    assert suite.missed(case, {**row, "forced": {**forced, "prelude": "1 copy + 1 prelude"}}) == [
+        "prelude copies: 1 copy + 1 prelude"
     ]
     ratios = {"forced_prelude": [1.03, 1.04, 1.05]}
     assert suite.missed(case, {**row, "ratios": ratios}) == ["1.040 x forced_prelude (1.030 to 1.050), more than 1.02"]
@@ -74,12 +74,8 @@ def test_bindings_copy_nothing():
 
 def test_suite_forces_each_binding():
     forced = {name for name in catalogue.SUITES["bindings"].variants if name.startswith("forced_")}
-    assert forced == {"forced_copy", "forced_node_update", "forced_prelude", "forced_table"}
+    assert forced == {"forced_copy", "forced_node_update", "forced_prelude"}
     for name in forced:
         config = program.VARIANTS[name].config
         assert config == {"pygraph": True, "pygraph_force": name.removeprefix("forced_")}
     assert [case.name for case in catalogue.select("bindings")] == [case.name for case in catalogue.select("pi")]
-
-
-def test_models():
-    assert {case.name for case in catalogue.select("pi", list(bindings.MODELS))} == set(bindings.MODELS)

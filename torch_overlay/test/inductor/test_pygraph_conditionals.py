@@ -333,14 +333,11 @@ class ConditionalTest(TestCase):
         (entry,) = report()
         self.assertEqual((entry.choice, len(copies)), ("node_update", 1), str(entry))
 
-    def test_other_bindings(self):
-        """No prelude sets the nodes of paths."""
-        for force, choice in (("prelude", "node_update"), ("table", "node_update")):
-            reset_report()
-            trees.reset_cudagraph_trees()
-            self.check(self.program(two_in_a_row, force), calls=5)
-            (entry,) = report()
-            self.assertEqual(entry.choice, choice, str(entry))
+    def test_no_prelude(self):
+        """The host sets the nodes of paths."""
+        self.check(self.program(two_in_a_row, "prelude"), calls=5)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "node_update", str(entry))
 
     @parametrize("fn", [subtest(f, name=f.__name__) for f in (two_in_a_row, nested, behind_a_graph, looped)])
     def test_copied_inputs(self, fn):

@@ -1,21 +1,18 @@
 # Owner(s): ["module: inductor"]
 """
-What a prelude does to a graph, and which nodes load their pointers from a table, on the modelled
-driver. test_pygraph_prelude.py compiles and runs the kernel.
+What a prelude does to a graph, on the modelled driver. test_pygraph_prelude.py compiles and runs the kernel.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import types
 from typing import Any
 from unittest import mock
 
 from hypothesis import given, settings, strategies as st
 
 import torch
-from torch._inductor.pygraph.graph import binding, prelude, table
+from torch._inductor.pygraph.graph import prelude
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.placeholder import (
     MAX_ALIGNMENT,
@@ -34,7 +31,6 @@ from torch.testing._internal.modelled_cuda import (
     cu,
     EXECUTABLE,
     GRAPH,
-    INDIRECT_FUNCTION,
     KernelNode,
     MemcpyNode,
     MemsetNode,
@@ -61,7 +57,7 @@ from torch.testing._internal.pygraph_graphs import (
 @needs_structs
 class PreludeTest(TestCase):
     @contextlib.contextmanager
-    def bound(self, places, *nodes, stubborn=(), table=None):
+    def bound(self, places, *nodes, stubborn=()):
         functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
         with (
             modelled_driver(*nodes) as model,
@@ -69,7 +65,7 @@ class PreludeTest(TestCase):
             mock.patch.object(Prelude, "_device", torch.device("cpu")),
         ):
             model.stubborn = set(stubborn)
-            made = Prelude(GRAPH, places, 0, table)
+            made = Prelude(GRAPH, places, 0)
             yield model, NodeUpdateBinding(GRAPH, EXECUTABLE, places, made.nodes)
 
     def check(self, places, nodes, pointers, **kwargs):
@@ -211,62 +207,6 @@ class PreludeTest(TestCase):
             with self.assertRaisesRegex(RefusedError, "no prelude could be added"):
                 Prelude(GRAPH, places, 0)
 
-    @parametrize("others", (False, True))
-    def test_table(self, others):
-        "Kernels that take slots read there what they would be passed; others are set."
-        places = place(64, 64)
-        x, y = (p.address for p in places.placeholders)
-        slots = (ctypes.c_uint64 * 3)()
-
-        class Table:
-            num_kernels = 0
-            addresses: dict[tuple[int, int], int] = {}
-
-            def takes(self, reader):
-                node = model.nodes[int(reader.node)]
-                if node.parameters[0] == b"vendor__":
-                    return False
-                for i, at, (k, delta, *_) in reader.words:
-                    place = self.addresses.setdefault(
-                        (k, delta), ctypes.addressof(slots) + 8 * len(self.addresses)
-                    )
-                    node.parameters[i] = u64(place)
-                return True
-
-            def writes(self):
-                return [binding.Write(k, d, a, binding.SLOT) for (k, d), a in self.addresses.items()]
-
-        nodes = [
-            KernelNode(b"jit_____", u64(x), u64(y)),
-            KernelNode(b"jit_____", u64(y), u64(x + 32)),
-        ]
-        if others:
-            nodes.append(KernelNode(b"vendor__", u64(x)))
-        functions = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
-        kinds = []
-
-        def kernels(device_index, sets_nodes):
-            kinds.append(sets_nodes)
-            return functions
-
-        with (
-            modelled_driver(*nodes) as model,
-            mock.patch.object(prelude, "_kernels", kernels),
-            mock.patch.object(Prelude, "_device", torch.device("cpu")),
-        ):
-            made = Prelude(GRAPH, places, 0, Table())
-            bound = NodeUpdateBinding(GRAPH, EXECUTABLE, places, made.nodes)
-            # The form that calls the device runtime is only for nodes.
-            self.assertEqual(kinds[-1], others)
-            for near, far in ((NEAR, FAR), (FAR, NEAR)):
-                model.sets.clear()
-                bound.update((near, far))
-                model.run_preludes()
-                self.assertEqual(list(slots), [near, far, near + 32])
-                self.assertEqual(model.sets, [len(nodes)])
-                if others:
-                    self.assertEqual(model.held[2], [b"vendor__", u64(near)])
-
     @settings(deadline=None, max_examples=60)
     @given(
         st.lists(st.one_of(kernels, kernels, copies, fills), min_size=1, max_size=8),
@@ -298,161 +238,6 @@ class PreludeTest(TestCase):
 
 
 instantiate_parametrized_tests(PreludeTest)
-
-
-@needs_structs
-class TableTest(TestCase):
-    "Kernels are named kernel_0 and so on by the model, after the nodes that launch them."
-
-    def takes(self, *nodes, places, autotuners, num_warps=4, load=None, refused=()):
-        "Of each node that reads an input: whether the table takes it."
-        asked = []
-
-        def compile_indirect(autotuner, config, positions):
-            asked.append((autotuner, config, positions))
-            metadata = types.SimpleNamespace(num_warps=num_warps, shared=512)
-            return types.SimpleNamespace(metadata=metadata, number=autotuner.number)
-
-        def zeros(count, *, dtype, device):
-            return torch.empty(count, dtype=dtype)
-
-        with (
-            modelled_driver(*nodes) as model,
-            mock.patch.object(table, "compile_indirect", compile_indirect),
-            mock.patch.object(
-                table,
-                "_load",
-                load or (lambda compiled, _: INDIRECT_FUNCTION + compiled.number),
-            ),
-            mock.patch.object(table.torch, "zeros", zeros),
-        ):
-            model.refused = set(refused)
-            made = table.Table((), 0)
-            for autotuner in autotuners:
-                made.autotuners.setdefault(autotuner.name, []).append(autotuner)
-            readers = list(binding.kernels_that_read(cu.CUgraph(GRAPH), places))
-            taken = [made.takes(reader) for reader in readers]
-        return made, model, taken, asked
-
-    @staticmethod
-    def launcher(config, handle):
-        "As CompileResult.make_launcher has it."
-        kernel = types.SimpleNamespace(function=handle)
-        return types.SimpleNamespace(config=config, kernel=kernel)
-
-    @classmethod
-    def autotuner(cls, number, **kwargs):
-        found = {
-            "name": f"kernel_{number}",
-            "number": number,
-            "launchers": [cls.launcher(f"config {number}", 0x20000 + number)],
-            **kwargs,
-        }
-        return types.SimpleNamespace(**found)
-
-    def test_slots(self):
-        places = place(64, 64)
-        x, y = (p.address for p in places.placeholders)
-        nodes = [
-            KernelNode(u64(x), b"\1\2\3\4", u64(y + 16), u64(OTHER)),
-            KernelNode(u64(OTHER), u64(x)),
-            KernelNode(u64(y)),
-        ]
-        autotuners = [self.autotuner(0), self.autotuner(1)]
-        made, model, taken, asked = self.takes(
-            *nodes, places=places, autotuners=autotuners
-        )
-        # The last is a vendor's.
-        self.assertEqual(taken, [True, True, False])
-        self.assertEqual(
-            [(a.number, config, positions) for a, config, positions in asked],
-            [(0, "config 0", (0, 2)), (1, "config 1", (1,))],
-        )
-        # One slot for each input and offset.
-        base = made.pages[0].data_ptr()
-        self.assertEqual(made.slots, {(0, 0): base, (1, 16): base + 8})
-        self.assertEqual(
-            model.replaced,
-            {
-                0: (512, [u64(base), b"\1\2\3\4", u64(base + 8), u64(OTHER)]),
-                1: (512, [u64(OTHER), u64(base)]),
-            },
-        )
-        self.assertEqual(
-            made.writes(),
-            [(0, 0, base, binding.SLOT), (1, 16, base + 8, binding.SLOT)],
-        )
-        self.assertEqual(made.num_kernels, 2)
-
-    def test_many_slots(self):
-        places = place(1 << 20)
-        (x,) = (p.address for p in places.placeholders)
-        count = 2 * table.PAGE_SLOTS + 1
-        nodes = [KernelNode(u64(x + 16 * i)) for i in range(count)]
-        made, _, taken, _ = self.takes(
-            *nodes, places=places, autotuners=[self.autotuner(i) for i in range(count)]
-        )
-        self.assertTrue(all(taken))
-        self.assertEqual(len(made.pages), 3)
-        self.assertEqual(len(set(made.slots.values())), count)
-
-    @parametrize(
-        "case", ("part of a parameter", "not tuned", "warps", "layout", "refused", "load")
-    )
-    def test_node_stays_as_it_was(self, case):
-        places = place(64)
-        (x,) = (p.address for p in places.placeholders)
-        nodes = [
-            KernelNode(u64(x, 0)) if case == "part of a parameter" else KernelNode(u64(x)),
-            KernelNode(u64(OTHER), u64(OTHER)),
-        ]
-        autotuner = self.autotuner(0)
-        if case == "layout":
-            autotuner.number = 1
-        if case == "not tuned":
-            autotuner.launchers *= 2
-
-        def load(compiled, device_index):
-            raise RuntimeError("out of memory")
-
-        _, model, taken, _ = self.takes(
-            *nodes,
-            places=places,
-            autotuners=[autotuner],
-            num_warps=8 if case == "warps" else 4,
-            load=load if case == "load" else None,
-            refused=[0] if case == "refused" else (),
-        )
-        self.assertEqual((taken, model.replaced), ([False], {}))
-
-    def test_two_kernels_of_one_name(self):
-        "A user's, specialized in two ways: the one that was launched is known by its handle."
-        places = place(64)
-        (x,) = (p.address for p in places.placeholders)
-
-        autotuners = [
-            self.autotuner(0, launchers=[self.launcher("that", 0x777)]),
-            self.autotuner(0, launchers=[self.launcher("this", 0x20000)]),
-        ]
-        *_, taken, asked = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners)
-        self.assertEqual((taken, asked[0][1]), ([True], "this"))
-        *_, taken, _ = self.takes(KernelNode(u64(x)), places=places, autotuners=autotuners[:1])
-        self.assertEqual(taken, [False])
-
-    def test_kernel_of_an_operator(self):
-        "It has the name of one of the module's, and is another."
-        places = place(64)
-        (x,) = (p.address for p in places.placeholders)
-        _, model, taken, _ = self.takes(
-            KernelNode(u64(x)),
-            KernelNode(u64(x)),
-            places=places,
-            autotuners=[self.autotuner(0, launchers=[self.launcher("", 0x20001)])],
-        )
-        self.assertEqual((taken, model.replaced), ([False, False], {}))
-
-
-instantiate_parametrized_tests(TableTest)
 
 
 if __name__ == "__main__":

@@ -40,21 +40,19 @@ if TYPE_CHECKING:
 
 
 class SelectionTest(RecordTestCase):
-    @parametrize("force", ("prelude", "table"))
     @parametrize(
         "end",
         ("works", "unavailable", "broken", "instantiate", "replay", "on the device"),
     )
-    def test_prelude(self, force, end):
+    def test_prelude(self, end):
         "Without one, or where it fails, the host sets the nodes, of this graph or the next."
         made = []
 
         class Prelude:
             nodes: tuple[int, ...] = ()
 
-            def __init__(self, graph: Any, places: Any, index: int, table: Any) -> None:
+            def __init__(self, graph: Any, places: Any, index: int) -> None:
                 made.append(self)
-                self.table = table
                 if end == "unavailable":
                     raise PreludeUnavailable("no compiler")
                 if end == "broken":
@@ -68,15 +66,14 @@ class SelectionTest(RecordTestCase):
                 return failed if end == "on the device" else None
 
         with mock.patch.object(bound, "Prelude", Prelude), self.failing_once(end):
-            self.check(self.ADD, force=force)
+            self.check(self.ADD, force="prelude")
         self.assertEqual(len(made), 1)
-        self.assertEqual(made[0].table is not None, force == "table")
         (entry,) = report()
         self.assertEqual(counters["pygraph"]["unbound"], 0)
         self.assertEqual(counters["pygraph"]["bound_by_host"], end != "works")
         if end == "works":
             self.assertTrue(made[0].is_uploaded)
-            self.assertEqual(entry.choice, force)
+            self.assertEqual(entry.choice, "prelude")
             self.assertEqual(entry.reasons, [Reason.of(Code.FORCED)])
             return
         reason = {
@@ -87,7 +84,7 @@ class SelectionTest(RecordTestCase):
             "on the device": "cudaGraphKernelNodeSetParam failed on the device with 9",
         }
         self.assertEqual(entry.choice, "node_update")
-        self.assertEqual(entry.reason, f"no {force}: {reason[end]}")
+        self.assertEqual(entry.reason, f"no prelude: {reason[end]}")
         self.assertGreater(entry.updated_nodes, 0)
         self.assertEqual(entry.copied_bytes, 0)
 
@@ -97,7 +94,6 @@ class SelectionTest(RecordTestCase):
 
         class Prelude:
             nodes: tuple[int, ...] = ()
-            table = None
 
             def __init__(self, *args: Any) -> None:
                 if end == "unavailable":

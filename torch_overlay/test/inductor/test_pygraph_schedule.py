@@ -253,7 +253,7 @@ class OrderTest(TestCase):
         self.assertEqual(sum(not mine for mine in result), MAX_LANES)
 
     def test_candidates(self):
-        for text in ("no_graph", "copy", "node_update", "prelude,dag", "table,lanes3"):
+        for text in ("no_graph", "copy", "node_update", "prelude,dag", "node_update,lanes3"):
             self.assertEqual(str(Candidate.parse(text)), text)
         self.assertEqual(str(Candidate.parse("node_update,chain")), "node_update")
         for text in ("dag", "copy,dag", "node_update,lanes9", "node_update,"):

@@ -3,11 +3,9 @@ What each way to give a graph new addresses costs, on a GPU.
 
     python -m pygraph.bindings --output bindings.json --budget 400
 
-figure8   the paper's figure 8, redone: a graph of n small kernels, each with an input of its
-          own that moves in every call, for n from 1 to 256. The time of a call in a row of
-          them, its latency with an idle device, and the host's part of that
-kernels   each Triton kernel of three models, plain and with all pointers loaded from slots:
-          registers, bytes spilled, time in a graph
+The paper's figure 8, redone: a graph of n small kernels, each with an input of its own that moves
+in every call, for n from 1 to 256. The time of a call in a row of them, its latency with an idle
+device, and the host's part of that.
 
 The suite "bindings" times the small cases with each binding forced.
 
@@ -17,13 +15,11 @@ replay         nothing moves
 copies         stock: the inputs are copied to fixed addresses
 node_update    the host sets each node
 prelude        the first node takes the addresses by value and sets the others
-table          the first node takes them by value and writes a table that kernels read
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import itertools
 import logging
@@ -34,26 +30,22 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch._inductor.pygraph.graph.binding import kernel_function, kernels_that_read, NodeUpdateBinding
-from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.placeholder import arena, NAN, Placeholder, PlaceholderMap, tensor_at
+from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
+from torch._inductor.pygraph.graph.placeholder import arena, NAN, PlaceholderMap, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude
-from torch._inductor.pygraph.graph.table import Table
 
-from .catalogue import select
-from .program import build, seed
 from .report import beside_cases, write_rows
 from .timing import time_interleaved
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
 
 log = logging.getLogger(__name__)
 
 POINTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-WAYS = ("replay", "copies", "node_update", "prelude", "table")
+WAYS = ("replay", "copies", "node_update", "prelude")
 
 ELEMENTS = 1024
 # Sets of inputs that calls take in turn.
@@ -61,37 +53,22 @@ RING = 4
 LATENCIES = 200
 ROUNDS = 11
 
-MODELS = ("bert_inference", "llama_inference", "resnet18_inference")
-# Of one kernel in a graph.
-LAUNCHES = 20
-
-
-# Figure 8
-
 
 @functools.cache
 def _kernel() -> Any:
-    "Inductor's kernel of x + 1."
-    calls: list[Any] = []
-    with _remembering(lambda kernel, args: calls.append(kernel)):
-        torch.compile(lambda x: x + 1)(torch.zeros(ELEMENTS, device="cuda"))
-    return calls[0]
-
-
-@contextlib.contextmanager
-def _remembering(on_call: Callable[[Any, tuple[Any, ...]], object]) -> Iterator[None]:
-    """Tells of the calls of Inductor's kernels: the kernel and its arguments."""
+    """Return Inductor's kernel of x + 1."""
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    run = CachingAutotuner.run
+    run, kernels = CachingAutotuner.run, []
 
     def remember(kernel: Any, *args: Any, **kwargs: Any) -> Any:
-        on_call(kernel, args)
+        kernels.append(kernel)
         return run(kernel, *args, **kwargs)
 
     torch._dynamo.reset()
     with mock.patch.object(CachingAutotuner, "run", remember):
-        yield
+        torch.compile(lambda x: x + 1)(torch.zeros(ELEMENTS, device="cuda"))
+    return kernels[0]
 
 
 class Way:
@@ -163,15 +140,6 @@ class Way:
     def _prelude(self, n: int) -> Callable[[int], None]:
         return self._bound(lambda placeholders: Prelude(self.graph.raw_cuda_graph(), placeholders, 0))
 
-    def _table(self, n: int) -> Callable[[int], None]:
-        def prelude(placeholders: PlaceholderMap) -> Prelude:
-            made = Prelude(self.graph.raw_cuda_graph(), placeholders, 0, Table([self.kernel], 0))
-            if made.nodes:
-                raise RuntimeError("kernels were not replaced by their indirect forms")
-            return made
-
-        return self._bound(prelude)
-
 
 def _latency(way: Way) -> float:
     samples = []
@@ -228,110 +196,26 @@ def crossovers(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# Kernels
-
-
-def _last_calls(name: str, small: bool) -> Iterator[tuple[Any, tuple[Any, ...]]]:
-    """Each Triton kernel of a model with the arguments of its last call."""
-    (case,) = select("pi", [name])
-    module = build(case, torch.device("cuda"), small)
-    calls: dict[int, tuple[Any, tuple[Any, ...]]] = {}
-
-    def on_call(kernel: Any, args: tuple[Any, ...]) -> None:
-        calls[id(kernel)] = kernel, args
-
-    with torch.no_grad(), torch.device("cuda"):
-        seed()
-        args, kwargs = case.inputs(small)
-    with torch.no_grad(), _remembering(on_call):
-        compiled = torch.compile(module)
-        for _ in range(2):
-            compiled(*args, **kwargs)
-    torch.cuda.synchronize()
-    yield from calls.values()
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
-    """Of one launch."""
-    samples = []
-    for _ in range(21):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / LAUNCHES)
-    return statistics.median(samples[1:])
-
-
-def _resources(function: Any) -> dict[str, int]:
-    cu = bindings()
-    attribute = cu.CUfunction_attribute
-    return {
-        "registers": check(cu.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_NUM_REGS, function)),
-        "spilled_bytes": check(cu.cuFuncGetAttribute(attribute.CU_FUNC_ATTRIBUTE_LOCAL_SIZE_BYTES, function)),
-    }
-
-
-def measure_kernel(kernel: Any, args: tuple[Any, ...]) -> dict[str, Any]:
-    """The kernel in a graph, plain and with all pointers loaded."""
-    pointers = sorted({t.data_ptr() for t in args if isinstance(t, torch.Tensor) and t.is_cuda})
-    places = PlaceholderMap([Placeholder(p, p + 1, p) for p in pointers])
-    row: dict[str, Any] = {"kernel": kernel.fn.__name__, "pointers": len(pointers)}
-    for form in ("plain", "indirect"):
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(graph):
-            for _ in range(LAUNCHES):
-                kernel.run(*args, stream=torch.cuda.current_stream().cuda_stream)
-        readers = list(kernels_that_read(bindings().CUgraph(graph.raw_cuda_graph()), places))
-        if form == "indirect":
-            table = Table([kernel], 0)
-            if not all(table.takes(reader) for reader in readers):
-                return {**row, "error": "it has no indirect form"}
-            for (k, _), address in table.slots.items():
-                table.pages[0][(address - table.pages[0].data_ptr()) // 8] = pointers[k]
-        row[form] = _resources(kernel_function(readers[0].params))
-        graph.instantiate()
-        graph.replay()
-        row[form]["us"] = round(_replay_us(graph), 3)
-    return row
-
-
-def measure_kernels(small: bool) -> Iterator[dict[str, Any]]:
-    for name in MODELS:
-        (case,) = select("pi", [name])
-        if case.missing:
-            yield {"model": name, "error": f"needs {case.missing}"}
-            continue
-        for kernel, args in _last_calls(name, small):
-            try:
-                yield {"model": name, **measure_kernel(kernel, args)}
-            except Exception as e:
-                log.exception("%s", kernel.fn.__name__)
-                yield {"model": name, "kernel": kernel.fn.__name__, "error": f"{type(e).__name__}: {e}"}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="pygraph.bindings", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--output", type=Path, required=True, help="a JSON file")
     parser.add_argument("--budget", type=float, default=400.0, help="seconds")
-    parser.add_argument("--small", action="store_true", help="shrunk models")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    # Why a kernel has no indirect form, or a node no device-side update.
+    # Why a node has no device-side update.
     logging.getLogger("torch._inductor.pygraph").setLevel(logging.INFO)
     deadline = time.monotonic() + args.budget
-    result: dict[str, Any] = {"figure8": [], "kernels": []}
-    for part, rows in (("figure8", map(measure_point, POINTS)), ("kernels", measure_kernels(args.small))):
-        for row in rows:
-            result[part].append(row)
-            result["crossovers"] = crossovers(result["figure8"])
-            write_rows(args.output, result)
-            if time.monotonic() > deadline:
-                print(f"{part}: out of time", flush=True)
-                break
+    points: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"figure8": points}
+    for n in POINTS:
+        points.append(measure_point(n))
+        result["crossovers"] = crossovers(points)
+        write_rows(args.output, result)
+        if time.monotonic() > deadline:
+            print("out of time", flush=True)
+            break
     print("\n\n".join(beside_cases(result)))
 
 

@@ -20,18 +20,10 @@ SUITES: dict[str, Suite] = {
     "cgct": cgct.SUITE,
     # The cases of pi with each way to bind inputs.
     "bindings": Suite(
-        (
-            "no_cg",
-            "stock_cg",
-            "pygraph",
-            "forced_copy",
-            "forced_node_update",
-            "forced_prelude",
-            "forced_table",
-        ),
+        ("no_cg", "stock_cg", "pygraph", "forced_copy", "forced_node_update", "forced_prelude"),
         optimizer=True,
         dropout=True,
-        must_equal=("pygraph", "forced_node_update", "forced_prelude", "forced_table"),
+        must_equal=("pygraph", "forced_node_update", "forced_prelude"),
         exhaustive=True,
         selects_in_loop=True,
     ),

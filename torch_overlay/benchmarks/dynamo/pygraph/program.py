@@ -78,7 +78,6 @@ VARIANTS = {
     "forced_node_update": _forced("node_update"),
     # Other ways to bind inputs.
     "forced_prelude": _forced("prelude"),
-    "forced_table": _forced("table"),
     "hand_written": Variant({}, alone=True, hand_written=True),
     "jax": Variant(None, in_jax=True),
     # Of the same program with its CPU values on the GPU; see cgct_run.py.

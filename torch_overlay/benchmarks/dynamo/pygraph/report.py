@@ -272,6 +272,7 @@ TITLES = {
     "forced_copy": "copies",
     "forced_node_update": "node update",
     "forced_prelude": "prelude",
+    # A binding that was measured, and dropped since: docs/design.md.
     "forced_table": "table",
     "hand_written": "hand-written",
     "jax": "JAX",

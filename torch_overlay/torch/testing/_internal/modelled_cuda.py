@@ -33,10 +33,9 @@ from unittest import mock
 import torch
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph.capture import allocation
-from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, prelude, table
+from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, prelude
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES, round_up, storage_extent, tensor_at
 from torch._inductor.pygraph.graph.prelude import BRANCH, CAPACITIES, COPY
-from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch.multiprocessing.reductions import StorageWeakRef
 
 
@@ -51,8 +50,7 @@ except ImportError:
 
 GRAPH, EXECUTABLE, CONTEXT = 0x6A0, 0x6B0, 0x6C0
 # Handles of what a node launches are a number behind one of these.
-NODE_FUNCTION, PRELUDE_FUNCTION, INDIRECT_FUNCTION, KERNEL_FUNCTION = 0x20000, 0x40000, 0x60000, 0x80000
-INDIRECT_KERNEL = 0xA0000
+NODE_FUNCTION, PRELUDE_FUNCTION, KERNEL_FUNCTION = 0x20000, 0x40000, 0x80000
 BRANCH_FUNCTION, COPY_FUNCTION = 0xC0000, 0xC0001
 SIDE_STREAM = 0xE0000
 DEVICE_NODE = 0xD00000
@@ -293,13 +291,11 @@ class ModelledKernel:
 
     Attributes:
         function: its handle
-        indirect: parameters that hold the address of a slot with the pointer
     """
 
     name: str
     function: int
     layout: list[tuple[int, int]]
-    indirect: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(eq=False)
@@ -318,8 +314,6 @@ class Launch:
 
     def run(self, parameters: Sequence[bytes]) -> None:
         pointers = [int.from_bytes(p, "little") for p in parameters]
-        for i in self.kernel.indirect:
-            pointers[i] = ctypes.c_uint64.from_address(pointers[i]).value
         self.compute(*(on_host(tensor_at(p, like, 0)) for p, like in zip(pointers, self.likes)))
 
 
@@ -517,7 +511,6 @@ class ModelledDriver:
         allocations: gives the ranges of device memory that is no placeholder
         updatable: nodes that can be set from the device, in the order of their handles
         stubborn: nodes that cannot become updatable
-        replaced: for nodes that were given another kernel shared memory and parameters
         conditions: of conditional nodes, by handle: the graph, and the value
         captures: the graph of a path that is captured, by stream
         streams: how many streams PyGraph created
@@ -553,7 +546,6 @@ class ModelledDriver:
         self.allocations: Callable[[], Iterable[tuple[int, int]]] = lambda: ()
         self.updatable: list[int] = []
         self.stubborn: set[int] = set()
-        self.replaced: dict[int, tuple[int, list[bytes]]] = {}
 
     def __getattribute__(self, name: str) -> Any:
         # Structs and enums are CU*, calls are cu*.
@@ -602,8 +594,6 @@ class ModelledDriver:
             layout = [(0, 8), (8, 8)]
         elif int(function) == COPY_FUNCTION:
             layout = [(0, 8), (8, 8), (16, 8)]
-        elif int(function) >= INDIRECT_FUNCTION:
-            layout = self.nodes[int(function) - INDIRECT_FUNCTION].layout
         elif int(function) - PRELUDE_FUNCTION in CAPACITIES:
             words = 8 * (int(function) - PRELUDE_FUNCTION)
             layout = [(0, 8), (8, 8), (16, 8), (24, 4), (32, words)]
@@ -730,13 +720,12 @@ class ModelledDriver:
             self.held[i] = self._captured(i)
         return handle
 
-    def add_kernel(self, name: str, layout: list[tuple[int, int]], *, indirect: tuple[int, ...] = ()) -> ModelledKernel:
+    def add_kernel(self, name: str, layout: list[tuple[int, int]]) -> ModelledKernel:
         """Return the kernel of this name and layout."""
         for kernel in self.kernels.values():
-            if (kernel.name, kernel.layout, kernel.indirect) == (name, layout, indirect):
+            if (kernel.name, kernel.layout) == (name, layout):
                 return kernel
-        first = INDIRECT_KERNEL if indirect else KERNEL_FUNCTION
-        kernel = ModelledKernel(name, first + len(self.kernels), layout, indirect)
+        kernel = ModelledKernel(name, KERNEL_FUNCTION + len(self.kernels), layout)
         self.kernels[kernel.function] = kernel
         return kernel
 
@@ -818,14 +807,10 @@ class ModelledDriver:
     def cuGraphKernelNodeSetParams(self, node: Any, params: Any) -> Any:
         if int(node) in self.refused or int(node) not in range(len(self.nodes)):
             return (self.invalid,)
-        kernel = self.kernels.get(int(params.func))
-        layout = kernel.layout if kernel else self.nodes[int(params.func) - INDIRECT_FUNCTION].layout
-        pointers = (ctypes.c_void_p * len(layout)).from_address(params.kernelParams)
-        values = [ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, layout)]
-        self.replaced[int(node)] = params.sharedMemBytes, values
-        if kernel is not None:
-            launch = dataclasses.replace(self.nodes[int(node)].launch, kernel=kernel)
-            self.nodes[int(node)] = KernelNode(*values, launch=launch)
+        held = self.nodes[int(node)]
+        pointers = (ctypes.c_void_p * len(held.layout)).from_address(params.kernelParams)
+        values = [ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, held.layout)]
+        self.nodes[int(node)] = KernelNode(*values, launch=held.launch)
         return (self.success,)
 
     def cuGraphAddDependencies(
@@ -880,9 +865,6 @@ class ModelledDriver:
         for i in range(len(self.nodes)) if nodes is None else nodes:
             if isinstance(node := self.nodes[i], PreludeNode):
                 for target, offset, value in node.writes(self.held[i]):
-                    if offset < 0:
-                        ctypes.c_uint64.from_address(target).value = value
-                        continue
                     held = self.held[at := self.updatable[target - DEVICE_NODE]]
                     k, (start, _) = max(
                         (k, place)
@@ -1430,16 +1412,6 @@ def depend(first: KernelNode, second: KernelNode) -> bool:
     )
 
 
-class ModelledAutotuner(CachingAutotuner):
-    """A Triton kernel, for bindings that replace kernels."""
-
-    def __init__(self, kernel: ModelledKernel) -> None:
-        self.fn = types.SimpleNamespace(__name__=kernel.name)
-        self.kernel = kernel
-        function = types.SimpleNamespace(function=kernel.function)
-        self.launchers = [types.SimpleNamespace(config=None, kernel=function)]
-
-
 @contextlib.contextmanager
 def modelled_device(
     driver_type: Callable[..., ModelledDriver] | None = None,
@@ -1449,12 +1421,6 @@ def modelled_device(
     with modelled_driver(driver_type=driver_type) as modelled:
         device = device_type(modelled)
         nothing = lambda *args, **kwargs: contextlib.nullcontext()  # noqa: E731
-
-        def compile_indirect(autotuner: ModelledAutotuner, config: Any, positions: Sequence[int]) -> Any:
-            kernel = autotuner.kernel
-            indirect = modelled.add_kernel(kernel.name, kernel.layout, indirect=tuple(positions))
-            metadata = types.SimpleNamespace(num_warps=4, shared=0)
-            return types.SimpleNamespace(metadata=metadata, function=indirect.function)
 
         functions: dict[Any, Any] = {n: cu.CUfunction(PRELUDE_FUNCTION + n) for n in CAPACITIES}
         functions |= {BRANCH: cu.CUfunction(BRANCH_FUNCTION), COPY: cu.CUfunction(COPY_FUNCTION)}
@@ -1515,10 +1481,6 @@ def modelled_device(
             ),
             # No kernel is compiled.
             (prelude, {"_kernels": lambda *args: functions}),
-            (
-                table,
-                {"compile_indirect": compile_indirect, "_load": lambda compiled, index: compiled.function},
-            ),
             (torch.UntypedStorage, {"clone": lambda storage: device.clone_storage(storage)}),
         ]
         with contextlib.ExitStack() as stack:

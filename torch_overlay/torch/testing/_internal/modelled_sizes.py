@@ -121,7 +121,7 @@ class SizedDriver(ModelledDriver):
     ) -> SizedKernel:
         known = self.add_kernel(name, layout)
         if not isinstance(known, SizedKernel):
-            known = SizedKernel(name, known.function, layout, (), execute, cluster)
+            known = SizedKernel(name, known.function, layout, execute, cluster)
             self.kernels[known.function] = known
         return known
 

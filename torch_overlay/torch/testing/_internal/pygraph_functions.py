@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 import ctypes
 import itertools
@@ -245,7 +245,6 @@ class RecordTestCase(TestCase):
         names: Sequence[str] = (),
         reused: Sequence[int] = (),
         code_hash: str | None = None,
-        kernels: Iterable[str] = (),
         described: tuple[CallInfo, ...] = (),
     ) -> Deployed:
         model = self.generated(body)
@@ -260,7 +259,6 @@ class RecordTestCase(TestCase):
             info=PartitionInfo(
                 "call",
                 allocator=ALLOCATOR,
-                kernels=tuple(f"triton_{k}" for k in kernels),
                 delivers=tuple(re.findall(r"(\w+)\.launch\(\)", body)),
                 collectives=tuple(Collective("all_reduce_", group) for group in self.groups or (None,))
                 if "c10d" in body

@@ -31,10 +31,9 @@ from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges, room
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
-from torch._inductor.pygraph.graph.table import Table
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
-from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE, TABLE
+from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
@@ -307,13 +306,9 @@ class BoundGraphNode(CopyGraphNode):
             error = "it has branches"
             self._learned(no_prelude=Reason.of(Code.NO_PRELUDE, binding=request.state.binding, error=error))
             return None
-        table = None
-        if request.state.binding == TABLE:
-            kernels = [request.spec.objects[name] for name in request.spec.info.kernels]
-            table = Table(kernels, self.device)
         self._learned(has_prelude=True)
         try:
-            return Prelude(raw_graph, placeholders, self.device, table)
+            return Prelude(raw_graph, placeholders, self.device)
         except PreludeUnavailable as e:
             # The host can set the nodes.
             reason = Reason.of(Code.NO_PRELUDE, binding=request.state.binding, error=str(e))
@@ -406,10 +401,8 @@ class BoundGraphNode(CopyGraphNode):
         self.call_tensors = []
         del self.memory, self.layout, self.copied
         updated_nodes, counts = len(self.binding.updates), counters["pygraph"]
-        if (prelude := self.prelude) is not None:
-            counts["device_updated_nodes"] += len(prelude.nodes)
-            if prelude.table is not None:
-                counts["indirect_kernels"] += prelude.table.num_kernels
+        if self.prelude is not None:
+            counts["device_updated_nodes"] += len(self.prelude.nodes)
         counts["bound_inputs"] += len(self.bound_input_idxs)
         counts["bound_outputs"] += len(self.allocators)
         counts["updated_nodes"] += updated_nodes

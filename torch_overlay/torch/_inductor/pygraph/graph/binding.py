@@ -147,19 +147,6 @@ def graph_nodes(graph: Any, bodies: Mapping[int, Sequence[Any]] = {}) -> Iterato
             yield from graph_nodes(body, bodies)
 
 
-# Write.offset for a slot.
-SLOT = -1
-
-
-class Write(NamedTuple):
-    """The address of an input plus ``delta`` goes to a slot, or to ``offset`` in the parameters of a node."""
-
-    input: int
-    delta: int
-    target: int
-    offset: int
-
-
 class ReadParameters(NamedTuple):
     """A captured kernel node: the parameters that are read, and what each holds."""
 

@@ -2,9 +2,8 @@
 Parameter indirection in one host action a call, however many kernels read an input.
 
 A graph gets a first node, the prelude: a kernel that takes the addresses of a call by value and writes each to a
-parameter of a device-updatable node (cudaGraphKernelNodeSetParam, CUDA 12.4), or to a slot of a table (table.py). To
-the host the prelude is a kernel node like others: binding.py finds the placeholders in its parameters and sets that one
-node.
+parameter of a device-updatable node (cudaGraphKernelNodeSetParam, CUDA 12.4). To the host the prelude is a kernel node
+like others: binding.py finds the placeholders in its parameters and sets that one node.
 
 The prelude is compiled with NVRTC, once for an architecture and version, and kept beside Inductor's caches.
 """
@@ -18,7 +17,7 @@ import importlib.util
 import logging
 import os
 from pathlib import Path
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.codecache import write_atomic
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
-    from torch._inductor.pygraph.graph.table import Table
 
 
 log = logging.getLogger(__name__)
@@ -52,11 +50,11 @@ THREADS = 128
 
 SOURCE = (
     r"""
-// To ``target``, a slot if offset is negative or else a node, at ``offset`` bytes of its
-// parameters: word number ``word`` plus ``delta``.
+#ifdef SETS_NODES
+// To ``offset`` bytes of the parameters of the node ``target``: word number ``word`` plus ``delta``.
 struct Write {
-    unsigned long long target;
-    long long offset;
+    cudaGraphDeviceNode_t target;
+    size_t offset;
     unsigned long long word;
     unsigned long long delta;
 };
@@ -77,27 +75,21 @@ struct Words {
         for (int k = first[i]; k < first[i + 1]; k++) {                                 \
             Write w = writes[k];                                                        \
             unsigned long long value = words.values[w.word] + w.delta;                  \
-            if (w.offset < 0) {                                                         \
-                *(unsigned long long*)w.target = value;                                 \
-            } else {                                                                    \
-                SET_NODE(w, value)                                                      \
-            }                                                                           \
+            int status = cudaGraphKernelNodeSetParam(w.target, w.offset, &value, 8);    \
+            if (status) *error = status;                                                \
         }                                                                               \
         __threadfence();                                                                \
     }
 
-#ifdef SETS_NODES
-#define SET_NODE(w, value)                                                              \
-    int status = cudaGraphKernelNodeSetParam(                                           \
-        (cudaGraphDeviceNode_t)w.target, (size_t)w.offset, &value, sizeof(value));      \
-    if (status) *error = status;
-#else
-#define SET_NODE(w, value) *error = -1;
-#endif
-
 """
     + "\n".join(f"PRELUDE({n})" for n in CAPACITIES)
     + r"""
+
+// In front of a conditional node; see conditional.py.
+extern "C" __global__ void pygraph_branch(cudaGraphConditionalHandle handle, const bool* predicate) {
+    cudaGraphSetConditional(handle, *predicate);
+}
+#endif
 
 // See copies.py. Returns the bytes that are left.
 template <typename T>
@@ -118,21 +110,23 @@ extern "C" __global__ void pygraph_copy(char* to, const char* from, unsigned lon
     nbytes = copy_all<unsigned int>(to, from, nbytes);
     copy_all<char>(to, from, nbytes);
 }
-
-// In front of a conditional node; see conditional.py.
-#ifdef SETS_NODES
-extern "C" __global__ void pygraph_branch(cudaGraphConditionalHandle handle, const bool* predicate) {
-    cudaGraphSetConditional(handle, *predicate);
-}
-#endif
 """
 )
 
-# The names of the other kernels. BRANCH is one of those that set nodes.
+# The names of the other kernels. COPY sets no node.
 BRANCH, COPY = "branch", "copy"
 
 # The first whose driver has IF nodes with two bodies.
 BRANCH_DRIVER_VERSION = 12080
+
+
+class Write(NamedTuple):
+    """The address of an input plus ``delta`` goes to ``offset`` in the parameters of the node ``target``."""
+
+    input: int
+    delta: int
+    target: int
+    offset: int
 
 
 class PreludeUnavailable(RuntimeError):
@@ -207,19 +201,18 @@ def _cache_path(architecture: str, *, sets_nodes: bool) -> Path:
     return Path(cache_dir()) / "pygraph" / name
 
 
-def _load(cubin: bytes) -> dict[Any, Any]:
+def _load(cubin: bytes, *, sets_nodes: bool) -> dict[Any, Any]:
     cu = bindings()
     module = check(cu.cuModuleLoadData(cubin))
-    names = {n: f"pygraph_prelude_{n}".encode() for n in CAPACITIES}
-    names[COPY] = b"pygraph_copy"
-    if b"pygraph_branch" in cubin:
-        names[BRANCH] = b"pygraph_branch"
+    names: dict[Any, bytes] = {COPY: b"pygraph_copy"}
+    if sets_nodes:
+        names |= {BRANCH: b"pygraph_branch", **{n: f"pygraph_prelude_{n}".encode() for n in CAPACITIES}}
     return {key: check(cu.cuModuleGetFunction(module, name)) for key, name in names.items()}
 
 
 @functools.cache
 def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
-    """Return the CUfunction of each capacity, of COPY, and of BRANCH if ``sets_nodes``. Raises PreludeUnavailable."""
+    """Return the CUfunction of COPY, and of BRANCH and each capacity if ``sets_nodes``. Raises PreludeUnavailable."""
     if sets_nodes and check(bindings().cuDriverGetVersion()) < DRIVER_VERSION:
         raise PreludeUnavailable("the driver has no device-side updates of nodes")
     properties = torch.cuda.get_device_properties(device_index)
@@ -228,7 +221,7 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
         path = _cache_path(architecture, sets_nodes=sets_nodes)
         if path.exists():
             try:
-                return _load(path.read_bytes())
+                return _load(path.read_bytes(), sets_nodes=sets_nodes)
             except (OSError, DriverError) as e:
                 log.info("compiling the prelude in %s anew: %s", path, e)
         cubin = compile_prelude(architecture, sets_nodes=sets_nodes)
@@ -236,7 +229,7 @@ def _kernels(device_index: int, sets_nodes: bool) -> dict[Any, Any]:
             write_atomic(str(path), cubin, make_dirs=True)
         except OSError as e:
             log.info("the prelude can not be kept in %s: %s", path, e)
-        return _load(cubin)
+        return _load(cubin, sets_nodes=sets_nodes)
     except PreludeUnavailable:
         raise
     except Exception as e:
@@ -277,8 +270,7 @@ def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
 
 class Prelude:
     """
-    Puts a prelude in front of a graph that was captured and not instantiated, if it has kernels that read an input. If
-    there is a ``table``, Triton kernels are replaced by their indirect forms, which read it.
+    Puts a prelude in front of a graph that was captured and not instantiated, if it has kernels that read an input.
 
     Attributes:
         nodes: handles of the nodes that are updated on the device, never by the host
@@ -288,12 +280,9 @@ class Prelude:
         RefusedError: the graph was changed, and is of no use, or its inputs can not be bound.
     """
 
-    def __init__(
-        self, raw_graph: int, placeholders: PlaceholderMap, device_index: int, table: Table | None = None
-    ) -> None:
+    def __init__(self, raw_graph: int, placeholders: PlaceholderMap, device_index: int) -> None:
         self.graph = bindings().CUgraph(raw_graph)
         self.device_index = device_index
-        self.table = table
         self.nodes: set[int] = set()
         # What the added nodes read.
         self.arrays: list[tuple[torch.Tensor, ...]] = []
@@ -302,17 +291,12 @@ class Prelude:
         if not readers:
             return
         # Before anything is changed: whether there can be a prelude.
-        _kernels(device_index, table is None)
+        kernels = _kernels(device_index, True)
         try:
-            if table is not None:
-                readers = [reader for reader in readers if not table.takes(reader)]
             writes = self._updates(readers)
-            if table is not None:
-                writes += table.writes()
             if not writes:
                 raise PreludeUnavailable("no kernel can be updated on the device")
             self.error = torch.zeros(1, dtype=torch.int32, device=self._device)
-            kernels = _kernels(device_index, bool(self.nodes))
             self._add_nodes(kernels, placeholders, writes)
         except PreludeUnavailable:
             raise
@@ -323,15 +307,9 @@ class Prelude:
     def _device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
 
-    def _updates(self, readers: list[binding.ReadParameters]) -> list[binding.Write]:
+    def _updates(self, readers: list[binding.ReadParameters]) -> list[Write]:
         """Make kernels device-updatable. Those that refuse are left to the host."""
-        writes: list[binding.Write] = []
-        try:
-            if readers:
-                _kernels(self.device_index, True)
-        except PreludeUnavailable as e:
-            log.info("kernels without an indirect form are updated by the host: %s", e)
-            return []
+        writes: list[Write] = []
         for reader in readers:
             try:
                 target = _make_updatable(reader.node)
@@ -341,11 +319,11 @@ class Prelude:
                 continue
             self.nodes.add(int(reader.node))
             writes += [
-                binding.Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words
+                Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words
             ]
         return writes
 
-    def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[binding.Write]) -> None:
+    def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:
         cu = bindings()
         _, count = check(cu.cuGraphGetRootNodes(self.graph))
         roots = list(check(cu.cuGraphGetRootNodes(self.graph, count))[0][:count])

@@ -14,7 +14,6 @@ from torch._inductor.pygraph.types.candidate import (
     NO_GRAPH,
     NODE_UPDATE,
     PRELUDE,
-    TABLE,
     UNDECIDED,
 )
 
@@ -30,7 +29,6 @@ LABELS = {
     COPY: "graph, inputs copied",
     NODE_UPDATE: "graph, inputs bound",
     PRELUDE: "graph, inputs bound by a prelude",
-    TABLE: "graph, inputs bound by a table",
     UNDECIDED: "undecided",
 }
 SCHEDULE_LABELS = {DAG: "side by side"} | {name: f"in {count} lanes" for name, count in LANES.items()}

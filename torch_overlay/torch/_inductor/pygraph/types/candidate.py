@@ -16,11 +16,9 @@ COPY = "copy"
 NODE_UPDATE = "node_update"
 # The graph's first node sets them, or what it cannot set, the host.
 PRELUDE = "prelude"
-# The graph's first node writes a table from which Triton kernels load their pointers. Only ever forced.
-TABLE = "table"
 
 # Candidates that bind external inputs by address.
-BINDINGS = (NODE_UPDATE, PRELUDE, TABLE)
+BINDINGS = (NODE_UPDATE, PRELUDE)
 CANDIDATES = (NO_GRAPH, COPY, *BINDINGS)
 
 # No candidate was chosen yet.
