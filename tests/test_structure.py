@@ -14,6 +14,7 @@ from pygraph_build.upstream import ROOT
 
 PACKAGE = "torch._inductor.pygraph"
 SOURCES = ROOT / "torch_overlay" / "torch" / "_inductor" / "pygraph"
+SUPPORT = ROOT / "torch_overlay" / "torch" / "testing" / "_internal"
 
 # The lowest first. A module imports from its own layer and from those below.
 LAYERS = (
@@ -106,3 +107,8 @@ def test_sizes(module: str) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             assert node.end_lineno - node.lineno < MAX_FUNCTION_LINES, node.name
+
+
+@pytest.mark.parametrize("file", sorted(SUPPORT.glob("*.py")), ids=lambda file: file.stem)
+def test_sizes_of_what_tests_share(file: Path) -> None:
+    assert len(file.read_text().splitlines()) <= MAX_MODULE_LINES

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 SECTIONS = ("Bug", "Fix", "Test plan", "AI disclosure")
 STATES = ("stock", "patched")
-MODEL = "torch/testing/_internal/fake_cuda.py"
+MODEL = ("torch/testing/_internal/fake_cuda.py", "torch/testing/_internal/python_autograd.py")
 
 _PROGRAM = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 _TRANSCRIPT = re.compile(r"^```console\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -129,7 +129,8 @@ def link(source: Path, target: Path, own: set[str]) -> None:
 
 def lay(upstream: Upstream, request: PullRequest, state: str, site: Path, directory: Path) -> None:
     """Makes ``directory`` a place to run in: torch, the tests and the program."""
-    written = {MODEL: (upstream.overlay / MODEL).read_bytes(), "repro.py": request.program.encode()}
+    written = {path: (upstream.overlay / path).read_bytes() for path in MODEL}
+    written["repro.py"] = request.program.encode()
     for change in request.changes:
         if state == "patched" or change.path in request.tests:
             old = site / change.path

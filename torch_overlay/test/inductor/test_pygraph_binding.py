@@ -34,17 +34,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    cu,
-    EXECUTABLE,
-    GRAPH,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    modelled_driver,
-    Node,
-    u64,
-)
+from torch.testing._internal.modelled_driver import modelled_driver
+from torch.testing._internal.modelled_nodes import cu, EXECUTABLE, GRAPH, KernelNode, MemcpyNode, MemsetNode, Node, u64
 from torch.testing._internal.pygraph_common import needs_compiled, needs_structs
 from torch.testing._internal.pygraph_graphs import (
     calls,

@@ -23,8 +23,8 @@ from torch._inductor import config
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
 from torch.testing import FileCheck
-from torch.testing._internal import fake_cuda as fake_cuda_module
-from torch.testing._internal.fake_cuda import _run_backward, fake_cuda, report
+from torch.testing._internal.fake_cuda import fake_cuda, report
+from torch.testing._internal.python_autograd import run_backward
 
 
 if TYPE_CHECKING:
@@ -181,12 +181,13 @@ def generate(modes: list[str]) -> dict[str, dict[str, list[str]]]:
 CHILD = """
 import gc, importlib.util, json, sys
 import torch
-output, fake_cuda, test, *modes = sys.argv[1:]
-for name, path in ("torch.testing._internal.fake_cuda", fake_cuda), ("test_pygraph_codegen", test):
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+import torch.testing._internal
+output, support, test, *modes = sys.argv[1:]
+torch.testing._internal.__path__.append(support)
+spec = importlib.util.spec_from_file_location("test_pygraph_codegen", test)
+module = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = module
+spec.loader.exec_module(module)
 gc.freeze()  # torch._dynamo.reset collects garbage
 with open(output, "w") as f:
     json.dump({"torch": torch.__file__, "code": module.generate(modes)}, f)
@@ -199,8 +200,9 @@ class Child:
     def __init__(self, python_path: str, modes: list[str]) -> None:
         self.directory = tempfile.TemporaryDirectory()
         self.output = Path(self.directory.name, "code.json")
+        support = str(Path(torch.testing._internal.__file__).parent)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(self.output), fake_cuda_module.__file__, __file__, *modes],
+            [sys.executable, "-c", CHILD, str(self.output), support, __file__, *modes],
             env={**os.environ, "PYTHONPATH": python_path, "TORCHINDUCTOR_PYGRAPH": "0"},
             cwd=self.directory.name,
         )
@@ -291,7 +293,7 @@ class RunBackwardTest(TestCase):
 
     def check(self, output: torch.Tensor, inputs: tuple[torch.Tensor, ...]) -> None:
         gradient = torch.randn_like(output)
-        result = _run_backward((output,), (gradient,), True, False, inputs, True, False)
+        result = run_backward((output,), (gradient,), True, False, inputs, True, False)
         expected = torch.autograd.grad((output,), inputs, (gradient,), allow_unused=True)
         self.assertEqual(result, expected, atol=0, rtol=0)
 
@@ -332,13 +334,13 @@ class RunBackwardTest(TestCase):
     def test_accumulates(self) -> None:
         x = torch.randn(3, requires_grad=True)
         for _ in range(2):
-            _run_backward((x.square().sum(),), (torch.ones(()),), False, False, (), True, True)
+            run_backward((x.square().sum(),), (torch.ones(()),), False, False, (), True, True)
         self.assertEqual(x.grad, 4 * x.detach())
 
     def test_unused_input(self) -> None:
         x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
         with self.assertRaisesRegex(RuntimeError, "not have been used"):
-            _run_backward((x.sum(),), (torch.ones(()),), False, False, (y,), False, False)
+            run_backward((x.sum(),), (torch.ones(()),), False, False, (y,), False, False)
 
 
 class FakeCudaTest(TestCase):

@@ -19,7 +19,9 @@ from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.fake_cuda import fake_cuda
-from torch.testing._internal.modelled_cuda import cu, MemcpyNode, modelled_device, on_host
+from torch.testing._internal.modelled_cuda import modelled_device
+from torch.testing._internal.modelled_nodes import cu, MemcpyNode
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.modelled_sizes import compiled, SizedDevice, SizedDriver, SizedProgram, symbols
 from torch.testing._internal.pygraph_functions import hiding
 

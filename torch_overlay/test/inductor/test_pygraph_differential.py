@@ -58,14 +58,9 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CUDA_AND_TRITON
-from torch.testing._internal.pygraph_programs import (
-    Difference,
-    difference,
-    FEATURES,
-    observe,
-    Program,
-    programs,
-)
+from torch.testing._internal.pygraph_observed import Difference, difference, observe
+from torch.testing._internal.pygraph_program import FEATURES, Program
+from torch.testing._internal.pygraph_programs import programs
 
 
 if TYPE_CHECKING:

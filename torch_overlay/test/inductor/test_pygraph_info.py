@@ -51,7 +51,9 @@ from torch.testing._internal.common_utils import (
     parametrize,
 )
 from torch.testing._internal.fake_cuda import CompiledGraph, fake_cuda
-from torch.testing._internal.pygraph_programs import observe, Program, programs
+from torch.testing._internal.pygraph_observed import observe
+from torch.testing._internal.pygraph_program import Program
+from torch.testing._internal.pygraph_programs import programs
 
 
 # Make the helper files in test/ importable

@@ -43,10 +43,11 @@ from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
 from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.modelled_cuda import cu, modelled_device, on_host
+from torch.testing._internal.modelled_cuda import modelled_device
+from torch.testing._internal.modelled_nodes import cu
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.modelled_sizes import (
     compiled,
-    NotModelled,
     SizedDevice,
     SizedDriver,
     SizedProgram,
@@ -54,6 +55,7 @@ from torch.testing._internal.modelled_sizes import (
     symbolic_graphs,
     symbols,
 )
+from torch.testing._internal.modelled_triton import NotModelled
 from torch.testing._internal.pygraph_common import ByPython
 from torch.testing._internal.pygraph_simulation import NoisySimulation
 

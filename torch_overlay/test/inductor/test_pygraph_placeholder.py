@@ -30,7 +30,8 @@ from torch.testing._internal.common_utils import (
     parametrize,
     subtest,
 )
-from torch.testing._internal.modelled_cuda import cu, modelled_driver
+from torch.testing._internal.modelled_driver import modelled_driver
+from torch.testing._internal.modelled_nodes import cu
 from torch.testing._internal.pygraph_common import needs_structs
 
 

@@ -27,14 +27,14 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
+from torch.testing._internal.modelled_driver import modelled_driver
+from torch.testing._internal.modelled_nodes import (
     cu,
     EXECUTABLE,
     GRAPH,
     KernelNode,
     MemcpyNode,
     MemsetNode,
-    modelled_driver,
     Node,
     PRELUDE_FUNCTION,
     u64,

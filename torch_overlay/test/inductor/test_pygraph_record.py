@@ -8,6 +8,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -30,14 +31,14 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import MemcpyNode, on_host
+from torch.testing._internal.modelled_nodes import MemcpyNode
+from torch.testing._internal.modelled_operators import on_host
+from torch.testing._internal.pygraph_collectives import CollectiveTestCase, Ranks
 from torch.testing._internal.pygraph_functions import (
     Deployed,
     HeldByAutograd,
-    HeldByName,
     hiding,
     new_generation,
-    Ranks,
     RecordTestCase,
 )
 
@@ -46,7 +47,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class RecordTest(RecordTestCase):
+@dataclasses.dataclass
+class HeldByName:
+    tensor: torch.Tensor
+
+    def activation(self) -> torch.Tensor:
+        return self.tensor
+
+
+class RecordTest(CollectiveTestCase):
     def test_steady_state_goes_around_trees(self):
         fn = self.check(self.ADD)
         manager = trees.get_manager(0)

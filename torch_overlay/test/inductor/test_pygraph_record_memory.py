@@ -27,9 +27,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_functions import (
     Deployed,
     hiding,
@@ -39,10 +37,90 @@ from torch.testing._internal.pygraph_functions import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 class MemoryTest(RecordTestCase):
+    LAYER = """
+        x, w, b = args; args.clear()
+        a = new(); launch(add, a, x, w)
+        c = new(); launch(add, c, a, b)
+        return (c,)
+    """
+
+    def fits(
+        self, limit: int, program: Callable[[str | None, Any], Any], force: str | None
+    ) -> bool:
+        "Whether a program gets along with so much memory, in a process of its own."
+        self.forward = self.backward = None
+        trees.reset_cudagraph_trees()
+        reset_report()
+        self.device.blocks.clear()
+        self.device.limit = limit
+        try:
+            # Before: graphs keep their memory between calls, of which calls need more.
+            inputs = [(self.randn(), self.randn()) for _ in range(5)]
+            program(force, itertools.cycle(inputs))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+    def check_fits(
+        self, program: Callable[[str | None, Any], Any], force: str | None
+    ) -> list[str]:
+        "What is chosen for the last function, from where the program fits without graphs."
+        limit = next(n for n in range(0, 4096, 32) if self.fits(n, program, "no_graph"))
+        choices = []
+        for n in range(limit, 4 * limit, 32):
+            self.assertTrue(self.fits(n, program, force), f"{n} bytes of {limit}")
+            choices.append(report()[-1].choice)
+        self.device.limit = 1 << 30
+        return choices
+
+    def train(self, force: str | None, inputs: Iterator[Any]) -> None:
+        self.weight, _ = next(inputs)
+        for _ in range(7):
+            x, t = next(inputs)
+            with mock.patch.object(self, "randn", lambda: t):
+                for actual, expected in self.step(x, force=force):
+                    self.assertEqual(on_host(actual), expected)
+            # Nothing is kept into the next step.
+            del actual
+
+    # Eight times the sine, and y added.
+    DEEP = "x, y = args; args.clear(); " + "".join(
+        f"{b} = new(); launch(sin, {b}, {a}); "
+        for a, b in itertools.pairwise("xabcdefgh")
+    )
+
+    DEEP += "i = new(); launch(add, i, h, y); return (i,)"
+
+    def run_deep(self, force: str | None, inputs: Iterator[Any], calls: int = 5) -> None:
+        fn = None
+        for _ in range(calls):
+            x, y = next(inputs)
+            fn = fn or self.deploy(self.DEEP, [x, y], force=force)
+            expected = on_host(x)
+            for _ in range(8):
+                expected = expected.sin()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out), expected + on_host(y))
+            del out
+
+    def run_shared(self, force: str | None, inputs: Iterator[Any]) -> None:
+        body = """
+            x, y = args; args.clear()
+            a = empty(); launch(sin, a, x); launch(add, a, a, y)
+            return (a, a.view(2, 4))
+        """
+        fn = None
+        for _ in range(5):
+            x, y = next(inputs)
+            fn = fn or self.deploy(body, [x, y], force=force, returned=[0, 1])
+            out, view = fn(x, y)
+            self.assertEqual(on_host(out), on_host(x).sin() + on_host(y))
+            del out, view
+
     @parametrize("force", ("node_update", "copy", None))
     def test_outputs_are_kept(self, force):
         self.check(self.ADD, force=force, calls=7 if force else 40)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import random
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import numpy as np
@@ -31,21 +31,84 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_operators import on_host
+from torch.testing._internal.pygraph_collectives import CollectiveTestCase
 from torch.testing._internal.pygraph_functions import (
     hiding,
+    mul,
     RecordTestCase,
     sin,
 )
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
-class RefusalTest(RecordTestCase):
+class RefusalTest(CollectiveTestCase):
+    def numbers_of_the_host(
+        self, number: Callable[[], float], calls: int, force: str | None
+    ) -> list[float]:
+        "What each call of a function gives whose kernel takes a number from host code."
+
+        def scale(out: torch.Tensor, x: torch.Tensor) -> None:
+            by = number()
+            self.device.launch(lambda o, a: torch.mul(a, by, out=o), out, x)
+
+        x = self.device.tensor(torch.ones(8))
+        fn = self.deploy(
+            "x, = args; args.clear(); a = new(); scale(a, x); return (a,)",
+            [x],
+            force=force,
+        )
+        fn.model.__globals__["scale"] = scale
+        return [on_host(fn(x)[0])[0].item() for _ in range(calls)]
+
+    def conjugating(self, body: str) -> Any:
+        "A function whose operator_mul is aten.mul: what it launches depends on its inputs."
+
+        def mul_of_conjugate(out: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
+            torch.mul(x.conj(), y, out=out)
+
+        def operator_mul(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            out = self.device.empty_strided((8,), (1,), torch.complex64)
+            kernel = mul_of_conjugate if x.is_conj() else mul
+            self.device.launch(kernel, out, x, y)
+            return out
+
+        fn = RecordTestCase.generated(self, body)
+        fn.__globals__["operator_mul"] = operator_mul
+        return fn
+
+    def check_complex(
+        self, body: str, force: str, mode: str, conjugated_from: int
+    ) -> None:
+        def value(t: torch.Tensor) -> torch.Tensor:
+            on_cpu = on_host(t).clone()
+            return on_cpu.conj().resolve_conj() if t.is_conj() else on_cpu
+
+        fn = None
+        for i in range(8):
+            x, y = (
+                self.device.tensor(torch.randn(8, dtype=torch.complex64))
+                for _ in range(2)
+            )
+            if i >= conjugated_from:
+                x = torch.ops.aten._conj(x)
+            fn = fn or self.deploy(
+                body,
+                [x, y],
+                force=force,
+                mode=mode,
+                names=["tangents_1", "tangents_2"],
+            )
+            expected = value(x) * value(y)
+            (out,) = fn(x, y)
+            if "_conj" in body:
+                expected = expected.conj()
+            self.assertEqual(value(out), expected)
+            del out
+
     @parametrize(
         "failure, choice",
         (

@@ -8,7 +8,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 from __future__ import annotations
 
 import itertools
-from typing import Any, TYPE_CHECKING
+from typing import Any
 from unittest import mock
 
 import torch
@@ -26,17 +26,11 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_functions import (
     hiding,
     RecordTestCase,
 )
-
-
-if TYPE_CHECKING:
-    pass
 
 
 class SelectionTest(RecordTestCase):

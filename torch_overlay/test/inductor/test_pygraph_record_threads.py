@@ -31,9 +31,8 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_cuda import ModelledStream
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_functions import (
     Deployed,
     HeldByAutograd,
@@ -43,10 +42,44 @@ from torch.testing._internal.pygraph_functions import (
 
 
 if TYPE_CHECKING:
-    pass
+    from collections.abc import Callable
 
 
 class ThreadsTest(RecordTestCase):
+    def streams(self, *raw: int) -> list[ModelledStream]:
+        return [ModelledStream(self.device, cuda_stream) for cuda_stream in raw]
+
+    def enqueued(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: self.device.stream.work.append(lambda: compute(*args))
+
+    def check_operator(self, force: str) -> None:
+        inner = self.check(self.ADD, calls=5)
+        ran = []
+
+        def hook():
+            # What draws on the host is not captured.
+            x, y = (self.device.tensor(torch.arange(8.0)) for _ in range(2))
+            (out,) = inner(x, y)
+            if self.device.captured is None:
+                ran.append((self.values([out]), self.expected(inner, [x, y])[:1]))
+
+        self.hook = hook
+        outer = self.deploy(
+            "hook(); x, y = args; args.clear(); a = new(); launch(add, a, x, y); return (a,)",
+            [self.randn(), self.randn()],
+            force=force,
+        )
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            (out,) = outer(x, y)
+            self.assertEqual(on_host(out), on_host(x) + on_host(y))
+        for actual, expected in ran:
+            self.assertEqual(actual, expected)
+        manager = trees.get_manager(0)
+        roots = [len(nodes) for nodes in manager.roots.values()]
+        self.assertEqual((roots, manager.new_graph_id().id), ([1, 1], 2))
+        self.assertEqual([r.choice for r in report()], ["node_update", force])
+
     def test_two_streams(self):
         "Intermediates of both functions lie at the same addresses."
         body = """

@@ -25,15 +25,13 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
-from torch.testing._internal.modelled_cuda import (
-    on_host,
-)
+from torch.testing._internal.modelled_operators import on_host
+from torch.testing._internal.pygraph_collectives import Ranks
 from torch.testing._internal.pygraph_functions import (
     Deployed,
     HeldByAutograd,
     hiding,
     new_generation,
-    Ranks,
     RecordTestCase,
 )
 
@@ -43,6 +41,10 @@ if TYPE_CHECKING:
 
 
 class TrainingTest(RecordTestCase):
+    def is_of_backward(self, node: int) -> bool:
+        nodes, graphs = self.device.driver.nodes, self.device.driver.graphs.values()
+        return any(node in graph and nodes[graph[0]].launch.kernel.name == "cos_" for graph in graphs)
+
     @parametrize("ranks_decide", (False, True))
     def test_collectives_of_a_backward(self, ranks_decide):
         "What the forward left in the pool is gone after the proof, or restored from a copy."

@@ -48,7 +48,8 @@ from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.fake_cuda import fake_cuda
-from torch.testing._internal.modelled_cuda import KernelNode, on_host, PreludeNode
+from torch.testing._internal.modelled_nodes import KernelNode, PreludeNode
+from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_functions import new_generation, RecordTestCase
 
 

@@ -22,14 +22,11 @@ code which branches on them raises, as it does under any ``FakeTensorMode``.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import copy
 import dataclasses
 import functools
 import gc
-import heapq
-import itertools
 import math
 import re
 import types
@@ -47,7 +44,6 @@ import torch._inductor.output_code
 import torch._inductor.utils as inductor_utils
 import torch._subclasses.fake_tensor as fake_tensor
 import torch.fx.experimental.proxy_tensor as proxy_tensor
-import torch.fx.traceback as fx_traceback
 import torch.utils._triton
 from torch._dynamo import device_interface
 from torch._dynamo.device_interface import CudaInterface
@@ -65,9 +61,8 @@ from torch._inductor.runtime.hints import DeviceProperties
 from torch._inductor.scheduler import NopKernelSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.testing._internal.python_autograd import run_backward
 
 
 if TYPE_CHECKING:
@@ -384,115 +379,6 @@ class _Recorder:
         return None
 
 
-def _run_backward(
-    outputs: Sequence[torch.Tensor | GradientEdge],
-    grads: Sequence[torch.Tensor | None],
-    retain_graph: bool,
-    create_graph: bool,
-    inputs: Sequence[torch.Tensor | GradientEdge],
-    allow_unreachable: bool,
-    accumulate_grad: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """The autograd engine in Python: the C++ engine asks the driver for the streams of CUDA nodes.
-
-    Order (latest node first), sums, reductions and casts are the C++ engine's; tensor and node
-    hooks do not run, and no graph is freed.
-    """
-    accumulators: dict[int, Node] = {}
-
-    def edge(t: torch.Tensor | GradientEdge) -> tuple[Node, int]:
-        if isinstance(t, GradientEdge):
-            return t.node, t.output_nr
-        # A leaf's accumulator is otherwise found by making a view of the leaf, which would be traced.
-        return accumulators.get(id(t)) or _get_grad_fn_or_grad_acc(t), t.output_nr
-
-    roots = [edge(t) for t in outputs]
-    waiting_for = collections.Counter(node for node, _ in roots)
-    predecessors: dict[Node, list[Node]] = collections.defaultdict(list)
-    order = list(waiting_for)  # grows while it is walked
-    for node in order:
-        if isinstance(variable := getattr(node, "variable", None), torch.Tensor):
-            accumulators[id(variable)] = node
-        for successor, _ in node.next_functions:
-            if successor is None:
-                continue
-            if successor not in waiting_for:
-                order.append(successor)
-            waiting_for[successor] += 1
-            predecessors[successor].append(node)
-
-    captures = [edge(t) for t in inputs]
-    captured: dict[tuple[Node, int], torch.Tensor] = {}
-    if inputs:
-        lead_to_capture = [node for node, _ in captures]
-        executed = {node for node in lead_to_capture if accumulate_grad and node in accumulators.values()}
-        for node in lead_to_capture:
-            for predecessor in predecessors[node]:
-                if predecessor not in executed:
-                    executed.add(predecessor)
-                    lead_to_capture.append(predecessor)
-    else:
-        executed = set(order)
-
-    received: dict[Node, list[torch.Tensor | None]] = {node: [None] * len(node._input_metadata) for node in order}
-    ready: list[tuple[int, int, Node]] = []
-    arrival = itertools.count()
-
-    def send(grad: torch.Tensor | None, node: Node, input_nr: int) -> None:
-        if grad is not None:
-            metadata = node._input_metadata[input_nr]
-            if grad.shape != metadata.shape:
-                grad = grad.sum_to_size(metadata.shape)
-            if grad.dtype != metadata.dtype:
-                grad = grad.to(metadata.dtype)
-            sum_so_far = received[node][input_nr]
-            received[node][input_nr] = grad if sum_so_far is None else sum_so_far + grad
-        waiting_for[node] -= 1
-        if not waiting_for[node]:
-            heapq.heappush(ready, (-node._sequence_nr(), next(arrival), node))
-
-    with (
-        torch.set_grad_enabled(create_graph),
-        mock.patch.object(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: retain_graph),
-    ):
-        for (node, input_nr), grad in zip(roots, grads):
-            send(grad, node, input_nr)
-        while ready:
-            *_, node = heapq.heappop(ready)
-            node_grads = received.pop(node)
-            captured.update({(n, i): node_grads[i] for n, i in captures if n is node})
-            edges = [e for e in node.next_functions if e[0] is not None]
-            if node in executed:
-                results = _call_node(node, node_grads)
-            else:
-                results = [None] * len(edges)
-            for grad, (successor, input_nr) in zip(results, edges, strict=True):
-                send(grad, successor, input_nr)
-
-    result = tuple(captured.get(c) for c in captures)
-    if not allow_unreachable and None in result:
-        raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
-    return result
-
-
-def _call_node(node: Node, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Run ``node``; the results are those for its edges that lead somewhere."""
-    fx_traceback.set_stack_trace(node.metadata.get("traceback_", []))
-    fx_traceback.set_grad_fn_seq_nr(node._sequence_nr())
-    try:
-        if isinstance(node, BackwardCFunction):
-            grads = [
-                torch.zeros(m.shape, dtype=m.dtype, device=m.device) if g is None else g
-                for g, m in zip(grads, node._input_metadata)
-            ]
-            results, wanted = node.apply(*grads), node.needs_input_grad
-        else:
-            results, wanted = node(*grads), (successor is not None for successor, _ in node.next_functions)
-        return [r for r, want in zip(results if isinstance(results, tuple) else (results,), wanted) if want]
-    finally:
-        fx_traceback.reset_grad_fn_seq_nr()
-
-
 _deepcopy_module = torch.fx.GraphModule.__deepcopy__
 
 
@@ -649,7 +535,7 @@ def fake_cuda(*, compile_kernels: bool = False) -> Iterator[list[CompiledGraph]]
                 mock.patch.object(torch.utils, "weakref", types.SimpleNamespace(getweakrefs=lambda t: []))
             )
             stack.enter_context(mock.patch.object(torch.fx.GraphModule, "__deepcopy__", _copy_module))
-            stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", _run_backward))
+            stack.enter_context(mock.patch.object(torch.autograd, "_engine_run_backward", run_backward))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield recorder.graphs
     finally:

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import native
 from torch._inductor.test_case import TestCase
-from torch.testing._internal.modelled_cuda import cu
+from torch.testing._internal.modelled_nodes import cu
 
 
 if TYPE_CHECKING:

@@ -14,13 +14,8 @@ from torch._inductor.pygraph.graph.placeholder import (
     PlaceholderArena,
     PlaceholderMap,
 )
-from torch.testing._internal.modelled_cuda import (
-    KernelNode,
-    MemcpyNode,
-    modelled_driver,
-    Node,
-    u64,
-)
+from torch.testing._internal.modelled_driver import modelled_driver
+from torch.testing._internal.modelled_nodes import KernelNode, MemcpyNode, Node, u64
 
 
 if TYPE_CHECKING:
