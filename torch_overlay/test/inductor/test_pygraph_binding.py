@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.capture.allocation import ALIGNMENTS
-from torch._inductor.pygraph.graph import binding, driver
+from torch._inductor.pygraph.graph import binding, copies as copying, driver
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
@@ -33,9 +33,20 @@ from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
+    subtest,
 )
 from torch.testing._internal.modelled_driver import modelled_driver
-from torch.testing._internal.modelled_nodes import cu, EXECUTABLE, GRAPH, KernelNode, MemcpyNode, MemsetNode, Node, u64
+from torch.testing._internal.modelled_nodes import (
+    COPY_FUNCTION,
+    cu,
+    EXECUTABLE,
+    GRAPH,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    u64,
+)
 from torch.testing._internal.pygraph_common import needs_compiled, needs_structs
 from torch.testing._internal.pygraph_graphs import (
     calls,
@@ -85,6 +96,42 @@ class ModelTest(TestCase):
         )
         with self.assertRaisesRegex(DriverError, "CUDA_ERROR_INVALID_VALUE"):
             driver.check((bad, 1))
+
+
+@needs_structs
+class CopiesTest(TestCase):
+    "Copies that kernels make in the place of nodes."
+
+    class Copy(MemcpyNode):
+        def __init__(self, *args, **fields):
+            super().__init__(*args)
+            self.fields = fields
+
+        def params(self, handle):
+            params = super().params(handle)
+            for name, value in self.fields.items():
+                setattr(params, name, value)
+            return params
+
+    @parametrize(
+        "fields",
+        [subtest({name: value}, name=f"{name}_{value}") for name in ("Height", "Depth") for value in (0, 2)]
+        + [subtest({name: 1}, name=name) for name in ("srcY", "srcZ", "dstY", "dstZ")],
+    )
+    def test_not_one_row(self, fields):
+        """A copy of one row at the given addresses has a kernel. Other copies keep their nodes."""
+        places = place(64)
+        (x,) = (p.address for p in places.placeholders)
+        with (
+            modelled_driver(self.Copy(OTHER, x, 64), self.Copy(OTHER, x, 64, **fields)) as model,
+            mock.patch.object(copying, "copy_kernel", lambda index: cu.CUfunction(COPY_FUNCTION)),
+        ):
+            copying.replace_copies(GRAPH, places, 0)
+            kinds = [model.nodes[i].kind for i in model.graphs[GRAPH]]
+        self.assertEqual(kinds, ["MEMCPY", "KERNEL"])
+
+
+instantiate_parametrized_tests(CopiesTest)
 
 
 @needs_structs

@@ -72,7 +72,11 @@ def _row(node: Any, placeholders: PlaceholderMap) -> Row | None:
     cu = bindings()
     params = check(cu.cuGraphMemcpyNodeGetParams(node))
     device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE, cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
-    if not {params.srcMemoryType, params.dstMemoryType} <= {*device} or max(params.Height, params.Depth) > 1:
+    if not {params.srcMemoryType, params.dstMemoryType} <= {*device}:
+        return None
+    # A copy without rows copies nothing. A later row begins at another address.
+    later = params.srcY, params.srcZ, params.dstY, params.dstZ
+    if (params.Height, params.Depth) != (1, 1) or any(later):
         return None
     if not find_words(struct_buffer(params, MEMCPY_BYTES), placeholders):
         return None
