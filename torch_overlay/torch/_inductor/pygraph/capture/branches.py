@@ -11,6 +11,7 @@ A loop has two paths, too: one iteration, and none. Its results are buffers that
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from typing import Any, TYPE_CHECKING
@@ -30,7 +31,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.graph.binding import NodeUpdate
@@ -38,7 +39,10 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
 
-    Path = Callable[..., Sequence[torch.Tensor]]
+    Tensors = Sequence[torch.Tensor]
+    Path = Callable[..., Tensors]
+    # By the predicate.
+    Paths = Mapping[bool, Path]
     Layouts = Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]]
 
 
@@ -55,7 +59,7 @@ def run_branch(
     args: list[Any],
     layouts: Layouts,
     allocate: Callable[..., torch.Tensor],
-) -> Sequence[torch.Tensor]:
+) -> Tensors:
     """
     Return the results of one of two paths.
 
@@ -69,7 +73,7 @@ def run_branch(
     if branches is None:
         return (if_true if predicate.item() else if_false)(args)
     results = [allocate(*layout) for layout in layouts]
-    branches.run(name, predicate, if_true, if_false, args, results)
+    branches.run(name, predicate, {True: if_true, False: if_false}, args, results)
     return results
 
 
@@ -81,7 +85,7 @@ def run_loop(
     args: list[Any],
     layouts: Layouts,
     allocate: Callable[..., torch.Tensor],
-) -> Sequence[torch.Tensor]:
+) -> Tensors:
     """
     Return what a loop carries in the end.
 
@@ -109,7 +113,7 @@ def with_branches(model: ModelType, branches: RehearsedBranches | CapturedBranch
     return model if branches is None else functools.partial(model, **{BRANCHES: branches})
 
 
-def _fill(results: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> None:
+def _fill(results: Tensors, values: Tensors) -> None:
     """Write what a path returned to the results of the branch, where it does not lie there."""
     for result, value in zip(results, values, strict=True):
         if result.numel() == 0 or result.data_ptr() == value.data_ptr():
@@ -146,29 +150,19 @@ class RehearsedBranches:
 
         return run
 
-    def run(
-        self,
-        name: str,
-        predicate: torch.Tensor,
-        if_true: Path,
-        if_false: Path,
-        args: list[Any],
-        results: list[torch.Tensor],
-    ) -> None:
+    def run(self, name: str, predicate: torch.Tensor, paths: Paths, args: list[Any], results: Tensors) -> None:
         taken = bool(predicate.item()) if (chosen := self.chosen.get(name)) is None else chosen
         trace = AllocationTrace()
         self._inside += 1
         self.depth = max(self.depth, self._inside)
         try:
-            values = (if_true if taken else if_false)(args, **{ALLOCATOR: trace, BRANCHES: self})
+            values = paths[taken](args, **{ALLOCATOR: trace, BRANCHES: self})
         finally:
             self._inside -= 1
         self.places[name, taken] = _places(trace, values, results)
         _fill(results, values)
 
-    def run_loop(
-        self, name: str, condition: Path, body: Path, others: list[Any], results: list[torch.Tensor]
-    ) -> None:
+    def run_loop(self, name: str, condition: Path, body: Path, others: list[Any], results: Tensors) -> None:
         chosen = self.chosen.get(name)
         passed = {ALLOCATOR: AllocationTrace(), BRANCHES: self}
         self.depth = max(self.depth, self._inside + 1)
@@ -180,9 +174,7 @@ class RehearsedBranches:
             goes_on = bool(condition([*results, *others], **passed)[0].item()) and chosen is None
 
 
-def _places(
-    trace: AllocationTrace, values: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
-) -> list[tuple[int, int]]:
+def _places(trace: AllocationTrace, values: Tensors, results: Tensors) -> list[tuple[int, int]]:
     storages = [StorageWeakRef(value.untyped_storage()) for value in values]
     return [
         (n, i)
@@ -215,49 +207,39 @@ class CapturedBranches:
         """The graphs of the paths, by the handle of the conditional node."""
         return {int(n.node): n.bodies for n in self.nodes.values()}
 
-    def run(
-        self,
-        name: str,
-        predicate: torch.Tensor,
-        if_true: Path,
-        if_false: Path,
-        args: list[Any],
-        results: list[torch.Tensor],
-    ) -> None:
-        if not self.nodes:
-            self._allocate_in_pool()
+    def run(self, name: str, predicate: torch.Tensor, paths: Paths, args: list[Any], results: Tensors) -> None:
+        self._allocate_in_pool()
         added = self.nodes[name] = add_conditional(predicate.data_ptr(), self.device_index)
-        stream = self.streams[self._inside]
-        self._inside += 1
-        for taken, path, body in zip((True, False), (if_true, if_false), added.bodies):
-            places = {
-                n: (storage_extent(results[i]), results[i].data_ptr()) for n, i in self.places[name, taken]
-            }
+        for (taken, path), body in zip(paths.items(), added.bodies):
+            places = {n: (storage_extent(results[i]), results[i].data_ptr()) for n, i in self.places[name, taken]}
             allocate = placed_allocator(places, self.device_index)
-            with captured_into(body, stream):
+            with self._captured_into(body):
                 # The list of arguments is cleared.
                 _fill(results, path([*args], **{ALLOCATOR: allocate, BRANCHES: self}))
-        self._inside -= 1
         args.clear()
 
-    def run_loop(
-        self, name: str, condition: Path, body: Path, others: list[Any], results: list[torch.Tensor]
-    ) -> None:
-        if not self.nodes:
-            self._allocate_in_pool()
+    def run_loop(self, name: str, condition: Path, body: Path, others: list[Any], results: Tensors) -> None:
+        self._allocate_in_pool()
         passed = {ALLOCATOR: placed_allocator({}, self.device_index), BRANCHES: self}
         (predicate,) = condition([*results, *others], **passed)
         added = self.nodes[name] = add_conditional(predicate.data_ptr(), self.device_index, is_loop=True)
-        stream = self.streams[self._inside]
-        self._inside += 1
-        with captured_into(added.bodies[0], stream):
+        with self._captured_into(added.bodies[0]):
             _fill(results, body([*results, *others], **passed))
             (predicate,) = condition([*results, *others], **passed)
             added.setters.append(add_setter(predicate.data_ptr(), added.handle, self.device_index))
+
+    @contextlib.contextmanager
+    def _captured_into(self, body: Any) -> Iterator[None]:
+        stream = self.streams[self._inside]
+        self._inside += 1
+        with captured_into(body, stream):
+            yield
         self._inside -= 1
 
     def _allocate_in_pool(self) -> None:
         """Let all that this thread allocates until the end of the capture lie in the graphs' pool, on all streams."""
+        if self.nodes:
+            return
         torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
         # The graph holds the pool once, not twice.
