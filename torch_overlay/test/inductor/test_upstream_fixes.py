@@ -189,6 +189,17 @@ def f(x):
             self.assertEqual(compiled(x), f(x))
             self.assertEqual(counters["stats"]["unique_graphs"], graphs + 1)
 
+    def test_guards_of_aliased_modules_run_no_python(self) -> None:
+        """Linear and ReLU reach one module, torch.nn.functional; no function is generated that compares the two."""
+        model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.ReLU())
+        compiled = torch.compile(model, backend="eager")
+        x = torch.randn(3, 3)
+        compiled(x)
+        self.assertNotIn("guard", python_frames(lambda: compiled(x)))
+        with mock.patch.object(torch.nn.modules.activation, "F", types.SimpleNamespace(relu=lambda x, inplace: -x)):
+            self.assertEqual(compiled(x), -model[0](x))
+        self.assertEqual(compiled(x), model(x))
+
 
 class PartitionTest(FixesTestCase):
     """What is generated for stock CUDA graphs."""
