@@ -20,8 +20,11 @@ from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.pygraph import native, report, reset_report
 from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.graph import memory
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.replay import interpreter
-from torch._inductor.pygraph.select import timing
+from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.verify import kept
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -29,6 +32,7 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_functions import (
+    ALLOCATOR,
     Deployed,
     hiding,
     new_generation,
@@ -126,9 +130,7 @@ class MemoryTest(RecordTestCase):
         self.check(self.ADD, force=force, calls=7 if force else 40)
         self.assertEqual(counters["pygraph"]["unbound"], 0)
         if force:
-            self.assertEqual(
-                counters["pygraph"]["bound_outputs"], force == "node_update"
-            )
+            self.assertEqual(counters["pygraph"]["bound_outputs"], force == "node_update")
             self.assertEqual(counters["pygraph"]["copied_outputs"], force == "copy")
 
     def test_steady_state_of_dynamic_shapes(self):
@@ -337,10 +339,7 @@ class MemoryTest(RecordTestCase):
     def test_buffer_that_is_new_in_each_call(self, force, choice):
         "What the function writes to it is the caller's, and not a copy's."
         fn, kept = None, []
-        body = (
-            "x, s = args; args.clear(); launch(add, s, s, x); "
-            "a = new(); launch(sin, a, s); return (a,)"
-        )
+        body = "x, s = args; args.clear(); launch(add, s, s, x); a = new(); launch(sin, a, s); return (a,)"
         with config.patch("triton.cudagraph_unexpected_rerecord_limit", 3):
             for _ in range(12):
                 inputs = x, s = [self.randn(), self.randn()]
@@ -376,10 +375,7 @@ class MemoryTest(RecordTestCase):
         body = "x, w = args; args.clear(); a = new(); launch(mul, a, x, w); return (a, w)"
         for force in ("node_update", "copy"):
             with self.subTest(force=force):
-                weights = [
-                    torch.nn.Parameter(self.randn(), requires_grad=False)
-                    for _ in range(2)
-                ]
+                weights = [torch.nn.Parameter(self.randn(), requires_grad=False) for _ in range(2)]
                 fn = None
                 for i in range(6):
                     if i == 4:
@@ -387,9 +383,7 @@ class MemoryTest(RecordTestCase):
                         first.data, second.data = second.data, first.data
                     for weight in weights:
                         x = self.randn()
-                        fn = fn or self.deploy(
-                            body, [x, weight], force=force, mode="forward", static=[1]
-                        )
+                        fn = fn or self.deploy(body, [x, weight], force=force, mode="forward", static=[1])
                         out, saved = fn(x, weight)
                         self.assertEqual(on_host(out), on_host(x) * on_host(weight))
                         self.assertIs(saved, weight)
@@ -533,7 +527,7 @@ class MemoryTest(RecordTestCase):
         self.assertEqual([*dict.fromkeys(choices)], ["no_graph", "copy"])
 
     def test_selection_in_little_memory(self):
-        "A graph that seems to lose is timed again if there is memory for both."
+        "A graph that seems to lose is timed again, and the function without it if there is memory for both."
         timed = []
 
         def run(force: str | None, inputs: Iterator[Any]) -> None:
@@ -547,7 +541,69 @@ class MemoryTest(RecordTestCase):
 
         self.assertEqual({*self.check_fits(run, None)}, {"no_graph"})
         # First those of which it was found where the program fits.
-        self.assertEqual([*dict.fromkeys(timed)], [0, 1, 2, 4])
+        self.assertEqual([*dict.fromkeys(timed)], [0, 1, 3, 4])
+
+    @parametrize("stays", (False, True))
+    def test_peak_of_training(self, stays):
+        "While a graph is selected, its activations are not there twice."
+        size, names = 1 << 15, "abcdefgh"
+        new = f"{ALLOCATOR}(({size},), (1,), torch.float32)"
+        sines = " ".join(f"{b} = {new}; launch(sin, {b}, {a});" for a, b in itertools.pairwise(f"x{names}"))
+        products = " ".join(f"p = {new}; launch(mul, p, t, {a}); t = p; del {a};" for a in reversed(names))
+        saved = ", ".join(names)
+        # Of both functions, twice.
+        verdicts = itertools.chain([False, False], itertools.repeat(stays))
+        with (
+            self.selects_at_once(9.0),
+            mock.patch.object(timing, "judge", lambda *_: (next(verdicts), Reason.of(Code.NOT_FASTER))),
+            mock.patch.object(timing, "costs_nothing", lambda *_: False),
+            mock.patch.object(selection, "MIN_BESIDE_BYTES", 0),
+        ):
+            forward = backward = None
+            for _ in range(60):
+                new_generation()
+                x, t = self.randn(size), self.randn(size)
+                forward = forward or self.deploy(
+                    f"x, = args; args.clear(); {sines} return ({saved})", [x], mode="forward", returned=(), force=None
+                )
+                inputs = [*forward.call([x]), t]
+                del x, t
+                backward = backward or self.deploy(
+                    f"{saved}, t = args; args.clear(); {products} return (t,)",
+                    inputs,
+                    mode="backward",
+                    names=[*names, "tangents_1"],
+                    force=None,
+                )
+                backward.call(inputs)
+        self.assertEqual({entry.choice for entry in report()}, {"node_update" if stays else "no_graph"})
+        # The activations, what is computed of them, and fingerprints.
+        self.assertLess(self.device.peak, 14 * size * 4)
+
+    def test_rehearsal_gives_its_memory_back(self):
+        with memory.OwnPool(0) as own_pool:
+            self.randn(), self.randn(3)
+        self.assertEqual(own_pool.nbytes, 44)
+        self.assertEqual(self.device.nbytes, 0)
+
+    @parametrize("most", (1 << 20, 0))
+    def test_outputs_wait_on_the_host(self, most):
+        "They share memory as before."
+        known = self.randn()
+        with memory.OwnPool(0) as own_pool, mock.patch.object(kept, "MAX_BYTES", most):
+            whole = self.randn(4, 6)
+            outputs = [whole, 3, whole[1:, 2].view(torch.int32), known, None, whole.t()]
+            expected = self.values(outputs)
+            waiting = kept.KeptOutputs(outputs, memory.PoolRanges(own_pool.pool), 0)
+            del whole, outputs
+        self.assertEqual(self.device.nbytes, storage_extent(known) + (0 if most else 96))
+        actual = waiting.on_device()
+        self.assertEqual(self.values(actual), expected)
+        self.assertIs(actual[3], known)
+        self.assertFalse(any(t._is_view() for t in actual if isinstance(t, torch.Tensor)) and most)
+        self.assertEqual([t.stride() for t in (actual[0], actual[2], actual[5])], [(6, 1), (6,), (1, 6)])
+        on_host(actual[0]).fill_(1.0)
+        self.assertEqual(on_host(actual[2]).view(torch.float32), torch.ones(3))
 
     def test_graph_that_lost_gives_its_memory_back(self):
         costs = iter([timing.Cost(*[timing.Estimate(us)] * 3) for us in (9.0, 99.0, 99.0, 9.0)])

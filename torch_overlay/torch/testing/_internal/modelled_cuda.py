@@ -166,6 +166,7 @@ class ModelledDevice:
         blocks: what functions allocate
         results: what operators allocate, by size; it takes no memory of the device
         limit: bytes that there are
+        peak: the most bytes that blocks took, free ones too
         stream: the current one
         waits: streams of which the first waited for the second
         order: draws an order of a graph's nodes
@@ -181,6 +182,7 @@ class ModelledDevice:
         self.blocks: list[Block] = []
         self.results: collections.defaultdict[int, list[Block]] = collections.defaultdict(list)
         self.limit = 1 << 30
+        self.peak = 0
         self.captured: ModelledGraph | None = None
         self.pool_of_capture: tuple[int, int] | None = None
         self.pools: dict[int, list[tuple[int, int]]] = collections.defaultdict(list)
@@ -225,6 +227,7 @@ class ModelledDevice:
             memory = torch.zeros(nbytes + 512, dtype=torch.uint8, device="cpu")
             block = Block(memory, nbytes, pool, [], stream)
             blocks.append(block)
+            self.peak = max(self.peak, self.nbytes)
         t = tensor_at(block.address, like, 0)
         block.owners = [StorageWeakRef(t.untyped_storage())]
         if self.captured is None and t.is_contiguous():

@@ -117,3 +117,5 @@ class OwnPool:
             self.nbytes = sum(s["total_size"] for s in segments_of(self.pool))
         finally:
             torch._C._cuda_releasePool(self.device_index, self.pool)
+            # Nothing else may use the pool's memory until it is freed.
+            torch.cuda.empty_cache()

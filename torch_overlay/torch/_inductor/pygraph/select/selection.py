@@ -5,9 +5,9 @@ Which candidate a function is deployed as. A function goes through these steps, 
 2. If the device is busy for ten times as long as the host needs to launch, the function is not recorded: a graph
    saves little and costs memory.
 3. Otherwise one call records, and the next calls are timed as replays.
-4. The graph stays if it is faster by more than the noise. Otherwise both are timed again, in the other order, if
-   there is memory for both. A graph that is no slower stays if a neighbour on its path is a graph: running this
-   function uncaptured would allocate a second copy of its memory.
+4. The graph stays if it is faster by more than the noise. Otherwise both are timed again, in the other order; the
+   graph alone if both together take much more memory. A graph that is no slower stays if a neighbour on its path is a
+   graph: running this function uncaptured would allocate a second copy of its memory.
 5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed.
 
 The next process gets the decision from store.py and times nothing.
@@ -58,6 +58,9 @@ MAX_WAITING_CALLS = 200
 
 # Step 2 of the module's docstring.
 DEVICE_BOUND = 10
+
+# What an uncaptured function may take beside its graph, to be timed again: a part of what is reserved, or bytes.
+PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 
 # A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So
 # functions of a path, which are called equally often, record again in the same calls.
@@ -258,9 +261,11 @@ class Selection:
         graph = yield from self._time()
         stays, *reasons = timing.judge(graph, uncaptured)
         is_doubtful = not stays or timing.depends_on_host(graph, uncaptured)
-        if is_doubtful and self._has_room():
+        if is_doubtful:
+            has_room = self._has_room()
             graph = yield from self._time()
-            uncaptured = yield from self._time(NO_GRAPH)
+            if has_room:
+                uncaptured = yield from self._time(NO_GRAPH)
             stays, *reasons = timing.judge(graph, uncaptured)
         if not stays and timing.costs_nothing(graph, uncaptured):
             stays = yield from self._joins()
@@ -347,7 +352,10 @@ class Selection:
     def _has_room(self) -> bool:
         """Return whether there is memory for the uncaptured function beside the graph's."""
         needed = self.state.needed_bytes
-        return not needed or room(self.device_index) >= needed
+        if not needed:
+            return True
+        free, reserved = room(self.device_index), torch.cuda.memory_reserved(self.device_index)
+        return needed <= min(free, max(MIN_BESIDE_BYTES, PART_BESIDE * reserved))
 
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, timing.Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 CHUNKS = 1024
 
 # Elements that are summed at a time. A sum in a wider dtype converts its operand first.
-MAX_ELEMENTS = 1 << 22
+MAX_ELEMENTS = 1 << 20
 
 # Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction of the norm.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}

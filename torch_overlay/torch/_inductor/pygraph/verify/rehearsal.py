@@ -9,9 +9,10 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
-from torch._inductor.pygraph.graph.memory import fill_free, OwnPool
+from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, PoolRanges
 from torch._inductor.pygraph.graph.placeholder import storage_extent, UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.verify.kept import KeptOutputs
 from torch._inductor.pygraph.verify.proof import mark_unwritten, Proof
 from torch.utils._ordered_set import OrderedSet
 
@@ -140,7 +141,7 @@ class Rehearsal:
         self.rng = RngState(device_index, inputs)
         self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
         # (outputs, mutated inputs, generators) after the run, if there is no further run
-        self.kept: tuple[list[Any], dict[int, SavedInput], RngState] | None = None
+        self.kept: tuple[KeptOutputs, dict[int, SavedInput], RngState] | None = None
         # The mutated inputs before any run.
         self.unchanged = Proof(inputs, [], mutated)
         # Results of further runs, where they had to be made before the recording.
@@ -153,7 +154,7 @@ class Rehearsal:
                 if managed:
                     self.others = self.other_runs(inputs)
                     self._restore(inputs)
-                self._first_run(inputs, inspect, keep=bool(managed))
+                self._first_run(inputs, inspect, own_pool if managed else None)
                 if not host.equals(HostGenerators()) and self._draws_from(host, inputs):
                     raise RefusedError(Reason.of(Code.HOST_RANDOM), is_capturable=False)
         finally:
@@ -167,11 +168,13 @@ class Rehearsal:
         for i, saved in self.before.items():
             saved.restore(inputs[i])
 
-    def _first_run(self, inputs: list[InputType], inspect: Callable[[OutputType], list[int]], *, keep: bool) -> None:
+    def _first_run(
+        self, inputs: list[InputType], inspect: Callable[[OutputType], list[int]], keep_from: OwnPool | None
+    ) -> None:
         outputs = self.run(list(inputs))
         self.unmarked = inspect(outputs)
         self.proof = Proof(inputs, outputs, self.mutated)
-        if not keep:
+        if keep_from is None:
             return
         # An output in the memory of a managed input must neither be restored with the input nor keep it alive.
         reused = frozenset(
@@ -180,7 +183,7 @@ class Rehearsal:
             if isinstance(t, torch.Tensor) and kept is None
         )
         self.kept = (
-            apart(outputs, reused),
+            KeptOutputs(apart(outputs, reused), PoolRanges(keep_from.pool), self.device_index),
             {i: SavedInput(inputs[i]) for i in self.mutated},  # type: ignore[arg-type]
             RngState(self.device_index, inputs),
         )
@@ -217,7 +220,7 @@ class Rehearsal:
             for i, saved in after.items():
                 saved.restore(self.inputs[i])
             rng.restore()
-            return outputs
+            return outputs.on_device()
         self.restore()
         return self.model(list(self.inputs))
 
