@@ -20,7 +20,7 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
-from torch._inductor.pygraph.select import deploy, selection as selections
+from torch._inductor.pygraph.select import by_size, deploy, selection as selections
 from torch._inductor.pygraph.select.controller import Controller, log
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
@@ -85,35 +85,89 @@ class DeployTest(DeployTestCase):
                 self.assertEqual(fn([torch.tensor(n), n]), [torch.tensor(n + 1)])
         self.assertEqual(asked, [3, 4])
 
-    def test_integer_that_is_another_one_in_each_call(self):
-        "Nothing is kept of it for ever. A size that comes again is."
-        fn = self.by_size(self.candidate("uncaptured", 100, 10))
-        kept = []
-        with mock.patch.object(selections, "MAX_SEEN_ONCE", 8):
-            for n in range(200):
-                for size in (n, n, -1) if n in (3, 50) else (n, -1):
-                    (y,) = fn([torch.tensor(n), size])
-                    self.assertEqual(y, n + 1)
-                kept.append(len(report()))
-        self.assertEqual(max(kept), 3 + 8)
-        self.assertIn("record", self.ran)
-        sizes = [f.sizes for f in report()[:3]]
-        self.assertEqual(sizes, [[-1], [3], [50]])
+    def sizes_of(self, fn: ModelType) -> by_size.Sizes:
+        "What is deployed of a function, by sizes."
+        cells = dict(zip(fn.__code__.co_freevars, fn.__closure__))
+        return cells["fn_cache"].cell_contents
 
-    @parametrize("times", (2, 6))
-    def test_integer_that_is_another_one_after_some_calls(self, times):
-        "A step of the program in which several layers call it. One that goes on is recorded."
+    def call_at(self, fn: ModelType, *sizes: int) -> list[str]:
+        "Return who ran each call."
+        before = len(self.ran)
+        for n in sizes:
+            self.assertEqual(fn([torch.tensor(n), n]), [torch.tensor(n + 1)])
+        return self.ran[before:]
+
+    def test_sizes_that_come_once(self):
+        "They run uncaptured and are not timed, looked up or reported. So many of them are kept."
         fn = self.by_size(self.candidate("uncaptured", 100, 10))
         kept = []
-        with mock.patch.multiple(selections, MAX_SEEN_ONCE=8, MAX_UNRECORDED=16):
+        with (
+            mock.patch.object(by_size, "MAX_WAITING", 8),
+            mock.patch.object(selections.timing.Samples, "call", side_effect=AssertionError),
+            mock.patch.object(deploy.store, "entry_for", return_value=None) as look_up,
+        ):
             for n in range(200):
-                for size in [*[n] * times, -1]:
-                    (y,) = fn([torch.tensor(n), size])
-                    self.assertEqual(y, n + 1)
-                kept.append(len(report()))
-        self.assertLessEqual(max(kept), 1 + 16)
-        self.assertIn("record", self.ran)
-        self.assertEqual(report()[0].sizes, [-1])
+                self.call_at(fn, n)
+                kept.append(len(self.sizes_of(fn)))
+        self.assertEqual(max(kept), 1 + 8)
+        self.assertEqual(len(report()), 1)
+        self.assertEqual(look_up.call_count, 1)
+        self.assertEqual({*self.ran}, {"uncaptured"})
+
+    def test_sizes_that_come_often(self):
+        "The first sizes are selected for at once, others once they came often enough."
+        fn = self.by_size(self.candidate("uncaptured", 100, 10))
+        with mock.patch.object(by_size, "MAX_WAITING", 8):
+            for n in range(10, 200):
+                self.call_at(fn, 3, n, 4)
+                if n == 10 + by_size.MIN_CALLS - 1:
+                    self.assertEqual([f.sizes for f in report()], [[3]])
+        self.assertEqual([f.sizes for f in report()], [[3], [4]])
+        self.assertEqual(len(self.recorded), 2)
+
+    def test_few_sizes_are_timed_at_a_time(self):
+        fn = self.by_size(self.candidate("uncaptured", 100, 10))
+        sizes = [*range(3, 15)]
+        with mock.patch.object(by_size, "TIMED_PART", 100):
+            self.call_at(fn, *sizes * (by_size.MIN_CALLS + 2))
+            self.assertEqual(len(report()), by_size.MIN_TIMED)
+            # Those that do not come any more give their places to others.
+            self.call_at(fn, *sizes[by_size.MIN_TIMED :] * (by_size.MIN_CALLS + 2))
+            self.assertEqual([f.sizes for f in report()], [[n] for n in sizes[:4]])
+            later = [*range(20, 24)]
+            self.call_at(fn, *later * (by_size.MIN_CALLS + 2))
+            self.assertEqual([f.sizes for f in report()], [[n] for n in later])
+
+    def test_sizes_come_as_often_as_makes_up_for_a_recording(self):
+        sizes, waiting = by_size.Sizes(), mock.Mock(calls=5000, since=0)
+        for gain, expected in ((100, 50), (10, 500), (1, by_size.MAX_CALLS), (0, by_size.MAX_CALLS), (5000, 4), (0, 16)):
+            entry = mock.Mock(choice=NODE_UPDATE, saved_us=gain, remembered=False)
+            sizes.timed[3] = mock.Mock(report=entry, record_us=5000.0)
+            self.assertTrue(sizes.is_due(waiting, []))
+            self.assertEqual((sizes.min_calls, sizes.timed), (expected, {}))
+
+    def test_remembered_sizes(self):
+        "An earlier process decided on them: they are deployed when they come again."
+        decision = deploy.store.Decision(NODE_UPDATE, [], {})
+        is_known = lambda inputs: inputs[1] == 4  # noqa: E731
+        entry = lambda spec, inputs, static: mock.Mock(load=lambda: decision if is_known(inputs) else None)  # noqa: E731
+        fn = self.by_size(self.candidate("uncaptured", 100, 10))
+        with mock.patch.object(deploy.store, "entry_for", entry):
+            ran = self.call_at(fn, 3, 4, 5, 4, 5, 4, 5, 4)
+        self.assertEqual(ran, ["uncaptured"] * 5 + ["record", "uncaptured", "replay"])
+
+    def test_waiting_sizes_begin_a_step(self):
+        "A forward that is not selected for yet also shows which gradients outlived the last step."
+        fn = self.by_size(self.candidate("uncaptured", 100, 10))
+        self.call_at(fn, 3)
+        backward = mock.Mock()
+        with mock.patch.dict(selections._gradients, {backward: (-1, [])}):
+            self.call_at(fn, 4)
+        backward.stepped.assert_called_once_with(outputs_outlive=False)
+
+    def test_forced_sizes(self):
+        fn = self.by_size(self.candidate("uncaptured", 100, 10), force=NODE_UPDATE)
+        self.assertEqual(self.call_at(fn, 3, 4, 3, 4, 3, 4), ["uncaptured"] * 2 + ["record"] * 2 + ["replay"] * 2)
 
     def test_force_no_graph(self):
         self.deploy(force=NO_GRAPH)

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
+    from torch._inductor.pygraph.select.by_size import Sizes
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
@@ -65,7 +66,7 @@ def deploy(
     objects: Mapping[str, Any],
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
-    fns: dict[Any, ModelType] | None = None,
+    fns: Sizes | None = None,
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -74,7 +75,7 @@ def deploy(
     Args:
         replace: called with a cheaper equivalent of what this returns, once there is one
         info, objects, force: see cudagraph_utils.PyGraphOptions
-        fns: what is deployed, by sizes; under None for all
+        fns: what is deployed, by sizes
         kwargs: further arguments of cudagraph_trees.cudagraphify
     """
     if force is not None:
@@ -104,7 +105,11 @@ def deploy(
         return deployment.wait()
     if fns is not None and many_sizes.may_record(deployment, inputs):
         return many_sizes.start(deployment, fns)
-    return deployment.start(inputs)
+    fn = deployment.start(inputs)
+    # Ranks select in the same calls.
+    if fns is not None and fns.first is None and force is None and not info.collectives:
+        fns.first = deployment
+    return fn
 
 
 @dataclasses.dataclass(eq=False)
@@ -194,6 +199,11 @@ class Deployment:
             pool_bytes=self._pool_bytes,
         )
         return self.selection
+
+    def is_remembered(self, inputs: Sequence[InputType]) -> bool:
+        """Return whether an earlier process decided on the function at these sizes."""
+        entry = store.entry_for(self.spec, inputs, self.static_input_idxs)
+        return entry is not None and entry.load() is not None
 
     def _may_schedule(self, choice: str | None) -> bool:
         """Return whether calls may run side by side, given what was decided on, if anything."""

@@ -66,10 +66,6 @@ PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 # functions of a path, which are called equally often, record again in the same calls.
 ROUND_CALLS = 32
 
-# How many sizes of a function are kept that came once, and how many that were not recorded.
-MAX_SEEN_ONCE = 256
-MAX_UNRECORDED = 2048
-
 get_curr_generation = CUDAGraphTreeManager.get_curr_generation
 
 # What backwards that are not recorded yet returned in one step, and the step's generation. Gradients that are gone
@@ -141,6 +137,8 @@ class Selection:
         self.is_deployed = False
         # Calls that were to record before it was known whether gradients outlive a step.
         self.waits = 0
+        # Microseconds of the call that recorded.
+        self.record_us = 0.0
         # Recordings that lost, until they are dropped.
         self.losers: list[FunctionID | None] = []
         # When the last call began, by clock_us. The time until a candidate is called is no part of the program.
@@ -393,9 +391,10 @@ class Selection:
             # cuBLAS's workspaces of the uncaptured calls. The graph has its own.
             torch._C._cuda_clearCublasWorkspaces()
             replay, outputs = self.record(inputs)
+            self.record_us = timing.clock_us() - self.entered
             if replay is not None:
                 self.replay = replay
-            timing.Samples.own_us += timing.clock_us() - self.entered
+            timing.Samples.own_us += self.record_us
         if then is not None and self.replay is not None:
             # Two threads may come here.
             with self.lock:
@@ -449,25 +448,3 @@ class Selection:
         self.replay = replay
         if self.is_deployed:
             self.deploy(replay)
-
-
-def drop_seen_once(fns: dict[Any, ModelType]) -> None:
-    """Drop sizes of a function that came once, if there are too many. ``fns`` is what is deployed, by sizes."""
-    if len(fns) < MAX_SEEN_ONCE:
-        return
-    unrecorded = {
-        sizes: fn
-        # A copy: another thread may add some.
-        for sizes, fn in [*fns.items()]
-        if isinstance(fn, Selection) and fn.state.recordings == 0
-    }
-    dropped = [sizes for sizes, fn in unrecorded.items() if fn.calls == 1]
-    if len(dropped) < MAX_SEEN_ONCE:
-        if len(unrecorded) < MAX_UNRECORDED:
-            return
-        # The same sizes come in several layers of one step. Half of them go: the search takes longer than keeping them.
-        by_age = sorted(unrecorded, key=lambda sizes: unrecorded[sizes].entered)
-        dropped = by_age[: len(by_age) // 2]
-    for sizes in dropped:
-        fns.pop(sizes, None)
-    journal.drop([unrecorded[sizes].report for sizes in dropped])

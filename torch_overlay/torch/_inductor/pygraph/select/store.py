@@ -10,6 +10,7 @@ A decision says what to try first. A wrong one costs time and nothing else.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -127,6 +128,7 @@ def _describe(value: InputType) -> Any:
     return value if isinstance(value, int) else type(value).__name__
 
 
+@functools.cache
 def _first_line(path: str, start: str) -> str | None:
     try:
         with open(path) as f:

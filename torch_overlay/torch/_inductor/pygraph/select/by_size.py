@@ -1,0 +1,142 @@
+"""
+Which sizes of a function are selected for, where each size has a recording of its own.
+
+Timing a size and recording it takes time, which a size that comes seldom does not gain back. So only the first size is
+selected for at once. Calls of further sizes run uncaptured and are counted. Selection begins for a size that came often
+enough, while few others are being timed. Once sizes are decided, often enough is as many calls as gain what a recording
+takes.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.types import journal
+from torch._inductor.pygraph.types.candidate import UNDECIDED
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.select.selection import Selection
+    from torch._inductor.utils import InputType
+
+
+# How often a size comes before it is selected for: as long as none is decided, and at most. If a graph lost, further
+# sizes wait MORE_CALLS times as long.
+MIN_CALLS = 4
+MAX_CALLS = 4096
+MORE_CALLS = 4
+
+# How many sizes are timed at a time: so many, or one of TIMED_PART if there are more.
+MIN_TIMED = 4
+TIMED_PART = 4
+
+# How many sizes wait at most. The half of them that came least often is forgotten then.
+MAX_WAITING = 2048
+
+
+class Sizes(dict[Any, "ModelType"]):
+    """
+    What is deployed of a function, by sizes. Under None for all.
+
+    Attributes:
+        first: the Deployment of the first sizes, by which calls of waiting sizes run. None if no sizes are to wait
+        min_calls: how often a size comes before it is selected for
+        waiting: sizes that are not selected for yet
+        timed: sizes that are not decided yet
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first: Any = None
+        self.min_calls: float = MIN_CALLS
+        self.waiting: dict[Any, Waiting] = {}
+        self.timed: dict[Any, Selection] = {}
+
+    def add(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
+        """Return what is to be called for sizes that came for the first time. ``start`` deploys them."""
+        if self.first is None:
+            return self._start(sizes, inputs, start)
+        if len(self.waiting) >= MAX_WAITING:
+            self._forget()
+        self[sizes] = self.waiting[sizes] = waiting = Waiting(self, sizes, start)
+        return waiting
+
+    def _start(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
+        self[sizes] = fn = start(inputs=inputs)
+        if isinstance(fn, selection.Selection) and not fn.is_forced:
+            self.timed[sizes] = fn
+        return fn
+
+    def is_due(self, waiting: Waiting, inputs: list[InputType]) -> bool:
+        """Return whether selection is to begin for sizes that came again."""
+        if waiting.calls == 2 and self.first.is_remembered(inputs):
+            return True
+        if waiting.calls <= self.min_calls:
+            return False
+        self._note_decisions()
+        return waiting.calls > self.min_calls and self._has_place(waiting)
+
+    def start(self, waiting: Waiting, inputs: list[InputType]) -> ModelType:
+        # Another thread may have started it.
+        self.waiting.pop(waiting.sizes, None)
+        return self._start(waiting.sizes, inputs, waiting.start)
+
+    def _note_decisions(self) -> None:
+        for sizes, timed in [*self.timed.items()]:
+            report = timed.report
+            if report.choice == UNDECIDED:
+                continue
+            self.timed.pop(sizes, None)
+            if report.remembered:
+                continue
+            if report.saved_us > 0:
+                calls = timed.record_us / report.saved_us
+                self.min_calls = min(max(MIN_CALLS, calls), MAX_CALLS)
+            else:
+                self.min_calls = min(MORE_CALLS * self.min_calls, MAX_CALLS)
+
+    def _has_place(self, waiting: Waiting) -> bool:
+        if len(self.timed) < max(MIN_TIMED, len(self.waiting) // TIMED_PART):
+            return True
+        # Sizes that did not come again since these came first.
+        stalled = next((sizes for sizes, timed in [*self.timed.items()] if timed.entered < waiting.since), None)
+        if stalled is None:
+            return False
+        timed = self.timed.pop(stalled, None)
+        if timed is not None and timed.state.recordings == 0 and self.get(stalled) is timed:
+            del self[stalled]
+            journal.drop([timed.report])
+        return True
+
+    def _forget(self) -> None:
+        by_calls = sorted(self.waiting.values(), key=lambda waiting: waiting.calls)
+        for waiting in by_calls[: len(by_calls) // 2]:
+            self.waiting.pop(waiting.sizes, None)
+            if self.get(waiting.sizes) is waiting:
+                del self[waiting.sizes]
+
+
+class Waiting:
+    """Runs a function uncaptured at some sizes, until these are to be selected for."""
+
+    __slots__ = ("of", "sizes", "start", "calls", "since")
+
+    def __init__(self, of: Sizes, sizes: Any, start: Callable[..., ModelType]) -> None:
+        self.of, self.sizes, self.start = of, sizes, start
+        self.calls = 0
+        self.since = timing.clock_us()
+
+    def __call__(self, inputs: list[InputType]) -> OutputType:
+        self.calls += 1
+        of = self.of
+        # Selection looks at a call from its start on.
+        if self.calls > 1 and of.is_due(self, inputs):
+            return of.start(self, inputs)(inputs)
+        first = of.first
+        if not first.spec.is_backward:
+            selection.begin_call(first.controller)
+        return first.uncaptured(inputs)
