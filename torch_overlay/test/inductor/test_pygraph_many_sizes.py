@@ -306,15 +306,45 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual(entry.buckets, [[64]])
 
     def test_own_graphs_are_bounded(self) -> None:
-        """The executable graph that was launched least recently is let go, and made again."""
+        """The executable graph that was not launched for long is let go, and made again."""
         program = self.program(lambda x, w: (x @ w, x[1:] @ w), (37, 4), (4, 4))
         driver = program.device.driver
         sizes = (37, 37, 38, 39, 40, 41, 42, 43, 37, 38, 39, 40, 41, 42, 43)
-        with mock.patch.object(graph_sized, "MAX_OWN_GRAPHS", 1):
+        with mock.patch.multiple(graph_sized, MAX_OWN_GRAPHS=1, IDLE_LAUNCHES=0):
             self.check_captured(program, sizes)
             self.assertEqual(len(driver.own), 1)
         self.check(program, (37, 38, 39, 40, 41, 42, 43))
         self.assertEqual(len(driver.own), 2)
+
+    def test_own_graphs_do_not_take_turns(self) -> None:
+        """While all executable graphs are in use, sizes that need a further one have another recording."""
+        program = self.program(lambda x, w: (x @ w, x[1:] @ w), (37, 4), (4, 4))
+        driver = program.device.driver
+        with mock.patch.object(graph_sized, "MAX_OWN_GRAPHS", 1):
+            self.check_captured(program, (37, 37, 38, 39, 40, 41, 42, 43, *range(37, 44)))
+            graphs = [*driver.own]
+            self.check(program, [*range(37, 44)] * 4)
+        self.assertEqual(driver.own, graphs)
+        (entry,) = report()
+        self.assertEqual(len(entry.buckets), 2)
+
+    def test_call_that_does_not_vary(self) -> None:
+        """Its nodes are not set again where another call launches other kernels."""
+        program = self.program(lambda x, v, w: x @ (v @ w), (37, 4), (4, 5), (5, 4))
+        driver = program.device.driver
+        (name,) = symbols(program.inputs)
+        inputs = [program.make_inputs({name: n}) for n in range(37, 44)]
+        fixed = [t for t in inputs[0] if isinstance(t, torch.Tensor) and t.shape[0] < 6]
+        for given in inputs:
+            given[:] = [next((f for f in fixed if isinstance(t, torch.Tensor) and f.shape == t.shape), t) for t in given]
+        for given in inputs[:1] + inputs * 2:
+            program.run(given, captured=True)
+        driver.sets.clear()
+        for given in inputs:
+            expected = program.call(given, captured=False)
+            self.assertEqual(program.call(given, captured=True), expected, atol=0, rtol=0)
+        self.assertEqual(len(driver.sets), len(inputs))
+        self.assertEqual([str(r) for r in self.refused], [])
 
     def test_own_graphs_are_let_go(self) -> None:
         """They live as long as their recording."""

@@ -463,6 +463,7 @@ def modelled_device(
                     "_has_Standard_Deleter": lambda storage: True,
                     "_cuda_isCurrentStreamCapturing": device.is_capturing,
                     "_cuda_getCurrentRawStream": lambda index: device.stream.cuda_stream,
+                    "_cuda_getDevice": lambda: 0,
                     "_cuda_beginAllocateCurrentThreadToPool": device.begin_allocate,
                     "_cuda_endAllocateToPool": device.end_allocate,
                     "_cuda_releasePool": device.release_pool,

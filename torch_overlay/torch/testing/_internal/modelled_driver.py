@@ -487,6 +487,7 @@ class ModelledDriver:
             b"cuGraphExecMemcpyNodeSetParams": (int, int, cu.CUDA_MEMCPY3D, cu.CUcontext),
             b"cuGraphExecMemsetNodeSetParams": (int, int, cu.CUDA_MEMSET_NODE_PARAMS, cu.CUcontext),
             b"cuGraphNodeSetEnabled": (int, int, int),
+            b"cuGraphLaunch": (int, int),
         }.get(name)
         if found is None:
             return self.success, 0, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND

@@ -154,7 +154,7 @@ class SizedRecording:
         """Let go of replays, which have the graph and are held by what they set."""
         for launches in self.rows.values():
             if launches is not None:
-                launches.replay = None
+                launches.replay = launches.new = None
 
     @property
     def num_nodes(self) -> int:
@@ -270,21 +270,19 @@ class SizedRecording:
             return None
         key = tuple(at.numbers[n] for n in self.of_libraries)
         if key not in self.rows or ((known := self.rows[key]) is not None and known.was_dropped):
-            self.rows[key] = self._launches(at)
+            self.rows[key] = self._launches(at, key)
             if len(self.rows) > MAX_ROWS:
                 self.rows.popitem(last=False)
         self.rows.move_to_end(key)
         return None if (launches := self.rows[key]) is None else KeptSizes(at, launches)
 
-    def _launches(self, at: AtSizes) -> Launches | None:
+    def _launches(self, at: AtSizes, row: tuple[int, ...]) -> Launches | None:
         entries = [self._entry(call, at) for call in self.calls]
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
-        updates = [update for call, entry in zip(self.calls, entries) for update in self._updates(call, entry)]
-        nodes = [launched for entry in entries for launched in entry.nodes]
         count = len(self.owners) + len(at.numbers)
-        launches = Launches(count, updates, nodes, keep=entries)
+        launches = Launches(count, row, entries, lambda i, entry: self._updates(self.calls[i], entry))
         if self.draws and launches.attributes != self.graphs.attributes:
             reason = Reason.of(Code.DRAWS_AT_OTHER_SIZES)
             log.info("another recording at sizes %s: %s (%s)", at.sizes, reason.text, reason.code.name)

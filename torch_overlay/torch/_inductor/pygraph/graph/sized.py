@@ -9,7 +9,7 @@ results after it, on an H100.
 from __future__ import annotations
 
 import ctypes
-import itertools
+import functools
 import logging
 import weakref
 from types import CellType
@@ -19,11 +19,12 @@ import torch
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.graph.binding import description, NodeUpdate
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE
-from torch._inductor.pygraph.graph.driver import bindings, check, DriverError
+from torch._inductor.pygraph.graph.driver import bindings, check, DriverError, entry_point
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from torch._inductor.pygraph.graph.binding import Word
     from torch._inductor.pygraph.graph.captured import CapturedNode
@@ -31,10 +32,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of one recording, beside the one that was captured. The least recently launched one is dropped.
+# Of one recording, beside the one that was captured.
 MAX_OWN_GRAPHS = 32
+# A further one takes the place of one that was not launched in so many launches. To make graphs in turn for sizes that
+# come in turn would take longer than running the function uncaptured.
+IDLE_LAUNCHES = 8 * MAX_OWN_GRAPHS
 
-_launches = itertools.count()
+# Of rows of launches that were compared on one executable graph.
+MAX_PROVEN_ROWS = 1 << 16
 
 
 def set_enabled(executable: Any, node: Any, flag: ctypes.c_uint32) -> tuple[Any, ...]:
@@ -50,6 +55,29 @@ def enabled_update(executable: Any, node: Any, word: Word) -> NodeUpdate:
     return NodeUpdate([word], set_enabled, (executable, node, word.value))
 
 
+class Launch:
+    """Launches an executable graph in the current stream, as Launch of the compiled module."""
+
+    def __init__(self, general: Callable[[Any], None], like: Launch | None) -> None:
+        self.general = general
+        # Launches of the recording.
+        self.count: list[int] = [0] if like is None else like.count
+        self._note()
+
+    def _note(self) -> None:
+        self.count[0] += 1
+        self.last = self.count[0]
+
+    def __call__(self, graph: Any) -> None:
+        self._note()
+        self.general(graph)
+
+    @property
+    def age(self) -> int:
+        """How many other launches of the recording there were since the last one."""
+        return self.count[0] - self.last
+
+
 class OwnGraph:
     """
     A graph of the same nodes as a captured one, over the same memory. Its nodes have attributes of their own.
@@ -60,10 +88,19 @@ class OwnGraph:
         captured: owns the memory
         updates: of the nodes of ``captured``, in a row
         inputs: what their words refer to
+        like: another one of the same recording, or None
+
+    Attributes:
+        launch: called with any argument, launches it
     """
 
     def __init__(
-        self, captured: object, updates: Sequence[NodeUpdate], inputs: Sequence[int], device_index: int
+        self,
+        captured: object,
+        updates: Sequence[NodeUpdate],
+        inputs: Sequence[int],
+        device_index: int,
+        like: OwnGraph | None = None,
     ) -> None:
         cu = bindings()
         self.captured = captured
@@ -84,7 +121,20 @@ class OwnGraph:
             self.nodes.append(node)
         self.executable = _check(cu.cuGraphInstantiate, (self.graph, 0), "the graph")
         weakref.finalize(self, cu.cuGraphExecDestroy, self.executable)
-        self.last_launch = next(_launches)
+        launch_python = functools.partial(_launch, self.executable, device_index)
+        like_launch = None if like is None else like.launch
+        if native.compiled is None:
+            self.launch: Any = Launch(launch_python, like_launch)
+        else:
+            self.launch = native.compiled.Launch(
+                entry_point("cuGraphLaunch"),
+                int(self.executable),
+                device_index,
+                torch._C._cuda_getDevice,
+                torch._C._cuda_getCurrentRawStream,
+                launch_python,
+                like_launch,
+            )
 
     def _begin_early(self, node: Any, edge: tuple[int, int, int]) -> None:
         cu = bindings()
@@ -95,11 +145,24 @@ class OwnGraph:
 
     def replay(self) -> None:
         """As torch.cuda.CUDAGraph.replay, without random numbers."""
-        self.last_launch = next(_launches)
-        cu = bindings()
-        stream = cu.CUstream(torch._C._cuda_getCurrentRawStream(self.device_index))
-        with torch.cuda.device(self.device_index):
-            _check(cu.cuGraphLaunch, (self.executable, stream), "the graph")
+        self.launch(self)
+
+
+def _launch(executable: Any, device_index: int, graph: object) -> None:
+    cu = bindings()
+    stream = cu.CUstream(torch._C._cuda_getCurrentRawStream(device_index))
+    with torch.cuda.device(device_index):
+        _check(cu.cuGraphLaunch, (executable, stream), "the graph")
+
+
+class CallUpdates(list[NodeUpdate]):
+    """What sets a graph's nodes of one library call, for all rows in which it launches the same. ``keep`` owns that."""
+
+    __slots__ = ("keep", "__weakref__")
+
+    def __init__(self, updates: Iterable[NodeUpdate], keep: object) -> None:
+        super().__init__(updates)
+        self.keep = keep
 
 
 class SizedGraph:
@@ -115,6 +178,7 @@ class SizedGraph:
         cell: has ``graph``, or None once it was dropped
         updates: of each node the last one; empty if it is not known what the nodes hold
         native: the last one of compiled code, which has ``updates`` then
+        proven: rows of launches whose results were compared with those of an uncaptured run
     """
 
     def __init__(self, graph: Any, executable: Any, nodes: dict[int, Any], fixed: Sequence[NodeUpdate]) -> None:
@@ -124,6 +188,9 @@ class SizedGraph:
         self.fixed = self.bound(fixed)
         self.updates: list[NodeUpdate] = []
         self.native: Any = None
+        self.proven: OrderedSet[Any] = OrderedSet()
+        # By call, and by identity of what it launches.
+        self._of_calls: weakref.WeakValueDictionary[tuple[int, int], CallUpdates] = weakref.WeakValueDictionary()
 
     @property
     def graph(self) -> Any:
@@ -135,6 +202,16 @@ class SizedGraph:
             update._replace(args=(self.executable, self.nodes[int(update.args[1])], *update.args[2:]))
             for update in updates
         ]
+
+    def of_call(self, position: int, launched: object, new: Callable[[], Sequence[NodeUpdate]]) -> CallUpdates:
+        """
+        Return what sets the nodes of a library call to what it launches. Rows share it: a node whose parameters did not
+        change is not set again.
+        """
+        key = position, id(launched)
+        if (found := self._of_calls.get(key)) is None:
+            found = self._of_calls[key] = CallUpdates(self.bound(new()), launched)
+        return found
 
 
 class SizedGraphs:
@@ -173,16 +250,24 @@ class SizedGraphs:
             return self.captured
         if (found := self.own.get(launches.attributes)) is not None:
             return found
+        self._make_room()
         fixed, order = new_fixed(), self.captured.nodes
-        by_node = {int(u.args[1]): u for u in (*fixed, *launches.updates) if u.set is not set_enabled}
-        own = OwnGraph(self.captured.graph, [by_node[node] for node in order], inputs, self.device_index)
+        by_node = {int(u.args[1]): u for u in (*fixed, *launches.new_updates()) if u.set is not set_enabled}
+        like = next((own.graph for own in self.own.values()), None)
+        own = OwnGraph(self.captured.graph, [by_node[node] for node in order], inputs, self.device_index, like)
         added = SizedGraph(own, own.executable, dict(zip(order, own.nodes)), fixed)
-        if len(self.own) == MAX_OWN_GRAPHS:
-            oldest = min(self.own, key=lambda attributes: self.own[attributes].graph.last_launch)
-            # Replays find it empty.
-            self.own.pop(oldest).cell.cell_contents = None
         self.own[launches.attributes] = added
         return added
+
+    def _make_room(self) -> None:
+        """Drop the least recently launched graph if there are too many. Raises DriverError: all are in use."""
+        if len(self.own) < MAX_OWN_GRAPHS:
+            return
+        oldest = max(self.own, key=lambda attributes: self.own[attributes].graph.launch.age)
+        if self.own[oldest].graph.launch.age < IDLE_LAUNCHES:
+            raise DriverError(f"{MAX_OWN_GRAPHS} graphs with other attributes are in use")
+        # Replays find it empty.
+        self.own.pop(oldest).cell.cell_contents = None
 
 
 class Launches:
@@ -191,33 +276,33 @@ class Launches:
 
     Args:
         count: of what words refer to: addresses, then numbers of the call's sizes
-        updates: of the captured nodes of library calls. No two have parameters in the same memory
-        of_libraries: what library calls launch. Other nodes launch the same function at all sizes
-        keep: owns the graphs of what library calls launch
+        row: what identifies these launches
+        calls: what each library call launches. Other nodes launch the same function at all sizes
+        new: returns updates of the captured nodes of a library call, given its position and what it launches. No two
+            have parameters in the same memory
 
     Attributes:
         on: the graph, None before the first call
         set: writes addresses and numbers of a call into its nodes. Returns False if the driver refuses
         replay: a Replay of these launches, or None
-        is_proven: whether results were compared with those of an uncaptured run
     """
 
     on: SizedGraph | None = None
     set: Any = None
     replay: Any = None
-    is_proven = False
 
     def __init__(
         self,
         count: int,
-        updates: list[NodeUpdate],
-        of_libraries: Sequence[CapturedNode],
-        *,
-        keep: object,
+        row: Any,
+        calls: Sequence[Any],
+        new: Callable[[int, Any], Sequence[NodeUpdate]],
     ) -> None:
         self.count = count
-        self.updates = updates
-        self.keep = keep
+        self.row = row
+        self.calls = calls
+        self.new: Any = new
+        of_libraries: list[CapturedNode] = [launched for call in calls for launched in call.nodes]
         self.attributes = tuple(launched.attributes for launched in of_libraries)
         self.kernels = [(launched.launch, launched.attributes) for launched in of_libraries]
 
@@ -225,9 +310,25 @@ class Launches:
     def was_dropped(self) -> bool:
         return self.on is not None and self.on.graph is None
 
+    @property
+    def is_proven(self) -> bool:
+        """Whether results were compared with those of an uncaptured run, on the graph as it is."""
+        return self.on is not None and self.row in self.on.proven
+
+    def note_proof(self) -> None:
+        if len(self.on.proven) < MAX_PROVEN_ROWS:  # type: ignore[union-attr]
+            self.on.proven.add(self.row)  # type: ignore[union-attr]
+
+    def new_updates(self) -> list[NodeUpdate]:
+        """Return updates of the captured nodes of library calls, for a graph that is to be made."""
+        return [update for i, call in enumerate(self.calls) for update in self.new(i, call)]
+
     def begin(self, on: SizedGraph) -> None:
-        self.updates = [*on.fixed, *on.bound(self.updates)]
         self.on = on
+        self.of_calls = [on.of_call(i, call, functools.partial(self.new, i, call)) for i, call in enumerate(self.calls)]
+        self.updates = [*on.fixed, *(update for of_call in self.of_calls for update in of_call)]
+        # It has the recording, which has these launches.
+        self.new = None
         self.set = self._compiled(on) or self._set
 
     def move(self, inputs: Sequence[int]) -> None:

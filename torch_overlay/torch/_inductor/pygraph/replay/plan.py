@@ -27,6 +27,7 @@ import torch
 from torch._dynamo.mutation_guard import GenerationTracker
 from torch._inductor import cudagraph_trees
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, ExecutionState, MarkStepBox, thread_containers
+from torch._inductor.pygraph.graph.sized import OwnGraph
 from torch._inductor.pygraph.trees.cached import CachedTensor
 from torch._inductor.utils import GPU_ALIGN_BYTES
 
@@ -132,12 +133,18 @@ def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[P
     return tuple(PathOutput(path[depth].outputs_weakrefs, path[depth].cached_tensor_outputs, i) for depth, i in indices)
 
 
+def launch_of(graph: Any) -> Callable[[Any], None]:
+    """Return what launches a graph, given the graph."""
+    if isinstance(graph, OwnGraph):
+        return graph.launch
+    # What torch.cuda.CUDAGraph's methods forward to.
+    base: type[Any] = torch._C._CUDAGraph
+    return (base if isinstance(graph, base) else type(graph)).replay
+
+
 def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, owner: object) -> ReplayPlan:
     managed = node.cudagraph_managed_idxs
     static_idxs = [*node.non_managed_static_input_idxs, *managed]
-    # What torch.cuda.CUDAGraph's methods forward to.
-    base: type[Any] = torch._C._CUDAGraph
-    graph_type = base if isinstance(node.graph, base) else type(node.graph)
     return ReplayPlan(
         node=node,
         graph=node.replay_graph,
@@ -161,7 +168,7 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
         allocators=tuple(node.allocators),
         words=node.values.words_for_replay(),
         nodes=node.binding.nodes,
-        launch=graph_type.replay,
+        launch=launch_of(node.graph),
         cached=node.cached_tensor_outputs,
         outputs=outputs_of(node),
     )
@@ -175,9 +182,7 @@ def sized_plan(
     def nothing(of: object) -> tuple[()]:
         return ()
 
-    base: type[Any] = torch._C._CUDAGraph
     cell = launches.on.cell  # type: ignore[union-attr]
-    graph = cell.cell_contents
     return ReplayPlan(
         node=None,
         graph=cell,
@@ -196,7 +201,7 @@ def sized_plan(
         allocators=tuple(recording.allocators),
         views=tuple(recording.views),
         nodes=launches.set,
-        launch=(base if isinstance(graph, base) else type(graph)).replay,
+        launch=launch_of(cell.cell_contents),
         cached=[None] * len(recording.outputs),
         outputs=tuple(Output(kind, value) for kind, value in recording.outputs),  # type: ignore[arg-type]
     )

@@ -413,7 +413,7 @@ class ManySizes:
                 mark_unwritten(t)
             outputs = recording.launch(inputs, kept, tensors)
             if all(map(_are_identical, outputs, expected)):
-                kept.launches.is_proven = True
+                kept.launches.note_proof()
                 return outputs
         rehearsal = self._rehearse(inputs)
         if not is_proof and recording.model.can_repeat and rehearsal.repeats_itself():
@@ -443,7 +443,7 @@ class ManySizes:
             rehearsal.restore()
             raise RefusedError(failure)
         self.proven.add(kept.at.sizes)
-        kept.launches.is_proven = True
+        kept.launches.note_proof()
         counters["pygraph"]["proven_sizes"] += 1
         return outputs
 

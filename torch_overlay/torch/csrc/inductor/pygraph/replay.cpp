@@ -139,7 +139,54 @@ bool Nodes::set_changed() {
   return true;
 }
 
+Launch::Launch(PyObject* args, PyObject* /*kwargs*/) {
+  auto [function, graph, index, device, stream, fallback, like] =
+      members<7>(args);
+  launch = as_address(function);
+  executable = as_address(graph);
+  device_index = Ref::share(index);
+  current_device = Ref::share(device);
+  current_stream = Ref::share(stream);
+  general = Ref::share(fallback);
+  count = like == Py_None
+      ? std::make_shared<uint64_t>(0)
+      : Boxed<Launch>::of(Boxed<Launch>::share(like).get()).count;
+  last = ++*count;
+}
+
+PyObject* Launch::call(const Call& call) {
+  return guarded([&]() -> PyObject* {
+    last = ++*count;
+    Ref device = checked(PyObject_CallNoArgs(current_device.get()));
+    if (as_word(device.get()) == as_word(device_index.get())) {
+      Ref stream = checked(
+          PyObject_CallOneArg(current_stream.get(), device_index.get()));
+      using Function = int (*)(void*, void*);
+      int status = 0;
+      void* to = as_address(stream.get());
+      // As torch.cuda.CUDAGraph.replay, which may wait for the driver.
+      Py_BEGIN_ALLOW_THREADS;
+      status = reinterpret_cast<Function>(launch)(executable, to);
+      Py_END_ALLOW_THREADS;
+      if (status == 0) {
+        Py_RETURN_NONE;
+      }
+    }
+    return call.pass_to(general);
+  });
+}
+
 namespace {
+
+PyObject* age(PyObject* self, void* /*closure*/) {
+  const Launch& launch = Boxed<Launch>::of(self);
+  return PyLong_FromUnsignedLongLong(*launch.count - launch.last);
+}
+
+// How many other launches of the recording there were since the last one.
+PyGetSetDef launch_getset[] = {
+    {"age", age, nullptr, nullptr, nullptr},
+    {}};
 
 PyObject* pointers(PyObject* self, void* /*closure*/) {
   return guarded([&]() -> PyObject* {
@@ -526,9 +573,11 @@ PyMemberDef replay_members[] = {
 } // namespace
 
 bool add_replay(PyObject* module) {
+  Boxed<Launch>::type.tp_getset = launch_getset;
   Boxed<Nodes>::type.tp_getset = nodes_getset;
   Boxed<Replay>::type.tp_members = replay_members;
   return Boxed<Allocator>::ready(module, "Allocator") &&
+      Boxed<Launch>::ready(module, "Launch") &&
       Boxed<Nodes>::ready(module, "Nodes") &&
       Boxed<Replay>::ready(module, "Replay");
 }

@@ -102,6 +102,31 @@ struct Nodes {
   bool set_changed();
 };
 
+// Launch(launch, executable, device_index, current_device, current_stream,
+// general, like): launches an executable graph in the current stream, with
+// the driver function `launch`. It calls `general` if another device is the
+// current one, or if the driver refuses. `like` is another one of the same
+// recording, or None.
+struct Launch {
+  Launch(PyObject* args, PyObject* kwargs);
+  PyObject* call(const Call& call);
+
+  template <typename F>
+  void visit(F&& f) {
+    f(device_index, current_device, current_stream, general);
+  }
+
+  void* launch;
+  void* executable;
+  Ref device_index;
+  Ref current_device;
+  Ref current_stream;
+  Ref general;
+  // How many launches there were of the recording, and until the last of this.
+  std::shared_ptr<uint64_t> count;
+  uint64_t last = 0;
+};
+
 // TreeState(device_index, current_stream, wait): the lock of the trees of one
 // thread, and the stream of their last launch; see PythonTreeState.
 struct TreeState {
