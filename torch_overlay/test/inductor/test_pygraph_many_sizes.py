@@ -722,6 +722,15 @@ class ManySizesTest(ManySizesTestCase):
                     # The operator is not captured at all.
                     self.assertTrue(all(isinstance(c, KernelAt) for c in info.sizes.calls))
 
+    def test_kernel_that_takes_scratch_memory(self) -> None:
+        """Its memory was allocated for one grid. Blocks of a larger one would write behind it."""
+        program = self.program(mlp)
+        for kernel in program.runner.objects.values():
+            if hasattr(kernel, "launchers"):
+                kernel.launchers[0].global_scratch = 128
+        self.check(program, (37, 37, 5, 64))
+        self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
+
     def test_cudnn_attention(self) -> None:
         """cuDNN builds a plan for each size: the log names the setting that avoids it."""
         (info,) = compiled_of(mlp, *MLP_SHAPES).graph.info.functions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -16,7 +16,7 @@ from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.types.sizes import OperatorAt, SizeMap
+from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
@@ -60,6 +60,11 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
 
 
+def _takes_scratch(launcher: Any) -> bool:
+    """Return whether a kernel's blocks take global memory, which was allocated for the grid at capture."""
+    return bool(getattr(launcher, "global_scratch", None))
+
+
 class SizedModel:
     """
     A function that may be recorded for many sizes.
@@ -81,6 +86,9 @@ class SizedModel:
             self.function = SizedFunction(size_map, spec.objects)
         except (TypeError, ValueError) as e:
             raise RefusedError(Reason.of(Code.SIZES_NOT_DESCRIBED, error=str(e))) from e
+        for call in size_map.calls:
+            if isinstance(call, KernelAt) and any(map(_takes_scratch, spec.objects[call.kernel].launchers)):
+                raise unknown(call.kernel)
         # Whether a further run on the same inputs does the same.
         self.can_repeat = not (spec.mutated_input_idxs or spec.reused_input_idxs) and not any(
             isinstance(e, OperatorOf) and operator_name(e.name) == "randint" for e in self.function.events

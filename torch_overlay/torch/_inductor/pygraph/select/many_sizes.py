@@ -223,9 +223,10 @@ class ManySizes:
     def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...]) -> OutputType:
         """Take the general path in a call that was counted as a replay."""
         self.report.captured_calls -= 1
-        return self.general(inputs)
+        return self.general(inputs, is_new=False)
 
-    def general(self, inputs: list[InputType]) -> OutputType:
+    def general(self, inputs: list[InputType], *, is_new: bool = True) -> OutputType:
+        """``is_new``: whether a replay at these sizes was not tried yet."""
         uncaptured = self.deployment.uncaptured
         if (
             thread_containers() is not self.deployment.owner
@@ -235,17 +236,39 @@ class ManySizes:
         ):
             return uncaptured(inputs)
         outputs: OutputType | None = None
+        found: tuple[Any, tuple[int, ...]] | None = None
         self.may_have_run = False
         try:
             self._begin()
-            outputs = self._replay(inputs)
+            found = self._known_launches(inputs) if is_new else None
+            outputs = self._replay(inputs) if found is None else None
         except Exception as e:
             if self.may_have_run:
                 raise
             self._give_up(_reason(e))
         finally:
             self.state.release()
+        if found is not None:
+            run, numbers = found
+            self.report.captured_calls += 1
+            return run(inputs, numbers)
         return uncaptured(inputs) if outputs is None else outputs
+
+    def _known_launches(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...]] | None:
+        """Return what replays these sizes, if it replayed others before."""
+        sizes = self._sizes(inputs)
+        if not self.recordings or len(self.proven) <= PROVEN_SIZES or sizes in self.refused:
+            return None
+        recording = self.recordings[-1]
+        try:
+            kept = recording.at_sizes(sizes)
+        except RefusedError:
+            # The general path takes note of it.
+            return None
+        if kept is None or kept.launches.replay is None or not kept.launches.is_proven:
+            return None
+        self._know(recording, kept, self.sizes_of(inputs))
+        return self.known[self.sizes_of(inputs)]
 
     def _begin(self) -> None:
         self.state.follow()
