@@ -1201,6 +1201,113 @@ def test_what_a_case_with_schedules_must_show(row, expected):
     assert suite.missed(dataclasses.replace(_case(), suite="concurrent"), {**ROW, "ratios": ratios, **row}) == expected
 
 
+MANY_SIZES = {
+    "many_sizes_us": 5.0,
+    "ratios": {"no_cg": [0.99, 1.0, 1.01], "stock_cg": [2.0, 2.2, 2.4], "many_sizes": [2.1, 2.3, 2.5]},
+    "many_sizes": [{"calls": 10, "captured_calls": 10, "by_size": "", "buckets": [[8]]}],
+    "choice": "undecided",
+    "alone": {name: {"compile_s": 10.0, "warm_up_s": s} for name, s in (("no_cg", 2.0), ("many_sizes", 3.6))},
+    "many_sizes_reserved_mib": 110,
+    "largest_size_reserved_mib": 100,
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "row", "expected"),
+    [
+        ({}, {}, []),
+        # Without the option, stock records each size at once.
+        (
+            {},
+            {"ratios": {**MANY_SIZES["ratios"], "no_cg": [1.03, 1.05, 1.06]}},
+            ["1.050 x no_cg (1.030 to 1.060), more than 1.02"],
+        ),
+        (
+            {"min_sizes_gain": 2.5},
+            {},
+            ["2.30 x as fast as no_cg with recordings for many sizes, not 2.5"],
+        ),
+        (
+            {},
+            {"ratios": {**MANY_SIZES["ratios"], "many_sizes": [1.9, 2.0, 2.1]}},
+            ["0.91 x as fast as stock_cg with recordings for many sizes, not 0.99"],
+        ),
+        ({}, {"many_sizes": []}, ["0% of the calls captured, not 90%"]),
+        ({"is_by_size": True}, {"many_sizes": []}, []),
+        ({}, {"many_sizes_reserved_mib": 111}, ["reserves 111 MiB, a recording of the largest size 100 MiB"]),
+        (
+            {},
+            {"alone": {**MANY_SIZES["alone"], "many_sizes": {"compile_s": 12.0, "warm_up_s": 3.0}}},
+            ["start-up 15.0 s, 1.25 of that without CUDA graphs, not 1.15"],
+        ),
+    ],
+)
+def test_what_a_case_of_varying_sizes_must_show(case, row, expected):
+    assert suite.missed(dataclasses.replace(_case(**case), suite="sizes"), {**ROW, **MANY_SIZES, **row}) == expected
+
+
+def test_the_overview_shows_recordings_for_many_sizes():
+    row = {**ROW, **MANY_SIZES, "suite": "sizes", "equal": True, "about": "a program"}
+    line = report.overview({"cases": [row]})
+    # 20 us and 10 us, of 5 us.
+    assert "| 4.000 (4.000 to 4.000) | 2.000 (2.000 to 2.000) |" in line
+    assert "with `config.pygraph_sizes`" in line and "without the option 1.250 (1.250 to 1.250)" in line
+    assert "4.000" not in report.overview({"cases": [{**row, "failed": {"many_sizes": "wrong"}}]})
+    assert "13.6 of 12.0" in report.document("sizes", [row], {})
+
+
+def test_a_part_is_compiled():
+    """The module around it runs as it is."""
+    compiled = []
+
+    class Part(torch.nn.Module):
+        def forward(self, x):
+            return x.sin()
+
+    class Around(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part()
+
+        def forward(self, x):
+            compiled.append(torch.compiler.is_compiling())
+            return self.part(x).relu()
+
+    case = dataclasses.replace(
+        _tiny(module=lambda small: Around()), inputs=lambda small: ((torch.randn(2, 4),), {}), compiled_part="part"
+    )
+    seen = []
+
+    def backend(module, inputs):
+        seen.append(module)
+        return module.forward
+
+    row = _measure(case, {"no_cg": _variant("no_cg", {"backend": backend})})
+    assert row["failed"] == {} and len(seen) == 1 and not any(compiled)
+
+
+def test_the_largest_size_alone(monkeypatch):
+    """It is called at the largest inputs of the ring alone."""
+    seen = []
+
+    def note(forward):
+        def run(*args):
+            seen.append(max(t.numel() for t in args if isinstance(t, torch.Tensor)))
+            return forward(*args)
+
+        return run
+
+    sizes = iter((2, 9, 3))
+    inputs = lambda small: ((torch.randn(next(sizes), 4),) * 2, {})  # noqa: E731
+    case = dataclasses.replace(_tiny(), inputs=inputs, ring=3)
+    variant = dataclasses.replace(_variant("largest_size", _backend(note)), largest=True)
+    monkeypatch.setitem(worker.VARIANTS, "largest_size", variant)
+    run = worker.CaseRun(case, "cpu", small=True, variants=EAGER)
+    assert run.compile_alone("largest_size")["compile_s"] > 0
+    run.loop_alone(4)
+    assert {*seen} == {36}
+
+
 @pytest.mark.parametrize(
     ("percent", "expected"),
     [

@@ -9,7 +9,7 @@ import functools
 import itertools
 import operator
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TYPE_CHECKING
 
 import numpy as np
@@ -43,6 +43,8 @@ class Variant:
     hand_written: bool = False
     # Rewritten in JAX, in a process of its own.
     in_jax: bool = False
+    # Called with the largest inputs of the ring alone.
+    largest: bool = False
 
     @property
     def selects(self) -> bool:
@@ -68,6 +70,8 @@ VARIANTS = {
     "scheduled": Variant({"options": {"pygraph": True, "pygraph_schedules": True}}),
     # One recording for many sizes.
     "many_sizes": Variant({"options": {"pygraph": True, "pygraph_sizes": True}}),
+    # One recording for the largest size: what memory a recording for many sizes is compared with.
+    "largest_size": replace(_forced("node_update"), largest=True),
     "forced_lanes2": _forced("node_update,lanes2", pygraph_schedules=True),
     "forced_lanes4": _forced("node_update,lanes4", pygraph_schedules=True),
     "forced_dag": _forced("node_update,dag", pygraph_schedules=True),
@@ -114,8 +118,11 @@ class Program:
         shared = {} if self.training else {id(p): p for p in original.parameters()}
         self.module = copy.deepcopy(original, shared)
         self.compiled = self.module
-        if variant.compile is not None:
-            self.compiled = torch.compile(self.module, dynamic=SUITES[case.suite].dynamic or None, **variant.compile)
+        dynamic = SUITES[case.suite].dynamic or None
+        if variant.compile is not None and case.compiled_part:
+            self.module.get_submodule(case.compiled_part).compile(dynamic=dynamic, **variant.compile)
+        elif variant.compile is not None:
+            self.compiled = torch.compile(self.module, dynamic=dynamic, **variant.compile)
         self.config = variant.config
         self.frames = Frames()
         self.optimizer = None

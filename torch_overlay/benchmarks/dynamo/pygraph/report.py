@@ -113,9 +113,9 @@ def speedup(row: Row, variant: str, over: str) -> float | None:
     return reference / time if time and reference else None
 
 
-def best_speedup(row: Row) -> float | None:
-    """Of PyGraph over the better of no CUDA graphs and stock ones."""
-    return min(present(speedup(row, "pygraph", over) for over in ("no_cg", "stock_cg")), default=None)
+def best_speedup(row: Row, variant: str = "pygraph") -> float | None:
+    """Of a variant, over the better of no CUDA graphs and stock ones."""
+    return min(present(speedup(row, variant, over) for over in ("no_cg", "stock_cg")), default=None)
 
 
 def coverage(row: Row, variant: str) -> float | None:
@@ -256,6 +256,10 @@ def _of(ours: float | None, theirs: float | None, text: Callable[[float | None],
     return "-" if ours is None and theirs is None else f"{text(ours)} of {text(theirs)}"
 
 
+def _seconds(value: float | None) -> str:
+    return _number(value, ".1f")
+
+
 TITLES = {
     "eager": "eager",
     "no_cg": "no CG",
@@ -380,6 +384,8 @@ SIZE_COLUMNS: Columns = {
     "/ stock": lambda row: _number(speedup(row, "many_sizes", "stock_cg")),
     "calls captured": lambda row: "-" if (share := captured_share(row)) is None else f"{share:.0%}",
     "recordings": lambda row: str(sum(len(f["buckets"]) for f in row.get("many_sizes", ()))),
+    "start-up s": lambda row: _of(start_up(row, "many_sizes"), start_up(row, "no_cg"), _seconds),
+    "reserved MiB": lambda row: _of(row.get("many_sizes_reserved_mib"), row.get("largest_size_reserved_mib")),
 }
 
 # Of the suite overhead, whose rows have no time of a call.
@@ -446,7 +452,9 @@ SECTIONS = (
     (
         "Sizes that vary",
         "Each call of 40 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
-        "one graph for many sizes. `calls captured` is the share of calls that such a recording served.",
+        "one graph for many sizes. `/ no CG` and `/ stock` are its speed-ups. `calls captured` is the share of calls that such "
+        "a recording served. Start-up is that of `many sizes` and of no CUDA graphs, memory that of `many sizes` and of one "
+        "recording of the largest size of the ring, each alone in a process.",
         SIZE_COLUMNS,
         "many_sizes_us",
     ),
@@ -529,6 +537,8 @@ def _over_stock(row: Row, *, waits: bool) -> float | None:
     return speedup(row, "pygraph", "stock_cg")
 
 
+MANY_SIZES = "Speed-up with one recording for many sizes"
+
 # Of a row, by the names that tables give them.
 SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
     "Speed-up over stock CUDA graphs": lambda row: speedup(row, "pygraph", "stock_cg"),
@@ -536,6 +546,9 @@ SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
     "... where it does not": lambda row: _over_stock(row, waits=False),
     "Speed-up over no CUDA graphs": lambda row: speedup(row, "pygraph", "no_cg"),
     "Speed-up over the better of the two": lambda row: best_speedup(row),
+    f"{MANY_SIZES} over stock CUDA graphs": lambda row: speedup(row, "many_sizes", "stock_cg"),
+    f"{MANY_SIZES} over no CUDA graphs": lambda row: speedup(row, "many_sizes", "no_cg"),
+    f"{MANY_SIZES} over the better of the two": lambda row: best_speedup(row, "many_sizes"),
     "Speed-up over stock without graph partition": lambda row: speedup(row, "pygraph", "stock_whole"),
     "Compile and warm-up, of stock CUDA graphs'": _start_up_ratio,
 }
@@ -544,7 +557,7 @@ SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
 def summary(rows: list[Row]) -> list[str]:
     """One line for each number that a suite is judged by."""
     ran = [row for row in rows if "skipped" not in row]
-    right = [row for row in ran if time_of(row, "pygraph")]
+    right = [row for row in ran if time_of(row, "pygraph") or time_of(row, "many_sizes")]
     lines = [f"{len(right)} of {len(rows)} workloads ran with right results, {len(rows) - len(ran)} were skipped."]
     for name, ratio in SPEEDUPS.items():
         found = present(map(ratio, right))
@@ -574,6 +587,11 @@ def _spread(rows: list[Row], name: str) -> str:
 def also(rows: list[Row]) -> str:
     """What is to be said of some suites beside speed-ups."""
     parts = []
+    if any("many_sizes_us" in row for row in rows):
+        without = present(speedup(row, "pygraph", "no_cg") for row in rows)
+        parts.append("with `config.pygraph_sizes`")
+        parts.append(f"{_spread(rows, f'{MANY_SIZES} over no CUDA graphs')} over no CUDA graphs")
+        parts += [f"without the option {geomean(without):.3f} ({_range(without)})"] * bool(without)
     covered = present(map(_start_up_ratio, rows))
     if covered:
         parts.append(f"start-up {geomean(covered):.2f} of stock's")
@@ -676,11 +694,15 @@ def overview(record: Row, pages: str = "") -> str:
         ran = [row for row in rows if "skipped" not in row]
         return f"{sum(not row.get('missed') for row in ran)} of {len(ran)}"
 
+    def name(line: Row, over: str) -> str:
+        # The suite is about the option.
+        return f"{MANY_SIZES if any('many_sizes_us' in row for row in line['rows']) else 'Speed-up'} {over}"
+
     columns: Columns = {
         "suite": lambda line: f"[{line['suite']}]({pages}/{line['suite']}.md)" if pages else line["suite"],
         "pass": lambda line: must(line["rows"]),
-        "over stock CUDA graphs": lambda line: _spread(line["rows"], "Speed-up over stock CUDA graphs"),
-        "over the better of stock and none": lambda line: _spread(line["rows"], "Speed-up over the better of the two"),
+        "over stock CUDA graphs": lambda line: _spread(line["rows"], name(line, "over stock CUDA graphs")),
+        "over the better of stock and none": lambda line: _spread(line["rows"], name(line, "over the better of the two")),
         "also": lambda line: also(line["rows"]),
         "measured": lambda line: _when(line["rows"]),
     }
@@ -851,7 +873,8 @@ def document(suite: str, rows: list[Row], plots: dict[str, str], more: Row | Non
     ]
     ran = [row for row in rows if "skipped" not in row and "error" not in row]
     for title, text, columns, key in SECTIONS:
-        having = [row for row in ran if row.get(key)]
+        _, *cells = columns.values()
+        having = [row for row in ran if row.get(key) and any(cell(row) != "-" for cell in cells)]
         if having:
             parts += [f"## {title}", text, as_table(having, columns, True)]
     parts += beside_cases(more or {})

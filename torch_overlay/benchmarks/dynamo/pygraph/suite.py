@@ -26,7 +26,17 @@ from .case import described
 from .catalogue import SUITES
 from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MIN_GAIN
 from .processes import Answering, Machine
-from .report import best_candidate, captured_share, coverage, label, PAPER_COVERAGE, present, time_of
+from .report import (
+    best_candidate,
+    captured_share,
+    coverage,
+    label,
+    MAX_START_UP,
+    PAPER_COVERAGE,
+    present,
+    start_up,
+    time_of,
+)
 from .timing import Interval, MAX_SLOWDOWN
 from .varying import MIN_CAPTURED
 
@@ -54,7 +64,8 @@ MEASURED_SHARE = 0.25
 # Threads of a core that compile. They wait for files and for the device too.
 THREADS = 2
 # Where the memory of variants is in the row that run alone
-ALONE = {"stock_cg": "stock_reserved_mib", "pygraph": "reserved_mib", "scheduled": "scheduled_reserved_mib"}
+ALONE = {"pygraph": "reserved_mib", "stock_cg": "stock_reserved_mib"}
+ALONE |= {name: f"{name}_reserved_mib" for name in ("scheduled", "no_cg", "many_sizes", "largest_size")}
 
 
 def kept_caches() -> str:
@@ -256,7 +267,8 @@ class _Run:
 def _add_alone(row: Row, answers: dict[str, Row]) -> None:
     """What variants need that ran alone, of those whose results are right."""
     for variant, answer in answers.items():
-        if not time_of(row, variant):
+        # What runs alone only has no time.
+        if f"{variant}_us" in row and not time_of(row, variant):
             continue
         if "error" in answer:
             _note(row, f"{variant} alone: {answer['error']}")
@@ -286,6 +298,9 @@ def missed(case: Case, row: Row) -> list[str]:
         return [row["error"]]
     found = []
     best, ratios = best_candidate(row), row.get("ratios", {})
+    if case.suite == "sizes":
+        # With a recording for each size. For a recording for many sizes there is more.
+        best = "no_cg"
     if row.get("pygraph_us") is None or best not in ratios:
         found.append("not measured")
     else:
@@ -351,10 +366,17 @@ def _missed_sizes(case: Case, row: Row) -> list[str]:
             gain = ratios["many_sizes"][1] / ratios[other][1]
             least = (case.min_sizes_gain if other == "no_cg" else None) or MIN_GAIN
             found += [f"{gain:.2f} x as fast as {other} with recordings for many sizes, not {least}"] * (gain < least)
-    if (share := captured_share(row)) is None or share < MIN_CAPTURED:
-        found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
-    reasons = filter(None, (f["by_size"] for f in row.get("many_sizes", ())))
-    found += [f"a recording for each size: {reason}" for reason in dict.fromkeys(reasons)]
+    if not case.is_by_size:
+        if (share := captured_share(row)) is None or share < MIN_CAPTURED:
+            found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
+        reasons = filter(None, (f["by_size"] for f in row.get("many_sizes", ())))
+        found += [f"a recording for each size: {reason}" for reason in dict.fromkeys(reasons)]
+    ours, theirs = (start_up(row, name) for name in ("many_sizes", "no_cg"))
+    if ours and theirs and ours > MAX_START_UP * theirs:
+        found.append(f"start-up {ours:.1f} s, {ours / theirs:.2f} of that without CUDA graphs, not {MAX_START_UP}")
+    ours, theirs = (row.get(f"{name}_reserved_mib") for name in ("many_sizes", "largest_size"))
+    if ours is not None and theirs is not None and ours > theirs + max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB):
+        found.append(f"reserves {ours} MiB, a recording of the largest size {theirs} MiB")
     return found
 
 

@@ -9,10 +9,10 @@ import random
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from .case import adding, Inputs, Suite
-from .models.language import BertPretraining, GatedMLP, rotate
+from .models.language import BertPretraining
+from .models.lengths import Generating, PackedEncoder, PromptedDecoder, SpeechEncoder
 from .models.small import MLP
 from .scg import Recommender
 
@@ -24,11 +24,12 @@ SUITE = Suite(
     # In more rounds PyGraph records the sizes of the ring one by one while it is timed.
     rounds=9,
     max_case_s=45.0,
+    run_alone=("no_cg", "many_sizes", "largest_size"),
 )
 # The least share of calls that a recording for many sizes has to serve.
 MIN_CAPTURED = 0.9
 
-sizes = adding("sizes", capturable=False, ring=40)
+sizes = adding("sizes", capturable=False, ring=40, alone=True)
 
 
 class GraphConvolutions(nn.Module):
@@ -44,35 +45,6 @@ class GraphConvolutions(nn.Module):
             sums = torch.zeros_like(nodes).index_add(0, target, nodes[source])
             nodes = layer(sums).relu()
         return nodes
-
-
-class PromptedDecoder(nn.Module):
-    """A Llama-like decoder that reads a prompt."""
-
-    def __init__(self, vocabulary: int, width: int, layers: int, heads: int, hidden: int) -> None:
-        super().__init__()
-        self.heads, size = heads, width // heads
-        self.tokens, self.head = nn.Embedding(vocabulary, width), nn.Linear(width, vocabulary, bias=False)
-        self.projections = nn.ModuleList(
-            nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(4)) for _ in range(layers)
-        )
-        self.mlps = nn.ModuleList(GatedMLP(width, hidden) for _ in range(layers))
-        self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2 * layers + 1))
-        frequency = 500000.0 ** (-torch.arange(0, size, 2) / size)
-        angle = torch.arange(2048)[:, None] * frequency
-        self.register_buffer("rotation", torch.stack([angle.cos(), angle.sin()]))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.tokens(tokens)
-        rotation = self.rotation[:, : tokens.shape[1]]
-        norms = iter(self.norms)
-        for projections, mlp in zip(self.projections, self.mlps):
-            y = next(norms)(x)
-            q, k, v = (p(y).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in projections[:3])
-            y = F.scaled_dot_product_attention(rotate(q, rotation), rotate(k, rotation), v, is_causal=True)
-            x = x + projections[3](y.transpose(1, 2).flatten(2))
-            x = x + mlp(next(norms)(x))
-        return self.head(next(norms)(x)[:, -1])
 
 
 def _between(low: int, high: int, small: bool) -> int:
@@ -96,6 +68,21 @@ def _sentences(small: bool) -> Inputs:
 def _graph(small: bool) -> Inputs:
     nodes, edges = (10, _between(0, 0, True)) if small else (2048, _between(1000, 20_000, small))
     return (torch.randn(nodes, 16 if small else 128), torch.randint(nodes, (2, edges))), {}
+
+
+def _short_prompt(small: bool) -> Inputs:
+    return (torch.randint(100 if small else 1000, (1, _between(16, 256, small))),), {}
+
+
+def _audio(small: bool) -> Inputs:
+    mels = torch.randn(1, 8 if small else 80, 2 * _between(50, 750, small), dtype=torch.float16)
+    return (mels,), {}
+
+
+def _documents(small: bool) -> Inputs:
+    length = _between(256, 1024, small)
+    documents = torch.sort(torch.randint(2 if small else 8, (1, length))).values
+    return (torch.randint(100 if small else 1000, (1, length)), documents), {}
 
 
 def _prompt(small: bool) -> Inputs:
@@ -142,4 +129,72 @@ sizes(
     about="own; two layers of a 1B Llama-like decoder read prompts of 16 to 512 tokens",
     obstacle="a size for each prompt",
     without_cudnn_attention=True,
+)
+sizes(
+    "bert_length_steps",
+    lambda small: BertPretraining(100, 64, 1, 2) if small else BertPretraining(1000, 768, 2, 12),
+    _sentences,
+    mode="training",
+    dtype=torch.float16,
+    # Each takes a forward and a backward.
+    ring=16,
+    about="own; a step of two layers of BERT base, 4 sentences, padded to 16 to 256 tokens",
+    obstacle="a size for each length",
+    min_sizes_gain=2.5,
+)
+sizes(
+    "packed_steps",
+    lambda small: PackedEncoder(100, 64, 1, 2) if small else PackedEncoder(1000, 768, 2, 12),
+    _documents,
+    mode="training",
+    dtype=torch.float16,
+    ring=16,
+    about="own; a step of a two-layer encoder, 8 documents in a row of 256 to 1024 tokens",
+    obstacle="a size for each row",
+)
+sizes(
+    "llama_generation",
+    lambda small: (
+        Generating(
+            4,
+            vocab_size=100,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+        )
+        if small
+        else Generating(
+            16,
+            vocab_size=1000,
+            hidden_size=2048,
+            intermediate_size=8192,
+            num_hidden_layers=4,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+        )
+    ),
+    _short_prompt,
+    dtype=torch.float16,
+    ring=6,
+    compiled_part="model",
+    about="transformers' generate: 16 tokens of 4 layers of a 1B Llama behind prompts of 16 to 256 tokens",
+    obstacle="the cache has another size in each step",
+    needs=("transformers",),
+    without_cudnn_attention=True,
+    min_sizes_gain=2.0,
+    alone=False,
+)
+sizes(
+    "speech_encoder",
+    lambda small: SpeechEncoder(8, 64, 1, 2) if small else SpeechEncoder(80, 384, 4, 6),
+    _audio,
+    dtype=torch.float16,
+    ring=20,
+    about="own; Whisper tiny's encoder of 1 to 15 seconds of audio",
+    obstacle="a size for each length; convolutions, which are recorded for each size",
+    without_cudnn_attention=True,
+    # Of a function with a convolution.
+    is_by_size=True,
 )
