@@ -688,6 +688,20 @@ class ManySizesTest(ManySizesTestCase):
                 program = SizedProgram(self.device(), compiled_of(fn, (37, 16), (16, 32)), "node_update")
                 self.check_captured(program, (38, 38, 6, 64, 40, 2, 66, 38))
 
+    def test_attention_of_training(self) -> None:
+        """A forward with attention and its backward."""
+        forward = torch.ops.aten._scaled_dot_product_efficient_attention
+        backward = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+
+        def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            h = (x @ w).view(2, -1, 2, 8).transpose(1, 2)
+            q = h.sin()
+            out, *saved = forward(h, q, h, None, True, 0.0, False)
+            return backward(out.cos(), h, q, h, None, out, *saved, 0.0, [True, True, True, False])[:3]
+
+        program = SizedProgram(self.device(), compiled_of(fn, (37, 16), (16, 32)), "node_update")
+        self.check_captured(program, (38, 38, 6, 64, 40, 2, 66, 38))
+
     def test_other_programs(self) -> None:
         """What is no operator of a known library has a recording for each size, and the log says why."""
         program = self.program(lambda x: x.sort(0).values, (37, 8))

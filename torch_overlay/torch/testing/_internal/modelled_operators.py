@@ -68,6 +68,29 @@ def _efficient_attention(
     )
 
 
+def _efficient_attention_backward(
+    grad: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    seed: torch.Tensor,
+    offset: torch.Tensor,
+    dropout_p: float,
+    needed: list[bool],
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    inputs = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        again = torch.nn.functional.scaled_dot_product_attention(*inputs, bias, is_causal=is_causal, scale=scale)
+    found = torch.autograd.grad(again, inputs, grad)
+    return *(t.transpose(1, 2).contiguous().transpose(1, 2) for t in found), None
+
+
 def _random(t: torch.Tensor, low: int, high: int | None, generator: torch.Generator | None = None) -> torch.Tensor:
     return t.random_(low, high, generator=generator or torch.cuda.default_generators[0])
 
@@ -75,6 +98,7 @@ def _random(t: torch.Tensor, low: int, high: int | None, generator: torch.Genera
 # Operators without a kernel for the host, and those that draw.
 _ON_HOST = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
     getattr(torch.ops.aten.random_, "from"): _random,
 }
 

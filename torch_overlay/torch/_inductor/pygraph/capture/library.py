@@ -49,6 +49,8 @@ OPERATORS = OrderedSet(
         *SEEDS,
         aten._scaled_dot_product_flash_attention,
         aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_flash_attention_backward,
+        aten._scaled_dot_product_efficient_attention_backward,
     ]
 )
 NAMES = OrderedSet(packet.__name__ for packet in OPERATORS)
