@@ -123,12 +123,20 @@ def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> 
     return buffers, pointers
 
 
-def set_captured_node(node: Any, params: Any, buffers: Sequence[ctypes.Array[Any]]) -> None:
-    """Let a captured node, which keeps a copy, have these parameters. Raises DriverError: the node is as it was."""
+def add_kernel(
+    graph: Any, behind: list[Any], function: Any, buffers: Sequence[Any], blocks: int = 1, threads: int = 1
+) -> Any:
+    """Add a kernel node behind other nodes of a graph, with a grid and a block of one dimension. Return the node."""
+    cu = bindings()
+    params = cu.CUDA_KERNEL_NODE_PARAMS()
+    params.func = function
+    params.gridDimX, params.blockDimX = blocks, threads
+    params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
+    # The node has a copy of what is kept here until it is added.
     keep = set_kernel_parameters(params, buffers)
-    result = bindings().cuGraphKernelNodeSetParams(node, params)
+    node = check(cu.cuGraphAddKernelNode(graph, behind, len(behind), params))
     del keep
-    check(result)
+    return node
 
 
 def graph_nodes(graph: Any, bodies: Mapping[int, Sequence[Any]] = {}) -> Iterator[tuple[Any, Any]]:

@@ -193,7 +193,7 @@ def is_kernel(node: Any) -> bool:
 
 
 def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
-    """Let a captured kernel take other memory for a range. Raises as set_captured_node."""
+    """Let a captured kernel take other memory for a range. Raises DriverError: the node is as it was."""
     params = check(bindings().cuGraphKernelNodeGetParams(node))
     buffers = [buffer for _, buffer in binding.kernel_parameters(params)]
     for buffer in buffers:
@@ -201,4 +201,8 @@ def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
             word = ctypes.c_uint64.from_buffer(buffer, offset)
             if memory[0] <= word.value < memory[1]:
                 word.value += to - memory[0]
-    binding.set_captured_node(node, params, buffers)
+    # The node has a copy of what is kept here.
+    keep = binding.set_kernel_parameters(params, buffers)
+    result = bindings().cuGraphKernelNodeSetParams(node, params)
+    del keep
+    check(result)

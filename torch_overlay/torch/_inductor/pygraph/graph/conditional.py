@@ -14,7 +14,7 @@ import functools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.binding import kernel_parameters, set_kernel_parameters
+from torch._inductor.pygraph.graph.binding import add_kernel, kernel_parameters, set_kernel_parameters
 from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 from torch._inductor.pygraph.graph.prelude import branch_kernel
 
@@ -72,16 +72,9 @@ def add_conditional(predicate: int, device_index: int, *, is_loop: bool = False)
 
 def add_setter(predicate: int, handle: Any, device_index: int) -> Setter:
     """Add a kernel that sets a condition to the graph that the current stream is captured in."""
-    cu = bindings()
     _, graph, behind = _captured(device_index)
-    kernel = cu.CUDA_KERNEL_NODE_PARAMS()
-    kernel.func = branch_kernel(device_index)
-    kernel.gridDimX = kernel.gridDimY = kernel.gridDimZ = 1
-    kernel.blockDimX = kernel.blockDimY = kernel.blockDimZ = 1
-    # The node has a copy of what is kept here until it is added.
-    keep = set_kernel_parameters(kernel, [ctypes.c_uint64(int(handle)), ctypes.c_uint64(predicate)])  # type: ignore[list-item]
-    node = check(cu.cuGraphAddKernelNode(graph, behind, len(behind), kernel))
-    del keep
+    buffers = [ctypes.c_uint64(int(handle)), ctypes.c_uint64(predicate)]
+    node = add_kernel(graph, behind, branch_kernel(device_index), buffers)
     _continue_behind(node, device_index)
     return Setter(node, predicate)
 

@@ -12,13 +12,7 @@ import itertools
 import logging
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import (
-    find_words,
-    graph_nodes,
-    MEMCPY_BYTES,
-    set_kernel_parameters,
-    struct_buffer,
-)
+from torch._inductor.pygraph.graph.binding import add_kernel, find_words, graph_nodes, MEMCPY_BYTES, struct_buffer
 from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 from torch._inductor.pygraph.graph.prelude import copy_kernel, PreludeUnavailable
 
@@ -86,19 +80,12 @@ def _row(node: Any, placeholders: PlaceholderMap) -> Row | None:
 
 def _replace(graph: Any, node: Any, kernel: Any, row: Row) -> None:
     cu = bindings()
-    params = cu.CUDA_KERNEL_NODE_PARAMS()
-    params.func = kernel
-    params.gridDimX = max(1, min(MAX_BLOCKS, -(-row.nbytes // (16 * THREADS))))
-    params.blockDimX = THREADS
-    params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
     *_, count = check(cu.cuGraphGetEdges(graph))
     froms, tos, *_ = check(cu.cuGraphGetEdges(graph, count)) if count else ((), ())
     before = [a for a, b in zip(froms, tos) if int(b) == int(node)]
     behind = [b for a, b in zip(froms, tos) if int(a) == int(node)]
-    # The node has a copy of what is kept here until it is added.
-    keep = set_kernel_parameters(params, [*map(ctypes.c_uint64, row)])  # type: ignore[arg-type]
-    new = check(cu.cuGraphAddKernelNode(graph, before, len(before), params))
-    del keep
+    blocks = max(1, min(MAX_BLOCKS, -(-row.nbytes // (16 * THREADS))))
+    new = add_kernel(graph, before, kernel, [*map(ctypes.c_uint64, row)], blocks, THREADS)
     if behind:
         check(cu.cuGraphAddDependencies(graph, [new] * len(behind), behind, *edge_data(), len(behind)))
     check(cu.cuGraphDestroyNode(node))

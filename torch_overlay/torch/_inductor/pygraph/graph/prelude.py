@@ -35,17 +35,17 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The first whose driver has device-side updates of nodes.
+# The first CUDA version with device-side updates of nodes.
 DRIVER_VERSION = 12040
 
-# Addresses that one prelude takes, by kernel. The last fills the 4096 bytes of parameters. Further ones go to a second
-# one.
+# Addresses that a prelude's kernel takes. The last number fills the 4096 bytes of parameters. A second prelude takes
+# further addresses.
 CAPACITIES = (16, 128, 500)
 
 # The host takes longer to set so many nodes than the prelude takes (benchmark suite `bindings`).
 PAYS_FROM_KERNELS = 32
 
-# Of a block; each thread has one target.
+# Of a block. Each thread sets one node.
 THREADS = 128
 
 SOURCE = (
@@ -116,7 +116,7 @@ extern "C" __global__ void pygraph_copy(char* to, const char* from, unsigned lon
 # The names of the other kernels. COPY sets no node.
 BRANCH, COPY = "branch", "copy"
 
-# The first whose driver has IF nodes with two bodies.
+# The first CUDA version with IF nodes of two bodies.
 BRANCH_DRIVER_VERSION = 12080
 
 
@@ -263,28 +263,28 @@ def _make_updatable(node: Any) -> int:
 
 
 def prelude_pays(raw_graph: int, placeholders: PlaceholderMap) -> bool:
-    """Return whether so many kernels read an input that a prelude sets them faster."""
+    """Return whether a prelude sets the kernels that read an input faster than the host does."""
     graph = bindings().CUgraph(raw_graph)
     return len([*binding.kernels_that_read(graph, placeholders)]) >= PAYS_FROM_KERNELS
 
 
 class Prelude:
     """
-    Puts a prelude in front of a graph that was captured and not instantiated, if it has kernels that read an input.
+    The prelude of a graph that was captured and not instantiated. A graph without kernels that read an input gets none.
 
     Attributes:
-        nodes: handles of the nodes that are updated on the device, never by the host
+        nodes: handles of the nodes that the device updates, and the host never
+        arrays, error: device memory that the prelude reads, and that its failure is written to
 
     Raises:
-        PreludeUnavailable: there is none, and nothing changed.
-        RefusedError: the graph was changed, and is of no use, or its inputs can not be bound.
+        PreludeUnavailable: there can be no prelude. The graph is as it was captured.
+        RefusedError: the graph was changed and cannot be used, or its inputs cannot be bound.
     """
 
     def __init__(self, raw_graph: int, placeholders: PlaceholderMap, device_index: int) -> None:
         self.graph = bindings().CUgraph(raw_graph)
         self.device_index = device_index
         self.nodes: set[int] = set()
-        # What the added nodes read.
         self.arrays: list[tuple[torch.Tensor, ...]] = []
         self.error: torch.Tensor | None = None
         readers = list(binding.kernels_that_read(self.graph, placeholders))
@@ -293,22 +293,20 @@ class Prelude:
         # Before anything is changed: whether there can be a prelude.
         kernels = _kernels(device_index, True)
         try:
-            writes = self._updates(readers)
-            if not writes:
-                raise PreludeUnavailable("no kernel can be updated on the device")
-            self.error = torch.zeros(1, dtype=torch.int32, device=self._device)
-            self._add_nodes(kernels, placeholders, writes)
-        except PreludeUnavailable:
-            raise
+            if writes := self._updates(readers):
+                self.error = torch.zeros(1, dtype=torch.int32, device=self._device)
+                self._add_nodes(kernels, placeholders, writes)
+                return
         except RuntimeError as e:
             raise RefusedError(Reason.of(Code.PRELUDE_NOT_ADDED, error=str(e))) from e
+        raise PreludeUnavailable("no kernel can be updated on the device")
 
     @property
     def _device(self) -> torch.device:
         return torch.device("cuda", self.device_index)
 
     def _updates(self, readers: list[binding.ReadParameters]) -> list[Write]:
-        """Make kernels device-updatable. Those that refuse are left to the host."""
+        """Make kernels device-updatable. The host sets the others."""
         writes: list[Write] = []
         for reader in readers:
             try:
@@ -318,9 +316,7 @@ class Prelude:
                 log.info("%s is updated by the host: %s", name.decode(), e)
                 continue
             self.nodes.add(int(reader.node))
-            writes += [
-                Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words
-            ]
+            writes += [Write(k, delta, target, reader.parameters[i][0] + at) for i, at, (k, delta, *_) in reader.words]
         return writes
 
     def _add_nodes(self, kernels: dict[int, Any], placeholders: PlaceholderMap, writes: list[Write]) -> None:
@@ -341,21 +337,14 @@ class Prelude:
             arrays = (on_device(rows, dtype=torch.int64), ends, self.error)
             words = (ctypes.c_uint64 * capacity)(*[placeholders.placeholders[k].address for k in inputs])
             buffers = [*[ctypes.c_uint64(a.data_ptr()) for a in arrays], ctypes.c_int32(len(first)), words]
-            params = cu.CUDA_KERNEL_NODE_PARAMS()
-            params.func = kernels[capacity]
-            params.gridDimX = -(-len(first) // THREADS)
-            params.blockDimX = THREADS
-            params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
-            # The node has a copy of what is kept here until it is added.
-            keep = binding.set_kernel_parameters(params, buffers)  # type: ignore[arg-type]
-            last = [check(cu.cuGraphAddKernelNode(self.graph, last, len(last), params))]
-            del keep
+            blocks = -(-len(first) // THREADS)
+            last = [binding.add_kernel(self.graph, last, kernels[capacity], buffers, blocks, THREADS)]
             self.arrays.append(arrays)
         if roots:
             check(cu.cuGraphAddDependencies(self.graph, last * count, roots, *edge_data(), count))
 
     def upload(self, raw_executable: int) -> None:
-        """Before the first launch. A graph that updates its own nodes has to be."""
+        """Upload the graph. A graph that updates its own nodes needs that ahead of its first launch."""
         if not self.nodes:
             return
         cu = bindings()
