@@ -1,8 +1,8 @@
 """
-Schedules on a GPU. Each part runs in a process of its own; run.sh runs all.
+Schedules on a GPU; run.sh runs all parts.
 
     probe.py delays PROGRAM [--launches 1000]   each node waits for a random time in each launch: outputs are the chain's
-    probe.py memory PROGRAM                     time and reserved memory, with less memory for buffers and workspaces
+    probe.py memory PROGRAM...                  time and reserved memory, with whole workspaces and less or more memory
 
 The patched torch and torch_overlay/benchmarks/dynamo have to be on PYTHONPATH.
 """
@@ -28,7 +28,7 @@ from torch._inductor.pygraph.graph import prelude
 from torch._inductor.pygraph.graph.binding import set_kernel_parameters
 from torch._inductor.pygraph.graph.driver import bindings, check
 from torch._inductor.pygraph.graph.placeholder import tensor_at
-from torch._inductor.pygraph.schedule import lanes, plan, pointers, recording, workspaces
+from torch._inductor.pygraph.schedule import lanes, plan, pointers, recording
 from torch._inductor.pygraph.types.candidate import CHAIN, DAG
 
 
@@ -154,6 +154,7 @@ def compiled(module: torch.nn.Module, **options: Any) -> Callable[..., Any]:
     torch._dynamo.reset()
     trees.reset_cudagraph_trees()
     gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     reset_report()
     return torch.compile(module, options=options) if options else torch.compile(module, mode="reduce-overhead")
@@ -226,10 +227,10 @@ class Named:
         return found
 
 
-original_workspaces = plan.Graph.workspaces
+original_workspaces, original_used_bytes = plan.Graph.workspaces, recording.used_bytes
 
 
-def used_bytes(fn: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[str]:
+def changed_bytes(fn: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list[str]:
     """Return how much of each workspace a replay of the chain changes."""
     found = []
     expected = [t.clone() for t in bits(fn(*inputs))]
@@ -248,65 +249,75 @@ def used_bytes(fn: Callable[..., Any], inputs: tuple[torch.Tensor, ...]) -> list
     return found
 
 
+# Constants of schedule/recording.py, and whether matmuls divide a workspace.
+SETTINGS: dict[str, tuple[dict[str, float], bool]] = {
+    "stock": ({}, False),
+    "chain": ({}, False),
+    "as is": ({}, True),
+    "whole workspaces": ({}, False),
+    "chain's memory": ({"MORE_MEMORY": -1.0}, False),
+    "all memory": ({"MORE_MEMORY": 100.0}, True),
+}
+
+
 def memory(name: str, small: bool) -> None:
     module, inputs = program(name, small)
-    settings = {
-        "stock": None,
-        "chain": {"MORE_MEMORY": 0.1},
-        "as is": {"MORE_MEMORY": 0.1},
-        "no workspaces": {"MORE_MEMORY": 0.1, "WORKSPACES": 0.0},
-        "nothing": {"MORE_MEMORY": -1.0, "WORKSPACES": 0.0},
-        "all": {"MORE_MEMORY": 100.0},
-    }
-    limit = workspaces.Ring.take
-    for setting, constants in settings.items():
+    expected: list[list[torch.Tensor]] = []
+    for setting, (constants, divides) in SETTINGS.items():
+        used: list[str] = []
 
-        def take(self: Any, nbytes: int, count: int, budget: int, setting: str = setting) -> list[int]:
-            return [] if setting in ("no workspaces", "nothing") else limit(self, nbytes, count, budget)
+        def used_bytes(*args: Any, divides: bool = divides, used: list[str] = used) -> int:
+            start, end = args[2]
+            found = original_used_bytes(*args)
+            used.append(f"{found >> 10} of {(end - start) >> 10} KiB by {len(args[1])} kernels")
+            return found if divides else end - start
 
         with (
-            mock.patch.multiple(recording, **(constants or {})) if constants else contextlib.nullcontext(),
-            mock.patch.object(workspaces.Ring, "take", take),
+            mock.patch.multiple(recording, used_bytes=used_bytes, **constants),
             mock.patch.object(plan.Graph, "workspaces", Named.workspaces),
         ):
-            if constants is None:
-                fn = compiled(module)
-            else:
-                Named.found = {}
-                fn = scheduled(module, DAG, *["node_update"] * (setting == "chain"))
+            Named.found = {}
+            is_stock = setting == "stock"
+            fn = compiled(module) if is_stock else scheduled(module, DAG, *["node_update"] * (setting == "chain"))
             before = torch.cuda.memory_reserved()
             for x in inputs[:4] + inputs[:WARM_UP]:
                 fn(*x)
             us = call_us(fn, inputs)
+            torch._C._cuda_clearCublasWorkspaces()
             gc.collect()
             torch.cuda.empty_cache()
             reserved = torch.cuda.memory_reserved()
-            manager = trees.get_manager(torch.cuda.current_device())
-            ring = workspaces.ring_of(torch.cuda.current_device(), manager.cuda_graphs_thread_pool)
             row = {"program": name, "memory": setting, "us": round(us, 1), "reserved MiB": round(reserved / MIB, 1)}
-            row |= {"before MiB": round(before / MIB, 1), "workspaces MiB": round(ring.nbytes / MIB, 1)}
-            if constants is not None:
+            row["before MiB"] = round(before / MIB, 1)
+            if not is_stock:
                 entry = max(report(), key=lambda entry: entry.calls_us)
                 row |= {"choice": entry.candidate, "critical us": entry.critical_us, "calls us": entry.calls_us}
+                row["used of workspaces"] = used or "not asked"
+                found = [[t.clone() for t in bits(fn(*x))] for x in inputs]
+                # The chain's.
+                expected = expected or found
+                row["equal"] = all(map(torch.equal, itertools.chain(*found), itertools.chain(*expected)))
+                del found
             if setting == "chain":
-                row["named"] = used_bytes(fn, inputs[0]) or "none"
+                row["named"] = changed_bytes(fn, inputs[0]) or "none"
             print(json.dumps(row), flush=True)
-            del fn, ring
+            del fn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=("delays", "memory"))
-    parser.add_argument("program")
+    parser.add_argument("programs", nargs="+")
     parser.add_argument("--launches", type=int, default=1000)
     parser.add_argument("--schedules", default=",".join(SCHEDULES))
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     with torch.no_grad(), patched():
-        if args.part == "delays":
-            delays(args.program, args.launches, args.schedules.split(","), args.small)
-        else:
-            memory(args.program, args.small)
+        for name in args.programs:
+            if args.part == "delays":
+                delays(name, args.launches, args.schedules.split(","), args.small)
+            else:
+                memory(name, args.small)
 
 
 if __name__ == "__main__":

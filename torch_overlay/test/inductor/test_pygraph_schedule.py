@@ -33,10 +33,10 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.graph import prelude
-from torch._inductor.pygraph.schedule import buffers, plan, pointers, recording
+from torch._inductor.pygraph.schedule import buffers, plan, pointers, recording, workspaces
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
-from torch._inductor.pygraph.schedule.workspaces import spread
+from torch._inductor.pygraph.schedule.workspaces import divided, spread
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.deploy import Deployment
@@ -46,6 +46,7 @@ from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES
 from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.virtualized import V
+from torch.testing._internal import pygraph_functions
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.modelled_nodes import KernelNode, PreludeNode
@@ -230,6 +231,15 @@ class OrderTest(TestCase):
         self.assertEqual(spread(waits, {0, 1, 2, 3, 4}, [1.0] * 5, 2), {0: 0, 1: 1, 2: 0, 3: 1, 4: 0})
         self.assertEqual(spread([set()] * 3, {0, 2}, [5.0, 1.0, 1.0], 1), {0: 0, 2: 0})
 
+    def test_parts_of_a_workspace(self):
+        "Kernels that use little of it get equal parts. Each part has twice what they use."
+        unit = workspaces.UNIT_BYTES
+        memory = 7 * unit, 71 * unit
+        self.assertEqual(divided(memory, 0, 2), [(7 * unit, 39 * unit), (39 * unit, 71 * unit)])
+        self.assertEqual(len(divided(memory, 4 * unit, 8)), 8)
+        self.assertEqual(divided(memory, 8 * unit, 8)[-1], (55 * unit, 71 * unit))
+        self.assertEqual(divided(memory, 17 * unit, 8), [memory])
+
     def test_lanes_are_rows(self):
         "No more calls than lanes are independent of one another."
         draw = random.Random(3)
@@ -367,9 +377,10 @@ class Writer:
 
     def program(self) -> Program:
         draw = self.draw
-        for size in {*self.sizes}:
-            # As cuBLAS's.
-            self.new(f"pooled{size}", size)
+        for size in sorted({*self.sizes}):
+            # As cuBLAS's. A call uses an eighth.
+            self.new(f"whole{size}", 8 * size)
+            self.lines.append(f"pooled{size} = whole{size}[:{size}]")
         for n in range(draw.randint(3, draw.choice((10, 30)))):
             self.call(n)
             dying = [t for t in self.alive if t not in self.inputs]
@@ -542,6 +553,7 @@ class ScheduleProgramsTest(RecordTestCase):
             mock.patch.object(recording, "MORE_MEMORY", 100.0 * (seed % 2)),
             mock.patch.object(buffers, "MIN_GAIN", 1.0),
             mock.patch.object(plan, "MIN_GAIN", 1.0),
+            mock.patch.object(workspaces, "UNIT_BYTES", 32),
         ):
             runs = self.record_program(program, str(Candidate(binding, schedule)), seed)
         text = f"seed {seed} of {schedule}:\n{program.body}"
@@ -619,29 +631,64 @@ class DeployTest(RecordTestCase):
         (entry,) = report()
         self.assertEqual((entry.width, self.edges()), (2, 2) if more > 0 else (1, 3))
 
-    @parametrize("case", ("workspaces", "no_memory", "other_memory"))
-    def test_matmuls_have_workspaces_of_their_own(self, case):
-        "Matmuls that name one workspace take several, if there is memory. Other memory may have to stay."
-        body = f"""
-            x, y = args; args.clear()
-            w, a, b = new(), new(), new()
-            launch(sin, w, x); launch(sin, a, w)
-            if {NOTE} is not None: {NOTE}(0, x, a)
-            launch(sin, w, y); launch(sin, b, w)
-            if {NOTE} is not None: {NOTE}(1, y, b)
-            return (a, b)
-        """
+    # A call's kernels write eight of the workspace's floats.
+    MATMULS = f"""
+        x, y = args; args.clear()
+        a, b = new(), new()
+        w = workspace(64)[:8]; launch(sin, w, x); launch(sin, a, w); del w
+        if {NOTE} is not None: {NOTE}(0, x, a)
+        w = workspace(64)[:8]; launch(sin, w, y); launch(sin, b, w); del w
+        if {NOTE} is not None: {NOTE}(1, y, b)
+        return (a, b)
+    """
+
+    def check_matmuls(self, body: str = MATMULS, has_workspace: bool = True, **kwargs: Any) -> tuple[Any, int]:
+        """Return the function, the number of its edges, and what is reserved besides."""
         calls = tuple(
-            CallInfo("mm", (Operand(x, False, k), Operand(to, True)), has_workspace=case != "other_memory")
+            CallInfo("mm", (Operand(x, False, k), Operand(to, True)), has_workspace=has_workspace)
             for k, (x, to) in enumerate(("xa", "yb"))
         )
-        part = 0.0 if case == "no_memory" else 0.1
-        with mock.patch.multiple(recording, MORE_MEMORY=part, WORKSPACES=part):
-            self.check(body, force="node_update,dag", described=calls, returned=(0, 1))
+        kwargs = {"force": "node_update,dag", "described": calls, "calls": 6, "returned": (0, 1), **kwargs}
+        names = {"workspace": self.device.workspace}
+        with mock.patch.dict(pygraph_functions.KERNELS, names), mock.patch.object(workspaces, "UNIT_BYTES", 32):
+            self.check(body, lambda: [self.randn(), self.randn()], **kwargs)
         (entry,) = report()
-        self.assertEqual((entry.schedule, entry.width), (DAG, 2 if case == "workspaces" else 1))
-        runs = Runs(self.device.driver, max(graph for graph, nodes in self.device.driver.graphs.items() if nodes))
-        self.assertEqual(len(runs.edges), 2 if case == "workspaces" else 3)
+        return entry, self.edges()
+
+    @parametrize("schedule", (CHAIN, DAG))
+    def test_matmuls_divide_a_workspace(self, schedule):
+        "Matmuls take parts of the workspace that their kernels name, and no further memory."
+        entry, edges = self.check_matmuls(force=f"node_update,{schedule}")
+        self.assertEqual((entry.schedule, entry.width, edges), (schedule, 2, 3 if schedule == CHAIN else 2))
+        driver = self.device.driver
+        runs = Runs(driver, max(graph for graph, nodes in driver.graphs.items() if nodes))
+        (block,) = (b for b in self.device.blocks if b.nbytes == 256 and b.pool)
+        named = {int.from_bytes(p, "little") - block.address for node in runs.held.values() for p in node.parameters}
+        self.assertEqual({at for at in named if 0 <= at < 256}, {0} if schedule == CHAIN else {0, 64})
+
+    @parametrize("case", ("large", "uneven", "other_memory", "cuGraphClone", "no_gain"))
+    def test_matmuls_keep_a_workspace(self, case):
+        "Matmuls wait for one another where a kernel uses more than a half of the workspace, or it is not known."
+        body = {
+            "large": self.MATMULS.replace("workspace(64)[:8]", "workspace(8)"),
+            "uneven": self.MATMULS.replace("workspace(64)", "workspace(65)"),
+        }.get(case, self.MATMULS)
+        if case.startswith("cu"):
+            self.device.driver.failing = case
+        gain = 3.0 if case == "no_gain" else plan.MIN_GAIN
+        with mock.patch.object(plan, "MIN_GAIN", gain):
+            entry, edges = self.check_matmuls(body, case != "other_memory")
+        self.assertEqual((entry.schedule, entry.width, edges), (DAG, 1, 3))
+
+    def test_matmuls_that_write_inputs_are_not_run_alone(self):
+        "A run in front of the call would write them once more."
+        body = self.MATMULS.replace("launch(sin, b, w)", "launch(sin, y, w)").replace("1, y, b", "1, y")
+        calls = (
+            CallInfo("mm", (Operand("x", False, 0), Operand("a", True)), has_workspace=True),
+            CallInfo("mm", (Operand("y", True, 1),), has_workspace=True),
+        )
+        entry, edges = self.check_matmuls(body.replace("(a, b)", "(a,)"), described=calls, mutated=(1,), returned=(0,))
+        self.assertEqual((entry.schedule, entry.width, edges), (DAG, 1, 3))
 
     @parametrize("cause", ("no_calls", "not_noted", "several_streams", "cuGraphGetEdges"))
     def test_a_graph_whose_calls_are_not_known_is_a_chain(self, cause):

@@ -172,6 +172,7 @@ class ModelledDevice:
         order: draws an order of a graph's nodes
         captures_chain: captured nodes depend on the one before; else, if there is an order, only on nodes that touch
             the same memory
+        workspaces: of cuBLAS, by size
     """
 
     def __init__(self, driver: ModelledDriver) -> None:
@@ -191,6 +192,7 @@ class ModelledDevice:
         self.checkpointed: list[StorageWeakRef] = []
         self.order: random.Random | None = None
         self.captures_chain = False
+        self.workspaces: dict[int, torch.Tensor] = {}
         driver.allocations = self.allocations
 
     def allocations(self) -> Iterator[tuple[int, int]]:
@@ -237,6 +239,20 @@ class ModelledDevice:
                 content.fill_(0xFF)
         return t
 
+    def workspace(self, size: int) -> torch.Tensor:
+        """Return the workspace of cuBLAS, of so many floats. It is allocated by the first call after it was cleared."""
+        if size not in self.workspaces:
+            self.workspaces[size] = self.empty_strided((size,), (1,), torch.float32)
+        return self.workspaces[size]
+
+    @contextlib.contextmanager
+    def clear_workspaces(self) -> Iterator[None]:
+        self.workspaces.clear()
+        try:
+            yield
+        finally:
+            self.workspaces.clear()
+
     @property
     def nbytes(self) -> int:
         return sum(b.nbytes for b in self.blocks)
@@ -259,6 +275,7 @@ class ModelledDevice:
                     {
                         "address": b.address,
                         "size": round_up(b.nbytes, 8),
+                        "requested_size": b.nbytes,
                         "state": "inactive" if b.is_free else "active_allocated",
                     }
                 ],
@@ -459,7 +476,7 @@ def modelled_device(
                     "_cuda_getCheckpointState": lambda *args: object(),
                     "_cuda_setCheckpointPoolState": device.set_checkpoint,
                     "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
-                    "_cuda_clearCublasWorkspaces": lambda: None,
+                    "_cuda_clearCublasWorkspaces": device.workspaces.clear,
                     "_has_Standard_Deleter": lambda storage: True,
                     "_cuda_isCurrentStreamCapturing": device.is_capturing,
                     "_cuda_getCurrentRawStream": lambda index: device.stream.cuda_stream,
@@ -474,7 +491,7 @@ def modelled_device(
                 {
                     "check_memory_pool": device.check_pool,
                     "preserve_rng_state": nothing,
-                    "clear_cublas_manager": nothing,
+                    "clear_cublas_manager": device.clear_workspaces,
                     "_use_cuda_memory_pool_manager": device.allocate_to_pool,
                 },
             ),

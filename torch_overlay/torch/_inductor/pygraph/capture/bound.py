@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from typing import NoReturn
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
-    from torch._inductor.pygraph.schedule.workspaces import Ring
     from torch._inductor.utils import InputType
 
 
@@ -78,9 +77,6 @@ class BoundGraphNode(CopyGraphNode):
     written_bound: OrderedSet[int]
     staged: list[tuple[int, torch.Tensor, torch.Tensor]]
     replay_graph: CellType
-
-    # Of kernels that run side by side.
-    workspaces: Ring | None = None
 
     # While it is recorded.
     collectives: Collectives | None = None
@@ -164,7 +160,9 @@ class BoundGraphNode(CopyGraphNode):
         trace = allocation.AllocationTrace(() if collectives is None else collectives.operands)
         branches = self.branches
         traced = with_branches(allocation.with_allocator(function.model, request.spec.info, trace), branches)
-        self.scheduled = scheduled = ScheduledRecording(request, self.device, self.cuda_graphs_pool)
+        self.scheduled = scheduled = ScheduledRecording(
+            request, self.device, self.cuda_graphs_pool, has_managed=bool(self.cudagraph_managed_idxs)
+        )
 
         # Without the node, which has to be gone before the function runs again.
         def run(inputs: list[InputType]) -> OutputType:
@@ -273,7 +271,6 @@ class BoundGraphNode(CopyGraphNode):
         bound = self.memory.placeholders
         placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
         self._learned(schedule=self.scheduled.apply(graph.raw_cuda_graph(), placeholders))
-        self.workspaces = self.scheduled.ring
         bodies = self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
         replace_copies(graph.raw_cuda_graph(), placeholders, self.device, bodies)
         self.prelude = self._add_prelude(graph, placeholders)

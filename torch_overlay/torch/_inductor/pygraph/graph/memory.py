@@ -37,6 +37,16 @@ def segments_of(pool: _POOL_HANDLE) -> list[dict[str, Any]]:
     ]
 
 
+def allocated_in(pool: _POOL_HANDLE) -> set[tuple[int, int]]:
+    """Return where allocations of a pool lie."""
+    return {
+        (block["address"], block["address"] + block["requested_size"])
+        for segment in segments_of(pool)
+        for block in segment["blocks"]
+        if block["state"] == "active_allocated"
+    }
+
+
 def lies_within(bounds: Sequence[int], address: int) -> bool:
     """Return whether an address lies in a range. ``bounds``: starts and ends, ascending."""
     return bisect.bisect_right(bounds, address) % 2 == 1

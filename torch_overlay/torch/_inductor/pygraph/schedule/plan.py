@@ -19,7 +19,7 @@ from torch._inductor.pygraph.schedule.lanes import order
 from torch._inductor.pygraph.schedule.notes import Apart, declared_call, NODE_US
 from torch._inductor.pygraph.schedule.pointers import undeclared
 from torch._inductor.pygraph.schedule.timeline import timeline
-from torch._inductor.pygraph.schedule.workspaces import MAX_WORKSPACES, spread
+from torch._inductor.pygraph.schedule.workspaces import divided, MAX_PARTS, spread
 from torch._inductor.pygraph.types.candidate import CHAIN, LANES
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.schedule import ScheduleFacts
@@ -46,17 +46,26 @@ class Unit(NamedTuple):
 
 class Graph:
     """
-    The units of a captured graph that is not instantiated, and what each uses.
+    The units of a captured graph that is not instantiated, and what each uses. ``workspaces``: of libraries, and the
+    call by which each was allocated.
 
     Raises:
         DriverError: the graph cannot be read.
         ValueError: its nodes are in no row, or not all of its calls were noted.
     """
 
-    def __init__(self, raw_graph: int, log: CallLog, memory: Memory, moving: Collection[int]) -> None:
+    def __init__(
+        self,
+        raw_graph: int,
+        log: CallLog,
+        memory: Memory,
+        moving: Collection[int],
+        workspaces: Mapping[Range, int],
+    ) -> None:
         self.graph = bindings().CUgraph(raw_graph)
         self.memory = memory
         self.moving = moving
+        self.allocated = workspaces
         nodes = chain_of(self.graph)
         if nodes is None:
             raise ValueError("its nodes are captured from several streams")
@@ -79,7 +88,8 @@ class Graph:
                 self.lives[use.storage] = first, log.ends.get(use.storage, note.number + 1), use.extent
 
     def _live(self, number: int) -> list[Range]:
-        return [extent for first, end, extent in self.lives.values() if first <= number < end]
+        live = [extent for first, end, extent in self.lives.values() if first <= number < end]
+        return live + [memory for memory, first in self.allocated.items() if first <= number]
 
     @functools.cached_property
     def others(self) -> list[set[Range] | None]:
@@ -97,12 +107,9 @@ class Graph:
         """Return the workspaces that several units use, and these units."""
         users: dict[Range, list[int]] = {}
         for i, (unit, others) in enumerate(zip(self.units, self.others)):
-            if unit.call is not None and unit.note is not None and unit.call.has_workspace:
-                known = {*self._live(unit.note.number)}
-                for memory in others or ():
-                    # Other memory is a placeholder's, or was there before the capture.
-                    if memory not in known and self.memory.pool.find(memory[0]) and all(map(is_kernel, unit.nodes)):
-                        users.setdefault(memory, []).append(i)
+            if unit.call is not None and unit.call.has_workspace and all(map(is_kernel, unit.nodes)):
+                for memory in self.allocated.keys() & (others or ()):
+                    users.setdefault(memory, []).append(i)
         return {memory: units for memory, units in users.items() if len(units) > 1}
 
     def calls(self, apart: Apart | None = None, places: Mapping[tuple[int, Range], Range | None] | None = None) -> list[Call]:
@@ -129,11 +136,11 @@ class Graph:
 
 
 def schedule_graph(
-    graph: Graph, schedule: str, times_us: Mapping[int, float], take: Callable[[int, int], list[int]]
+    graph: Graph, schedule: str, times_us: Mapping[int, float], used: Callable[[list[Unit], Range], int]
 ) -> ScheduleFacts:
     """
-    Give a graph the order of a schedule, and return what is known of it. ``take`` returns the addresses of at most so
-    many workspaces: (bytes, number). Raises RefusedError: the graph is of no use.
+    Give a graph the order of a schedule, and return what is known of it. ``used`` returns how many of the first bytes
+    of a workspace units use. Raises RefusedError: the graph is of no use.
     """
     times = graph.times(times_us)
     if schedule == CHAIN:
@@ -141,12 +148,12 @@ def schedule_graph(
         none = {(i, memory): None for memory, users in graph.workspaces().items() for i in users}
         waits = dependencies(graph.calls(Apart(graph.notes), none))
         return ScheduleFacts(CHAIN, sum(times), critical_path(waits, times), width(waits))
-    places = _spread_workspaces(graph, schedule, times, take)
+    places = _divide_workspaces(graph, schedule, times, used)
     waits = dependencies(graph.calls(places=places))
     facts = ScheduleFacts(CHAIN, sum(times), critical_path(waits, times), width(waits))
     try:
         for (i, memory), (start, _) in places.items():
-            for node in graph.units[i].nodes:
+            for node in graph.units[i].nodes if start != memory[0] else ():
                 move_words(node, memory, start)
     except DriverError as e:
         raise RefusedError(Reason.of(Code.DRIVER, error=str(e))) from e
@@ -162,19 +169,17 @@ def schedule_graph(
     return dataclasses.replace(facts, schedule=schedule, timeline=timeline(names, ordered, times))
 
 
-def _spread_workspaces(
-    graph: Graph, schedule: str, times: list[float], take: Callable[[int, int], list[int]]
+def _divide_workspaces(
+    graph: Graph, schedule: str, times: list[float], used: Callable[[list[Unit], Range], int]
 ) -> dict[tuple[int, Range], Range]:
-    """Return (unit, workspace) -> the memory that the unit takes in its place."""
+    """Return (unit, workspace) -> the part of it that the unit takes."""
     places: dict[tuple[int, Range], Range] = {}
     for memory, users in graph.workspaces().items():
         none = {(i, memory): None for i in users}
         waits, without = (dependencies(graph.calls(places=p)) for p in (places, {**places, **none}))
         if critical_path(waits, times) < MIN_GAIN * critical_path(without, times):
             continue
-        nbytes = memory[1] - memory[0]
-        starts = take(nbytes, LANES.get(schedule, MAX_WORKSPACES) - 1)
-        for i, k in spread(without, users, times, 1 + len(starts)).items():
-            if k:
-                places[i, memory] = starts[k - 1], starts[k - 1] + nbytes
+        parts = divided(memory, used([graph.units[i] for i in users], memory), LANES.get(schedule, MAX_PARTS))
+        for i, k in spread(without, users, times, len(parts)).items():
+            places[i, memory] = parts[k]
     return places

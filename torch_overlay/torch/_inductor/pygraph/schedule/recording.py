@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import functools
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.memory import allocated_in, PoolRanges
 from torch._inductor.pygraph.schedule.buffers import Buffers, buffers_apart
 from torch._inductor.pygraph.schedule.notes import CallLog
 from torch._inductor.pygraph.schedule.plan import Graph, schedule_graph
 from torch._inductor.pygraph.schedule.pointers import Memory
-from torch._inductor.pygraph.schedule.workspaces import Ring, ring_of
+from torch._inductor.pygraph.schedule.workspaces import used_bytes
 from torch._inductor.pygraph.types.calls import NOTE
 from torch._inductor.pygraph.types.candidate import CHAIN
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason
@@ -20,31 +21,38 @@ from torch._inductor.pygraph.types.schedule import ScheduleFacts
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection
+    from collections.abc import Callable, Collection, Iterable
 
     from torch._inductor.cudagraph_utils import ModelType
     from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
+    from torch._inductor.pygraph.schedule.notes import Note
+    from torch._inductor.pygraph.schedule.plan import Unit
+    from torch._inductor.pygraph.schedule.pointers import Range
     from torch._inductor.pygraph.types.function import RecordingRequest
     from torch.cuda import _POOL_HANDLE
 
 
-# What buffers of a schedule may take beyond the chain, as a part of all reserved memory. So may workspaces, or as a
-# part of the device's memory: programs that reserve little need them too.
+log = logging.getLogger(__name__)
+
+# What buffers of a schedule may take beyond the chain, as a part of all reserved memory.
 MORE_MEMORY = 0.1
-WORKSPACES = 0.00125
 
 
 class ScheduledRecording:
-    """``ring`` has the workspaces of kernels that run side by side, if the graph has some."""
+    """``has_managed``: the pool's memory holds inputs of the call until the graph has run."""
 
-    def __init__(self, request: RecordingRequest, device_index: int, pool: _POOL_HANDLE) -> None:
+    def __init__(
+        self, request: RecordingRequest, device_index: int, pool: _POOL_HANDLE, *, has_managed: bool
+    ) -> None:
         self.state, self.calls = request.state, request.spec.info.calls
         self.device_index = device_index
         self.pool = pool
+        self.has_managed = has_managed
         # Of the rehearsal, then of the capture.
         self.log: CallLog | None = None
         self.buffers: Buffers | None = None
-        self.ring: Ring | None = None
+        # Of libraries, in the pool, and the call by which each was allocated.
+        self.workspaces: dict[Range, int] | None = None
 
     def note_rehearsal(self) -> dict[str, CallLog]:
         """Return what an uncaptured run takes to note its calls."""
@@ -65,10 +73,21 @@ class ScheduledRecording:
     def note_capture(self, model: ModelType) -> ModelType:
         buffers = self.buffers
         if self.calls:
-            kept = {} if buffers is None else {"noted": buffers.noted, "ends": buffers.ends}
-            self.log = CallLog(self.calls, self.device_index, **kept)
+            ends = None if buffers is None else buffers.ends
+            self.log = CallLog(self.calls, self.device_index, noted=self._noted, ends=ends)
             model = functools.partial(model, **{NOTE: self.log})
+            if any(call.has_workspace for call in self.calls):
+                self.before = allocated_in(self.pool)
         return model if buffers is None else buffers.until_end(model)
+
+    def _noted(self, note: Note) -> None:
+        if self.workspaces is None and self.calls[note.number].has_workspace:
+            # The first call of the library. What else is new belongs to a tensor.
+            (*tensors,) = (u.extent for n in self.log.notes for u in n.uses if not u.storage.expired())
+            found = allocated_in(self.pool) - self.before
+            self.workspaces = {m: note.number for m in found if not _overlaps(m, tensors)}
+        if self.buffers is not None:
+            self.buffers.noted(note)
 
     def apply(self, raw_graph: int, placeholders: PlaceholderMap) -> ScheduleFacts | None:
         """Let calls of the captured graph run side by side, if the request says so."""
@@ -78,8 +97,10 @@ class ScheduledRecording:
         try:
             if log is None:
                 raise ValueError("what they use is not known")
-            graph = Graph(raw_graph, log, Memory(PoolRanges(self.pool), placeholders), self.moving)
-            return schedule_graph(graph, state.schedule, state.call_times_us, self._take_workspaces)
+            memory = Memory(PoolRanges(self.pool), placeholders)
+            graph = Graph(raw_graph, log, memory, self.moving, self._known_workspaces(log))
+            used = functools.partial(self._used_bytes, graph)
+            return schedule_graph(graph, state.schedule, state.call_times_us, used)
         except (DriverError, ValueError) as e:
             return ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=first_line(e)))
 
@@ -87,7 +108,24 @@ class ScheduledRecording:
         """Return how many bytes a schedule may take beyond the chain."""
         return int(MORE_MEMORY * (torch.cuda.memory_reserved(self.device_index) + self.needed_bytes))
 
-    def _take_workspaces(self, nbytes: int, count: int) -> list[int]:
-        self.ring = ring_of(self.device_index, self.pool)
-        _, total = torch.cuda.mem_get_info(self.device_index)
-        return self.ring.take(nbytes, count, max(self._more_bytes(), int(total * WORKSPACES)))
+    def _known_workspaces(self, log: CallLog) -> dict[Range, int]:
+        workspaces = self.workspaces or {}
+        first = min(workspaces.values(), default=0)
+        # Tensors that were allocated ahead of their first call.
+        (*tensors,) = (use.extent for note in log.notes[first + 1 :] for use in note.uses)
+        return {memory: number for memory, number in workspaces.items() if not _overlaps(memory, tensors)}
+
+    def _used_bytes(self, graph: Graph, units: list[Unit], memory: Range) -> int:
+        """Return how many of the first bytes of a workspace units use, or all if they cannot run alone."""
+        writes = (use.operand for unit in units for use in unit.note.uses if use.operand.writes)
+        if not self.has_managed and all(operand.input is None for operand in writes):
+            nodes = [node for unit in units for node in unit.nodes]
+            try:
+                return used_bytes(graph.graph, nodes, memory, self.device_index)
+            except DriverError as e:
+                log.info("a workspace stays whole: %s", e)
+        return memory[1] - memory[0]
+
+
+def _overlaps(memory: Range, others: Iterable[Range]) -> bool:
+    return any(start < memory[1] and memory[0] < end for start, end in others)

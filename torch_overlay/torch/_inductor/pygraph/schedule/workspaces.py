@@ -1,32 +1,93 @@
 """
 Workspaces of a library, whose content no later call reads. cuBLAS has one for a stream, so that all matmuls whose
-kernels name it wait for one another. The words among the kernels' parameters are moved to further workspaces, as those
-of inputs.
+kernels name it wait for one another. It is divided among them: their kernels write a small part of it. The words among
+the kernels' parameters are moved, as those of inputs.
+
+The parameters do not tell how much a kernel uses. The driver runs the captured kernels alone, which shows what they
+write. Which bytes of a workspace a matmul writes depends on its parameters, and not on the values of its operands.
 """
 
 from __future__ import annotations
 
-import weakref
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.binding import graph_nodes
+from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.placeholder import round_up, tensor_at
 from torch._inductor.pygraph.schedule.dag import reached
+from torch._inductor.pygraph.schedule.pointers import words_of
 
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
     from torch._inductor.pygraph.schedule.dag import Waits
-    from torch.cuda import _POOL_HANDLE
+    from torch._inductor.pygraph.schedule.pointers import Range
 
-# The most workspaces, with the captured one.
-MAX_WORKSPACES = 4
+# The most parts of a workspace.
+MAX_PARTS = 8
+
+# A part is at least so many times as large as what kernels use.
+MARGIN = 2
+
+# Parts are multiples of it, and so is what is known of a kernel's use.
+UNIT_BYTES = 64 << 10
+
+
+def divided(memory: Range, used: int, count: int) -> list[Range]:
+    """Return at most ``count`` parts of a workspace, of which kernels use the first bytes. One is the whole."""
+    start, end = memory
+    count = min(count, (end - start) // round_up(max(MARGIN * used, 1), UNIT_BYTES))
+    if count < 2:
+        return [memory]
+    nbytes = (end - start) // count // UNIT_BYTES * UNIT_BYTES
+    return [(start + k * nbytes, start + (k + 1) * nbytes) for k in range(count)]
+
+
+def used_bytes(graph: Any, nodes: Collection[Any], memory: Range, device_index: int) -> int:
+    """
+    Return how many of the first bytes of a workspace captured kernels use. They run, and overwrite what else they
+    write.
+
+    Raises:
+        DriverError: the driver does not run them alone.
+    """
+    start, end = memory
+    if (end - start) % UNIT_BYTES:
+        return end - start
+    words = (word - start for node in nodes for word in words_of(node) or ())
+    used = max((word + 1 for word in words if 0 <= word < end - start), default=0)
+    like = torch.empty((end - start) // UNIT_BYTES, UNIT_BYTES, dtype=torch.uint8, device="meta")
+    units = tensor_at(start, like, device_index)
+    cu = bindings()
+    stream = cu.CUstream(torch.cuda.current_stream(device_index).cuda_stream)
+    alone = check(cu.cuGraphClone(graph))
+    try:
+        kept = {int(check(cu.cuGraphNodeFindInClone(node, alone))) for node in nodes}
+        for node, _ in [*graph_nodes(alone)]:
+            if int(node) not in kept:
+                check(cu.cuGraphDestroyNode(node))
+        executable = check(cu.cuGraphInstantiate(alone, 0))
+        try:
+            # A byte that is written differs from one of them.
+            for byte in (0x5A, 0xA5):
+                units.fill_(byte)
+                check(cu.cuGraphLaunch(executable, stream))
+                low, high = units.aminmax(dim=1)
+                written = ((low != byte) | (high != byte)).tolist()
+                used = max([used, *((i + 1) * UNIT_BYTES for i, is_written in enumerate(written) if is_written)])
+        finally:
+            check(cu.cuGraphExecDestroy(executable))
+    finally:
+        check(cu.cuGraphDestroy(alone))
+    return used
 
 
 def spread(waits: Waits, users: Collection[int], times: Sequence[float], count: int) -> dict[int, int]:
     """
-    Return which of ``count`` workspaces each user takes: the one in which it starts first, and of these one whose last
-    user it waits for anyway.
+    Return which of ``count`` parts each user takes: the one in which it starts first, and of these one whose last user
+    it waits for anyway.
     """
     behind = reached(waits)
     ends: list[float] = []
@@ -45,38 +106,3 @@ def spread(waits: Waits, users: Collection[int], times: Sequence[float], count: 
             last[k] = i
         ends.append(start + time)
     return found
-
-
-class Ring:
-    """Further workspaces. The graphs of a manager share them, because their launches follow one another."""
-
-    def __init__(self, device_index: int) -> None:
-        self.device = torch.device("cuda", device_index)
-        self.blocks: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
-
-    def take(self, nbytes: int, count: int, budget: int) -> list[int]:
-        """Return the addresses of at most ``count`` workspaces. ``budget``: bytes that all of them may take."""
-        found = [block for block in self.blocks if block.nbytes >= nbytes][:count]
-        while len(found) < count and self.nbytes + nbytes <= budget:
-            try:
-                found.append(torch.zeros(nbytes, dtype=torch.uint8, device=self.device))
-            except torch.OutOfMemoryError:
-                break
-            self.blocks.append(found[-1])
-        return [block.data_ptr() for block in found]
-
-
-_rings: weakref.WeakValueDictionary[tuple[int, ...], Ring] = weakref.WeakValueDictionary()
-
-
-def ring_of(device_index: int, pool: _POOL_HANDLE) -> Ring:
-    """Return the workspaces of the manager whose graphs have this pool."""
-    key = (device_index, *pool)
-    ring = _rings.get(key)
-    if ring is None:
-        ring = _rings[key] = Ring(device_index)
-    return ring

@@ -19,7 +19,6 @@ from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import segments_of
 from torch._inductor.pygraph.replay.interpreter import ReplayChain
-from torch._inductor.pygraph.schedule.workspaces import ring_of
 from torch._inductor.pygraph.select import many_sizes, store
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.ranks import by_all_ranks
@@ -221,9 +220,9 @@ class Deployment:
         return outputs
 
     def _pool_bytes(self) -> int:
-        """Return what the graphs' pool reserves, and further workspaces."""
+        """Return what the graphs' pool reserves."""
         pool = manager_of(self.spec.device_index).cuda_graphs_thread_pool
-        return sum(s["total_size"] for s in segments_of(pool)) + ring_of(self.spec.device_index, pool).nbytes
+        return sum(s["total_size"] for s in segments_of(pool))
 
     def run_backward(self, inputs: list[InputType], **notes: Any) -> OutputType:
         """Run a backward uncaptured. See [Backward Generation Handling]."""

@@ -110,7 +110,7 @@ class Selection:
         forget: drops what was recorded under an id; returns False while it cannot, None while another thread records
         around: returns the controllers of the functions around an id on its paths
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
-        pool_bytes: returns what the graphs' pool and further workspaces reserve
+        pool_bytes: returns what the graphs' pool reserves
     """
 
     controller: Controller

@@ -41,7 +41,7 @@ class FunctionReport:
         calls_us, critical_us: time of all calls, and of the longest that wait for one another
         width: the most calls that may run side by side; 0 if that is not known
         timeline: the first calls of its schedule, unless they are in a row
-        pool_bytes: what the graphs' pool and further workspaces reserve with each candidate, if schedules were timed
+        pool_bytes: what the graphs' pool reserves with each candidate, if schedules were timed
         buckets: the largest sizes of its recordings for many sizes
         by_size: why a function whose sizes vary has a recording for each
         num_sizes, calls, captured_calls: of a function that is recorded so, how many sizes came, and
