@@ -74,6 +74,16 @@ CALLS = 6
 # What code generation tells
 
 
+def branches(compile: Callable[..., Any]) -> None:
+    """A buffer of the second branch takes the place of one of the first."""
+
+    def f(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple((t @ w).softmax(-1) @ w for t in (x, y))
+
+    with torch.no_grad():
+        compile(f)(*(torch.randn(16, 16, device="cuda") for _ in range(3)))
+
+
 class CallsTest(TestCase):
     def compile(self, name: str, **options: Any) -> tuple[list[Any], list[Any]]:
         """Return what Inductor made of a program, and the scheduler's nodes of each function."""
@@ -96,27 +106,35 @@ class CallsTest(TestCase):
             mock.patch.object(describe, "describe_calls", described),
         ):
             warnings.simplefilter("ignore")
-            PROGRAMS_TO_COMPILE[name](functools.partial(torch.compile, options={"pygraph": True, **options}))
+            {**PROGRAMS_TO_COMPILE, "branches": branches}[name](functools.partial(torch.compile, options={"pygraph": True, **options}))
         return [*graphs], nodes
 
-    def unbound(self, code: str) -> list[str]:
+    def unbound(self, code: str, reuses: bool) -> list[str]:
         """Return the tensors of notes that have no value, or none any more, in front of a return."""
         bound: set[str] = set()
         found: list[str] = []
-        for statement in ast.walk(ast.parse(textwrap.dedent(code))):
-            if isinstance(statement, ast.Assign):
-                bound |= {n.id for target in statement.targets for n in ast.walk(target) if isinstance(n, ast.Name)}
-            elif isinstance(statement, ast.Delete):
-                bound -= {target.id for target in statement.targets}
-            elif isinstance(statement, ast.If):
-                (note,) = statement.body
-                found += [n.id for n in note.value.args[1:] if n.id not in bound]
+
+        def run(statements: Sequence[ast.stmt]) -> None:
+            for statement in statements:
+                if isinstance(statement, ast.If) and isinstance(note := statement.body[0], ast.Expr):
+                    found.extend(n.id for n in note.value.args[1:] if n.id not in bound)
+                elif isinstance(statement, ast.If):
+                    run(statement.body if reuses else statement.orelse)
+                elif isinstance(statement, ast.Assign):
+                    bound.update(n.id for t in statement.targets for n in ast.walk(t) if isinstance(n, ast.Name))
+                elif isinstance(statement, ast.Delete):
+                    bound.difference_update(target.id for target in statement.targets)
+                elif isinstance(statement, (ast.With, ast.FunctionDef)):
+                    run(statement.body)
+
+        run(ast.parse(textwrap.dedent(code)).body)
         return found
 
     @parametrize("name", ("mlp_training", "partitioned", "mutation", "custom_op", "optimizer"))
     def test_calls_of_programs(self, name):
         "Each call is noted, and reads and writes what the scheduler's nodes do."
-        graphs, nodes = self.compile(name, pygraph_schedules=True)
+        with mock.patch("torch._inductor.pygraph.compile.calls._may_overlap", lambda calls: True):
+            graphs, nodes = self.compile(name, pygraph_schedules=True)
         functions = [(graph, function) for graph in graphs for function in graph.info.functions]
         self.assertGreater(len(functions), 0)
         for (graph, function), uses in zip(functions, nodes, strict=True):
@@ -126,7 +144,8 @@ class CallsTest(TestCase):
             self.assertEqual(
                 notes, [", ".join((str(i), *(o.buffer for o in c.operands))) for i, c in enumerate(function.calls)]
             )
-            self.assertEqual(self.unbound(code), [])
+            for reuses in (True, False):
+                self.assertEqual(self.unbound(code, reuses), [])
             self.assertEqual(code.count(".run("), sum(c.name.startswith("triton_") for c in function.calls))
             operands = [o for call in function.calls for o in call.operands]
             known, written = {o.buffer for o in operands}, {o.buffer for o in operands if o.writes}
@@ -137,14 +156,25 @@ class CallsTest(TestCase):
                 self.assertLessEqual({r for r in reads if r.startswith(("arg", "primals", "tangents"))}, known)
         self.assertEqual(pickle.loads(pickle.dumps(functions[0][1])), functions[0][1])
 
-    def test_unchanged_without_the_setting(self):
-        (with_it,), _ = self.compile("mutation", pygraph_schedules=True)
-        (without,), _ = self.compile("mutation")
+    @parametrize("name", ("mutation", "mlp_training", "branches"))
+    def test_unchanged_without_a_recording(self, name):
+        "Without the setting there are no notes. With it, code that is not noted runs as without."
+        (with_it, *_), _ = self.compile(name, pygraph_schedules=True)
+        (without, *_), _ = self.compile(name)
         self.assertEqual(without.info.functions[0].calls, ())
-        lines = [line for line in comparable(with_it.source).splitlines() if f"if {NOTE}" not in line]
-        lines = [line.replace(f", {NOTE}=None", "") for line in lines]
+        lines = [line for line in comparable(with_it.source).splitlines() if f"if {NOTE} is not None" not in line]
+        apart = [line for line in lines if line.strip().startswith("else: del")]
+        lines = [line for line in lines if line not in apart]
+        lines = [line.replace(f", {NOTE}=None", "").replace(f"if {NOTE} is None or {NOTE}.reuses: ", "") for line in lines]
         # The first line has the number of the compilation.
         self.assertEqual(lines[1:], comparable(without.source).splitlines()[1:])
+        self.assertEqual((bool(apart), bool(with_it.info.functions[0].calls)), (name == "branches",) * 2)
+
+    def test_a_buffer_in_the_place_of_a_dead_one_begins(self):
+        (graph, *_), _ = self.compile("branches", pygraph_schedules=True)
+        (new,) = (o for call in graph.info.functions[0].calls for o in call.operands if o.begins)
+        self.assertIn(f"else: del buf3; {new.buffer} = empty_strided_cuda(", graph.source)
+        self.assertTrue(new.writes)
 
 
 instantiate_parametrized_tests(CallsTest)
@@ -630,6 +660,24 @@ class DeployTest(RecordTestCase):
             self.check(body, force="node_update,dag", described=self.CALLS, calls=6, returned=(0, 1))
         (entry,) = report()
         self.assertEqual((entry.width, self.edges()), (2, 2) if more > 0 else (1, 3))
+
+    @parametrize("schedule", (CHAIN, DAG))
+    def test_a_chain_reuses_buffers(self, schedule):
+        "A chain's buffers take the place of dead ones, as uncaptured. It still tells what runs side by side without."
+        body = self.body(*range(4)).replace("(24,)", "(8,)")
+        allocate = "c = empty_strided_cuda((8,), (1,), torch.float32);"
+        self.assertEqual(body.count(f"del a\n        {allocate}"), 1)
+        reuse = f"if {NOTE} is None or {NOTE}.reuses: c = a; del a\nelse: del a; {allocate}"
+        body = body.replace(f"del a\n        {allocate}", f"{reuse}\n")
+        begins = [dataclasses.replace(o, begins=o.buffer == "c") for o in self.CALLS[2].operands]
+        described = (*self.CALLS[:2], dataclasses.replace(self.CALLS[2], operands=tuple(begins)), self.CALLS[3])
+        self.check(body, force=f"node_update,{schedule}", described=described, calls=6, returned=(0, 1))
+        (entry,) = report()
+        self.assertEqual((entry.schedule, entry.width, 2 * entry.critical_us), (schedule, 2, entry.calls_us))
+        driver = self.device.driver
+        runs = Runs(driver, max(graph for graph, nodes in driver.graphs.items() if nodes))
+        a, _, c, _ = ([int.from_bytes(p, "little") for p in node.parameters][0] for node in runs.held.values())
+        self.assertEqual(a == c, schedule == CHAIN)
 
     # A call's kernels write eight of the workspace's floats.
     MATMULS = f"""

@@ -12,6 +12,7 @@ import torch
 from torch._inductor import ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
+from torch._inductor.pygraph.schedule.dag import Access, Call, dependencies, width
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
 from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
@@ -20,7 +21,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Collection, Iterable, Iterator
 
     from torch._inductor.scheduler import BaseSchedulerNode
     from torch._inductor.utils import IndentedBuffer
@@ -69,19 +70,55 @@ class NoteLine(codegen.WrapperLine):
         code.writeline(f"if {NOTE} is not None: {NOTE}({arguments})")
 
 
+@dataclasses.dataclass
+class ApartLine(codegen.WrapperLine):
+    """Lets a buffer take the place of a dead one, or allocates it where a recording decides which calls share memory."""
+
+    wrapper: codegen.PythonWrapperCodegen
+    reuse: codegen.ReuseLine
+
+    def codegen(self, code: IndentedBuffer) -> None:
+        old, new = self.reuse.node, self.reuse.reused_as
+        reuse = self.wrapper.make_buffer_reuse(old, new, self.reuse.delete_old)
+        allocate = self.wrapper.make_buffer_allocation(new)
+        if self.reuse.delete_old and old.get_name() not in V.graph.get_output_names():
+            allocate = f"{self.wrapper.make_buffer_free(old)}; {allocate}"
+        code.writeline(f"if {NOTE} is None or {NOTE}.reuses: {reuse}")
+        code.writeline(f"else: {allocate}")
+
+
 def note_calls(wrapper: codegen.PythonWrapperCodegen) -> None:
-    """Add a NoteLine behind each call of a wrapper whose lines are complete."""
+    """Add a NoteLine behind each call of a wrapper whose lines are complete, unless all calls depend on one another."""
     places = {name: i for i, name in enumerate(wrapper.get_graph_input_names())}
     lines: list[Any] = []
     calls: list[CallInfo] = []
+    # Buffers in the place of dead ones that no call has used.
+    new = OrderedSet[str]()
     for line in wrapper.lines:
+        # Operators that work in place have such lines, too.
+        if type(line) is codegen.ReuseLine and line.reused_as.get_name() not in wrapper.reuses and not line.comm_buffer:
+            new.add(line.reused_as.get_name())
+            line = ApartLine(wrapper, line)
         lines.append(line)
         if isinstance(line, CALL_LINES):
-            call = _describe(line, places)
+            call = _describe(line, places, new)
+            new -= OrderedSet(operand.buffer for operand in call.operands)
             lines.append(NoteLine(len(calls), tuple(operand.buffer for operand in call.operands)))
             calls.append(call)
-    wrapper.lines = lines
-    wrapper.noted_calls = tuple(calls)
+    wrapper.noted_calls = tuple(calls) if _may_overlap(calls) else ()
+    if wrapper.noted_calls:
+        wrapper.lines = lines
+
+
+def _may_overlap(calls: Iterable[CallInfo]) -> bool:
+    """Return whether some calls may run side by side. Names that share memory count as memory of their own."""
+    places: dict[str, int] = {}
+    found = []
+    for call in calls:
+        at = [(places.setdefault(o.buffer, len(places)), o) for o in call.operands]
+        accesses = tuple(Access(i, i + 1, o.writes, o.input) for i, o in at)
+        found.append(Call(accesses, frozenset(call.resources), is_barrier=not call.is_declared))
+    return width(dependencies(found)) > 1
 
 
 def describe_calls(
@@ -96,7 +133,7 @@ def describe_calls(
     return wrapper.noted_calls
 
 
-def _describe(line: Any, places: dict[str, int]) -> CallInfo:
+def _describe(line: Any, places: dict[str, int], new: Collection[str]) -> CallInfo:
     if isinstance(line, codegen.KernelCallLine):
         call = _kernel(line)
     elif isinstance(line, codegen.PartialReductionLine):
@@ -108,7 +145,10 @@ def _describe(line: Any, places: dict[str, int]) -> CallInfo:
     writes: dict[str, bool] = {}
     for operand in call.operands:
         writes[operand.buffer] = operand.writes or writes.get(operand.buffer, False)
-    operands = tuple(Operand(buffer, written, places.get(buffer)) for buffer, written in writes.items())
+    operands = tuple(
+        Operand(buffer, written, places.get(buffer), begins=buffer in new)
+        for buffer, written in writes.items()
+    )
     return dataclasses.replace(call, operands=operands)
 
 

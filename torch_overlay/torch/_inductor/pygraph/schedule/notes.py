@@ -50,7 +50,7 @@ class Note(NamedTuple):
 class CallLog:
     """
     Called by generated code behind each call. ``noted`` is called with each note. ``ends`` has the call in front of
-    which a storage was let go that was kept until then.
+    which a storage was let go that was kept until then. ``reuses``: see types/calls.py.
     """
 
     def __init__(
@@ -59,12 +59,14 @@ class CallLog:
         device_index: int,
         *,
         is_captured: bool = True,
+        reuses: bool = False,
         noted: Callable[[Note], None] = lambda note: None,
         ends: Mapping[StorageWeakRef, int] | None = None,
     ) -> None:
         self.calls = calls
         self.device_index = device_index
         self.is_captured = is_captured
+        self.reuses = reuses
         self.noted = noted
         self.ends = {} if ends is None else ends
         self.notes: list[Note] = []
@@ -99,22 +101,26 @@ def _uses(operand: Operand, value: Any) -> list[Use]:
 
 
 class Apart:
-    """Addresses of a program whose buffers never use memory again: each storage has its own, but for those of inputs."""
+    """
+    Addresses of a program whose buffers never use memory again, but for those of inputs. ``places`` has those of each
+    note's uses.
+    """
 
     def __init__(self, notes: Sequence[Note]) -> None:
-        uses = [use for note in notes for use in note.uses]
-        inputs = {use.storage for use in uses if use.operand.input is not None}
-        self.shifts: dict[StorageWeakRef, int] = {}
+        inputs = {use.storage for note in notes for use in note.uses if use.operand.input is not None}
+        shifts: dict[StorageWeakRef, int] = dict.fromkeys(inputs, 0)
         end = APART
-        for use in uses:
-            if use.storage not in inputs and use.storage not in self.shifts:
-                start, stop = use.extent
-                self.shifts[use.storage] = end - start
-                end += stop - start
-
-    def __call__(self, use: Use) -> Range:
-        shift = self.shifts.get(use.storage, 0)
-        return use.memory[0] + shift, use.memory[1] + shift
+        self.places: list[list[Range]] = []
+        for note in notes:
+            found = []
+            for use in note.uses:
+                if use.operand.begins or use.storage not in shifts:
+                    start, stop = use.extent
+                    shifts[use.storage] = end - start
+                    end += stop - start
+                shift = shifts[use.storage]
+                found.append((use.memory[0] + shift, use.memory[1] + shift))
+            self.places.append(found)
 
 
 def declared_call(
@@ -123,7 +129,8 @@ def declared_call(
     """Return what a call uses, with memory that it does not declare, ``others``, and buffers that ``apart`` moves."""
     if not call.is_declared:
         return Call(is_barrier=True)
-    declared = [(use.operand, use.memory if apart is None else apart(use)) for use in note.uses]
-    accesses = [Access(*memory, o.writes, o.input, o.input in moving) for o, memory in declared]
+    places = [use.memory for use in note.uses] if apart is None else apart.places[note.number]
+    operands = (use.operand for use in note.uses)
+    accesses = [Access(*memory, o.writes, o.input, o.input in moving) for o, memory in zip(operands, places)]
     accesses += [Access(*memory, writes=True) for memory in sorted(others)]
     return Call(tuple(accesses), frozenset(call.resources))

@@ -74,7 +74,9 @@ class ScheduledRecording:
         buffers = self.buffers
         if self.calls:
             ends = None if buffers is None else buffers.ends
-            self.log = CallLog(self.calls, self.device_index, noted=self._noted, ends=ends)
+            # A chain is that of a function without notes.
+            reuses = self.state.schedule == CHAIN
+            self.log = CallLog(self.calls, self.device_index, reuses=reuses, noted=self._noted, ends=ends)
             model = functools.partial(model, **{NOTE: self.log})
             if any(call.has_workspace for call in self.calls):
                 self.before = allocated_in(self.pool)

@@ -282,6 +282,9 @@ class CallTimes:
     is no part of a call in a graph.
     """
 
+    # See types/calls.py.
+    reuses = True
+
     def __init__(self, device_index: int) -> None:
         self.device_index = device_index
         self.empty: list[torch.cuda.Event] = []

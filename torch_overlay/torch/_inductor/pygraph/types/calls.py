@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 
-# The parameter of a generated function that is called behind each call: (number, tensor, ...).
+# The parameter of a generated function that is called behind each call: (number, tensor, ...). Its attribute
+# ``reuses``: whether buffers take the place of dead ones, as they do without it.
 NOTE = "note_call"
 
 # The state of the device's random numbers.
@@ -14,11 +15,15 @@ RANDOM = "random"
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """A tensor of a call: its name in the code, which stands for no other one, and which input it is, if any."""
+    """
+    A tensor of a call: its name in the code, which stands for no other one, and which input it is, if any. ``begins``:
+    the call is the first one of a buffer that may take the place of a dead one.
+    """
 
     buffer: str
     writes: bool
     input: int | None = None
+    begins: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
