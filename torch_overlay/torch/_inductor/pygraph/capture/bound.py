@@ -33,7 +33,7 @@ from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_ex
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
-from torch._inductor.pygraph.types.candidate import CHAIN, NODE_UPDATE
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
@@ -353,15 +353,16 @@ class BoundGraphNode(CopyGraphNode):
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Return whether a function with atomic additions launches what its graph does."""
-        spec, schedule = self.request.spec, self.request.state.schedule
-        if not adds_atomically(spec) or self.values.delivers or self.collectives or schedule != CHAIN:
+        spec = self.request.spec
+        if not adds_atomically(spec) or self.values.delivers or self.collectives:
             return False
         if self.branches is not None or room(self.device) < self._needed_bytes():
             return False
         inputs = [*self.call_inputs]
         self.restore_managed(inputs)
         scratch = Scratch(self.device, self.stream)
-        again = Again(self.wrapped_function.model, spec, inputs, self.memory, self.call_tensors, scratch)
+        model = self.scheduled.allocating_alike(self.wrapped_function.model)
+        again = Again(model, spec, inputs, self.memory, self.call_tensors, scratch)
         difference = again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
         if difference is not None:
             log.info("a function with atomic additions launches other kernels than its graph: %s", difference)

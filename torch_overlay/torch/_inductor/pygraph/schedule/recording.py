@@ -71,16 +71,23 @@ class ScheduledRecording:
         return self.buffers
 
     def note_capture(self, model: ModelType) -> ModelType:
-        buffers = self.buffers
-        if self.calls:
+        buffers, state = self.buffers, self.state
+        # Times of calls were taken if a chain is to tell what other schedules could do.
+        if self.calls and (state.schedule != CHAIN or state.call_times_us):
             ends = None if buffers is None else buffers.ends
             # A chain is that of a function without notes.
-            reuses = self.state.schedule == CHAIN
+            reuses = state.schedule == CHAIN
             self.log = CallLog(self.calls, self.device_index, reuses=reuses, noted=self._noted, ends=ends)
             model = functools.partial(model, **{NOTE: self.log})
             if any(call.has_workspace for call in self.calls):
                 self.before = allocated_in(self.pool)
         return model if buffers is None else buffers.until_end(model)
+
+    def allocating_alike(self, model: ModelType) -> ModelType:
+        """Return a function that makes the allocations of the captured one, in their order."""
+        if self.state.schedule == CHAIN or not self.calls:
+            return model
+        return functools.partial(model, **{NOTE: CallLog(self.calls, self.device_index, is_captured=False)})
 
     def _noted(self, note: Note) -> None:
         if self.workspaces is None and self.calls[note.number].has_workspace:
