@@ -10,6 +10,7 @@ import torch
 from .case import adding, Inputs, normal, sized, Suite
 from .models.branches import AdamWStep, LoopedExperts, PolicyEnsemble, TwoTowers
 from .models.multimodal import UNet
+from .models.vision import FeaturePyramid
 
 
 # `--variants` also takes forced_lanes2, forced_lanes4, forced_dag and eager.
@@ -24,7 +25,6 @@ SUITE = Suite(
 # Cases of other suites: branches, and decoders, which have none.
 ALSO = (
     "bert_pretraining",
-    "efficientdet_train",
     "llama_decode",
     "mm_clip",
     "moe_decode",
@@ -53,6 +53,12 @@ def _shapes(small: bool) -> list[tuple[int, ...]]:
 
 def _gradients(small: bool) -> Inputs:
     return ([torch.randn(shape) for shape in _shapes(small)],), {}
+
+
+def _levels(small: bool) -> Inputs:
+    """Feature maps of an image of 640 x 640."""
+    batch, width, size = (2, 8, 16) if small else (1, 88, 80)
+    return tuple(torch.randn(batch, width, size >> i, size >> i) for i in range(5)), {}
 
 
 def _noisy(small: bool) -> Inputs:
@@ -106,4 +112,14 @@ concurrent(
     about="own; a denoising step of a U-Net at 64 x 64",
     obstacle="skip connections and the embedding of the time wait for the path through the middle",
     in_tf32=True,
+)
+concurrent(
+    "pyramid_train",
+    lambda small: FeaturePyramid(8, 1) if small else FeaturePyramid(),
+    _levels,
+    "training",
+    without_tf32=True,
+    about="own; two of the four layers of EfficientDet-D1's feature pyramid, in float32. The whole takes minutes to compile",
+    obstacle="levels wait for one another",
+    capturable=False,
 )

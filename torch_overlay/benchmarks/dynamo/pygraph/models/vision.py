@@ -166,6 +166,20 @@ class BidirectionalPyramid(nn.Module):
         return out
 
 
+class FeaturePyramid(nn.Module):
+    """The pyramid of EfficientDet-D1, between the backbone and the heads: feature maps, the finest first."""
+
+    def __init__(self, width: int = 88, depth: int = 2) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(BidirectionalPyramid(width) for _ in range(depth))
+
+    def forward(self, *levels: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        found = [*levels]
+        for layer in self.layers:
+            found = layer(found)
+        return tuple(found)
+
+
 class Head(nn.Module):
     """Shared convolutions, with batch norms of their own for each level."""
 
