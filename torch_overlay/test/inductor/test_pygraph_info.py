@@ -42,6 +42,7 @@ from torch._inductor.codegen.wrapper import (
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.lowering import HostCopy, PackLine
+from torch._inductor.pygraph.types.calls import NOTE
 from torch._inductor.pygraph.types.partition import DirectCall, GraphInfo, PartitionInfo
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import fresh_cache
@@ -72,7 +73,7 @@ class Code:
     def __init__(self, function: ast.FunctionDef) -> None:
         self.function = function
         self.name = function.name
-        self.parameters = [argument.arg for argument in function.args.args]
+        self.parameters = [argument.arg for argument in function.args.args if argument.arg != NOTE]
         statements = list(_statements(function.body))
         self.inputs: list[str] = []
         # What owns the memory that a name's tensor lies in, as far as generated code says.
@@ -119,10 +120,12 @@ class Code:
 
 
 def _statements(body: Sequence[ast.stmt]) -> Iterator[ast.stmt]:
+    """Yield what code runs without a recording, which notes its calls."""
     for statement in body:
-        if isinstance(statement, ast.With):
+        condition = ast.unparse(statement.test) if isinstance(statement, ast.If) else ""
+        if isinstance(statement, ast.With) or condition.startswith(f"{NOTE} is None or "):
             yield from _statements(statement.body)
-        else:
+        elif condition != f"{NOTE} is not None":
             yield statement
 
 
