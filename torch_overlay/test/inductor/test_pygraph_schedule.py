@@ -161,7 +161,7 @@ class CallsTest(TestCase):
     def test_unchanged_without_a_recording(self, name):
         "Without the setting there are no notes. With it, code that is not noted runs as without."
         (with_it, *_), _ = self.compile(name, pygraph_schedules=True)
-        (without, *_), _ = self.compile(name)
+        (without, *_), _ = self.compile(name, pygraph_schedules=False)
         self.assertEqual(without.info.functions[0].calls, ())
         lines = [line for line in comparable(with_it.source).splitlines() if f"if {NOTE} is not None" not in line]
         apart = [line for line in lines if line.strip().startswith("else: del")]

@@ -20,6 +20,7 @@ from unittest import mock
 from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES
 from torch._inductor.pygraph.graph.prelude import CAPACITIES
+from torch.testing._internal.modelled_clones import Clones
 from torch.testing._internal.modelled_nodes import (
     BRANCH_FUNCTION,
     BranchNode,
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
 
-class ModelledDriver:
+class ModelledDriver(Clones):
     """
     The part of cuda.bindings.driver that PyGraph calls.
 
@@ -78,11 +79,10 @@ class ModelledDriver:
         conditions: of conditional nodes, by handle: the graph, and the value
         captures: the graph of a path that is captured, by stream
         streams: how many streams PyGraph created
-        clones: of each copy of a graph, its nodes by those of the graph
     """
 
     def __init__(self, nodes: Sequence[Node] = ()) -> None:
-        self.clones: dict[int, dict[int, int]] = {}
+        super().__init__()
         self.conditions: dict[int, tuple[int, int | None]] = {}
         self.captures: dict[int, int] = {}
         self.streams = 0
@@ -194,34 +194,6 @@ class ModelledDriver:
         else:
             new = PreludeNode(*values, threads=grid[0] * block[0])
         return self.success, cu.CUgraphNode(self.add_node(int(graph), new, map(int, behind)))
-
-    # Graphs that PyGraph makes of a captured one, and launches
-
-    def cuGraphClone(self, graph: Any) -> Any:
-        copied = self.add_graph()
-        self.clones[copied] = found = {}
-        for i in self.graphs[int(graph)]:
-            behind = [found[before] for before, after in self.edges if after == i and before in found]
-            found[i] = self.add_node(copied, self.nodes[i], behind)
-        return self.success, cu.CUgraph(copied)
-
-    def cuGraphNodeFindInClone(self, node: Any, graph: Any) -> Any:
-        return self.success, cu.CUgraphNode(self.clones[int(graph)][int(node)])
-
-    def cuGraphInstantiate(self, graph: Any, flags: int) -> Any:
-        return self.success, cu.CUgraphExec(self.instantiate(int(graph)))
-
-    def cuGraphLaunch(self, executable: Any, stream: Any) -> Any:
-        self.launch(int(executable))
-        return (self.success,)
-
-    def cuGraphExecDestroy(self, executable: Any) -> Any:
-        del self.executables[int(executable)]
-        return (self.success,)
-
-    def cuGraphDestroy(self, graph: Any) -> Any:
-        self.graphs[int(graph)] = []
-        return (self.success,)
 
     # Conditional nodes
 
