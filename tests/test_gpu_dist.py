@@ -1,8 +1,10 @@
-"""Suite dist, on two processes without GPUs."""
+"""Suite dist, and the example of the guide, on two processes without GPUs."""
 
 from __future__ import annotations
 
 import os
+import re
+import subprocess
 import sys
 import time
 from argparse import Namespace
@@ -11,7 +13,9 @@ from pathlib import Path
 import pytest
 
 
-BENCHMARKS = Path(__file__).resolve().parent.parent / "torch_overlay" / "benchmarks" / "dynamo"
+OVERLAY = Path(__file__).resolve().parent.parent / "torch_overlay"
+BENCHMARKS = OVERLAY / "benchmarks" / "dynamo"
+GUIDE = OVERLAY / "docs" / "source" / "user_guide" / "torch_compiler" / "torch.compiler_pygraph_sharded.md"
 sys.path.insert(0, str(BENCHMARKS))
 
 pytest.importorskip("torch")
@@ -28,3 +32,17 @@ def test_programs_train(tmp_path, monkeypatch):
     assert len(rows) == 2
     for row in rows:
         assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row
+
+
+def test_example_of_the_guide(tmp_path, monkeypatch):
+    (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+    for text, shorter in (("range(300)", "range(2)"), ("step % 100 == 99", "step == 1")):
+        assert text in example
+        example = example.replace(text, shorter)
+    program = tmp_path / "train.py"
+    program.write_text(example)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(program)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert found.returncode == 0, found.stderr[-4000:]
+    assert re.search(r"^1 \d\.\d+$", found.stdout, re.MULTILINE) and "PyGraph, rank 0" in found.stdout, found.stdout

@@ -6,10 +6,13 @@ one in place returns its operand, any other one a stand-in, which this rank comp
 runs with the collectives' nodes disabled and those of the stand-ins enabled. Then the whole graph runs once, as the
 call.
 
-NCCL may keep addresses where no parameter shows them, and register the operand's memory with the other ranks during
-capture. So the operand of a collective does not move, or the graph copies it (config.pygraph_ranks), and the ranks
-agree that all of them capture and that all of them deploy their graphs. The operand of an all-gather is copied to its
-place in the result, which NCCL does otherwise.
+The operand of a collective does not move, or the graph copies it (config.pygraph_ranks), although the kernels of NCCL
+2.28 have addresses among their parameters, up to 4 KiB. During capture NCCL registers memory that can be exported with
+the other ranks, and both sides of a send have to be registered, or neither (enqueue.cc, addP2pToPlan). Placeholders
+cannot be exported. Where they could, a peer may read the operand at its old address.
+
+The ranks agree that all of them capture and that all of them deploy their graphs. The operand of an all-gather is copied
+to its place in the result, which NCCL does otherwise.
 """
 
 from __future__ import annotations
