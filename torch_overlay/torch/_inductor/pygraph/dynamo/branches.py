@@ -19,7 +19,7 @@ from typing import Any, NoReturn, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
-from torch._dynamo.exc import RestartAnalysis
+from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
@@ -251,7 +251,9 @@ def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -
     """Let the graph break at these branches."""
     for function, place in sites:
         broken(function)[place] = Reason.of(code, why=why)
-    raise RestartAnalysis(restart_reason=f"{code.name}: {why}")
+    # Where no instruction but a look-up made nodes, the next analysis speculates elsewhere.
+    error = UnspecializeRestartAnalysis if code is Code.JOIN_IS_SEEN else RestartAnalysis
+    raise error(restart_reason=f"{code.name}: {why}")
 
 
 def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:

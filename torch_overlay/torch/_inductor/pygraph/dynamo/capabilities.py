@@ -14,7 +14,6 @@ import torch.fx
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAnalysis, Unsupported
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
@@ -22,7 +21,8 @@ from torch._inductor.pygraph.dynamo.effects import nodes_after
 from torch._inductor.pygraph.dynamo.hosts import ancestors_of, is_draw
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
-from torch._inductor.pygraph.dynamo.loops import Loops
+from torch._inductor.pygraph.dynamo.lookups import Lookups
+from torch._inductor.pygraph.dynamo.loops import iterates_tensors, Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.sharded import release_gathered
 from torch._inductor.pygraph.dynamo.slices import make_slice
@@ -56,7 +56,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
+class MendingFrame(Lookups, Checks, Copies, Loops, PyGraphFrame):
     def __init__(self) -> None:
         super().__init__()
         # By code and instruction, the first value that decided there
@@ -101,9 +101,11 @@ class MendingFrame(Branches, Checks, Copies, Loops, PyGraphFrame):
         first = self.decided_at.get((tx.f_code, site))
         # Paths of so many operators do not become torch.where.
         is_large = first is not None and len([*nodes_after(first)]) > MAX_OPERATORS * len(self.decided)
-        if is_large and any(map(is_draw, ancestors_of(node))):
-            # Each turn has two outcomes, and each of their combinations would have a graph.
-            self.outline(tx)
+        root = tx.output.root_tx
+        if is_large and (any(map(is_draw, ancestors_of(node))) or iterates_tensors(root)):
+            # Each turn has two outcomes, and each of their combinations would have a graph. Turns that differ in a
+            # tensor alone need no graph for all of them.
+            self.outline(root)
         try:
             outcome = super().decide(tx, node)
         except UnspecializeRestartAnalysis as e:

@@ -47,6 +47,7 @@ from torch._dynamo.bytecode_transformation import (
 from torch._dynamo.capabilities import FrameExtension
 from torch._dynamo.code_context import code_context
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lists import ListIteratorVariable
 from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch, union
 from torch._inductor.pygraph.dynamo.turns import NEXT, NOT_ENTERED
@@ -118,7 +119,8 @@ class Loops(FrameExtension):
     def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
         """Raises exc.ReplacedCodeRestartAnalysis: the graph breaks in a loop, whose body can be a function."""
         super().on_graph_break(tx, error)
-        if error.gb_type in READS and (why := self.outline(tx)) is not None:
+        is_branched_on = decides(flow_of(tx.f_code), tx.indexof[tx.current_instruction])
+        if error.gb_type in READS and is_branched_on and (why := self.outline(tx)) is not None:
             refuse(tx, Code.LOOP_STAYS, why=why)
             add(place_of(tx), Reason.of(Code.LOOP_STAYS, why=why), is_repaired=False)
 
@@ -150,7 +152,7 @@ def with_function(code: types.CodeType, position: int) -> types.CodeType | str |
 def rewritten(code: types.CodeType, position: int) -> types.CodeType | str | None:
     flow = flow_of(code)
     loops = loops_around(flow, position)
-    if not loops or not decides(flow, position):
+    if not loops:
         return None
     try:
         return Outlining(flow, max(loops, key=lambda loop: len(loop.indices))).code()
@@ -198,6 +200,16 @@ def has_items(value: VariableTracker) -> bool:
     if isinstance(value, variables.UnspecializedNNModuleVariable):
         return type(value.value) is torch.nn.ModuleList
     return isinstance(value, (variables.BaseListVariable, variables.NNModuleVariable))
+
+
+def iterates_tensors(tx: InstructionTranslatorBase) -> bool:
+    """Return whether the outermost loop around the current instruction is over tensors."""
+    flow = flow_of(tx.f_code)
+    loops = loops_around(flow, tx.indexof[tx.current_instruction])
+    if not loops or not is_for(flow, loop := max(loops, key=lambda loop: len(loop.indices))):
+        return False
+    iterator = tx.stack[flow.depths[loop.header] - 1]
+    return isinstance(iterator, ListIteratorVariable) and all(item.is_tensor() for item in iterator.items)
 
 
 def is_for(flow: Flow, loop: Loop) -> bool:

@@ -206,6 +206,7 @@ class Code(str, enum.Enum):
     CHECK_BEHIND_GRAPH = "the check is made behind the graph"
     SIZES_DECIDE = "sizes decide the branch, which Dynamo guards"
     HOST_DECIDES = "the host decides the branch before the graph runs"
+    HOST_LOOKS_UP = "the host finds that the index is within bounds, and the graph takes a copy of the row"
     BOTH_PATHS_RUN = "both paths of the branch run in the graph, and torch.where selects"
     COND_IN_GRAPH = "torch.cond runs the path that the branch takes"
     BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
