@@ -23,7 +23,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.pygraph.dynamo import loops
 from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.flow import Flow
-from torch._inductor.pygraph.dynamo.loops import Outlining, StaysError
+from torch._inductor.pygraph.dynamo.outlining import Outlining, StaysError
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU

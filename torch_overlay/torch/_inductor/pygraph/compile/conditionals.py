@@ -36,6 +36,7 @@ TOTAL = (
     aten._scaled_dot_product_efficient_attention,
     aten._scaled_dot_product_flash_attention,
     aten._scaled_mm,
+    aten._transformer_encoder_layer_fwd,
     aten.addmm,
     aten.baddbmm,
     aten.bmm,

@@ -251,8 +251,8 @@ def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -
     """Let the graph break at these branches."""
     for function, place in sites:
         broken(function)[place] = Reason.of(code, why=why)
-    # Where no instruction but a look-up made nodes, the next analysis speculates elsewhere.
-    error = UnspecializeRestartAnalysis if code is Code.JOIN_IS_SEEN else RestartAnalysis
+    # Look-ups and loops make other nodes in the next analysis, which speculates elsewhere.
+    error = UnspecializeRestartAnalysis if code in (Code.JOIN_IS_SEEN, Code.LOOP_STAYS) else RestartAnalysis
     raise error(restart_reason=f"{code.name}: {why}")
 
 

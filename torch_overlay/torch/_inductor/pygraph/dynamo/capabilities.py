@@ -26,6 +26,7 @@ from torch._inductor.pygraph.dynamo.loops import iterates_tensors, Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.sharded import release_gathered
 from torch._inductor.pygraph.dynamo.slices import make_slice
+from torch._inductor.pygraph.dynamo.whiles import Whiles
 from torch._inductor.pygraph.types.reason import Code, Reason
 
 
@@ -56,7 +57,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Lookups, Checks, Copies, Loops, PyGraphFrame):
+class MendingFrame(Whiles, Lookups, Checks, Copies, Loops, PyGraphFrame):
     def __init__(self) -> None:
         super().__init__()
         # By code and instruction, the first value that decided there
@@ -77,6 +78,7 @@ class MendingFrame(Lookups, Checks, Copies, Loops, PyGraphFrame):
             (self.bool_of_call, Code.BOOL_IN_GRAPH),
             (self.call_behind, Code.CALL_BEHIND_GRAPH),
             (self.check_behind, Code.CHECK_BEHIND_GRAPH),
+            (self.loop_in_graph, Code.LOOP_IN_GRAPH),
         ):
             if (result := trace(tx, call)) is not None:
                 self.repair(tx, Reason.of(code))

@@ -34,7 +34,7 @@ OTHERS = frozenset(
     iand imul instance_norm ior is_all_true isclose isneginf isposinf isub itruediv l1_loss layer_norm linear
     log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss norm normalize not outer pad pow prelu prod rand
     rand_like randn randn_like repeat rms_norm roll scaled_dot_product_attention select smooth_l1_loss softmax stack std
-    tile tril triu unbind var view_as weight_norm
+    tile transformer_encoder_layer_fwd tril triu unbind var view_as weight_norm
     """.split()
 )
 TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS

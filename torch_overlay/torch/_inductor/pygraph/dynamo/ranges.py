@@ -83,6 +83,8 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
         is_tight = example.numel() == 1 and first.is_tight and second.is_tight
         return Range(combine(first.low, second.low), combine(first.high, second.high), is_tight)
     (number,) = values_of([other])
+    if name in COMPARISONS and type(number) is float and operand.dtype.is_floating_point and is_far(first, number):
+        return COMPARISONS[name](first, number)
     if not is_exact(number, operand.dtype):
         return None
     if name in COMPARISONS:
@@ -132,6 +134,11 @@ def is_exact(number: object, dtype: torch.dtype) -> bool:
     return dtype == torch.int64 and is_integer(number) or dtype.is_floating_point and number in (0, 1)
 
 
+def is_far(r: Range, number: float) -> bool:
+    """Return whether a comparison does not depend on how a number is rounded."""
+    return all(abs(bound - number) > abs(bound) / 50 > 0 for bound in (r.low, r.high))
+
+
 # Operators
 
 
@@ -146,7 +153,8 @@ def arange(example: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> Ra
 
 def full(value: int) -> Callable[..., Range | None]:
     def make(example: torch.Tensor, args: list[Any], kwargs: dict[str, Any]) -> Range | None:
-        is_plain = {"device", "dtype"}.issuperset(kwargs) and example.dtype in (torch.int64, torch.bool)
+        is_number = example.dtype in (torch.int64, torch.bool) or example.dtype.is_floating_point
+        is_plain = {"device", "dtype"}.issuperset(kwargs) and is_number
         return Range(value, value, is_tight=example.numel() > 0) if is_plain else None
 
     return make
