@@ -497,6 +497,10 @@ def on_cpu(backend: Any) -> Callable[[Program], Difference | None]:
     return lambda program: compare(program, compiled(backend=backend), gpu="cpu")
 
 
+# Seconds for programs of which a number has to be drawn, however busy the machine is.
+SLOW = 1200.0
+
+
 def search(
     strategy: st.SearchStrategy[Program],
     check: Callable[[Program], Difference | None],
@@ -523,7 +527,7 @@ class ProgramsTest(TestCase):
             programs(without=["layout: alias", *UPSTREAM_DIFFERENCES]),
             on_cpu("aot_eager"),
             20,
-            60.0,
+            SLOW,
         )
         self.assertEqual(list(map(str, found.causes)), [])
         self.assertGreater(found.drawn, 10)
@@ -543,7 +547,7 @@ class ProgramsTest(TestCase):
             "__call__",
             lambda self, gm, inputs: aot_eager(gm, inputs),
         ):
-            found = search(reading, check, 30, 60.0)
+            found = search(reading, check, 30, SLOW)
         self.assertEqual(list(map(str, found.causes)), [])
         self.assertGreater(found.drawn, 10)
 
@@ -761,7 +765,7 @@ class GeneratedCodeTest(TestCase):
             programs(without=EXCLUDED | NOT_WITHOUT_A_GPU.keys(), calls=False),
             check_generated_code,
             25,
-            120.0,
+            SLOW,
             generated_code_differs_without_graphs,
         )
         self.assertEqual(pygraphs_own(found), [])
