@@ -12,6 +12,7 @@ from torch._inductor import config
 from torch._inductor.pygraph.compile import conditionals
 from torch._inductor.pygraph.dynamo import whiles
 from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.fake_cuda import fake_cuda
@@ -182,6 +183,7 @@ class WhileTest(BranchTestCase):
         self.addCleanup(self.stack.close)
         # These tensors stand for tensors on a GPU.
         self.stack.enter_context(mock.patch.object(whiles, "is_on_gpu", lambda node: True))
+        self.stack.enter_context(mock.patch.object(conditionals, "branch_kernel", lambda index: None))
         self.stack.enter_context(mock.patch.object(Branches, "decide", lambda *args: None))
         self.stack.enter_context(torch.no_grad())
         self.stack.enter_context(config.patch(pygraph_conditionals=True))
@@ -213,6 +215,10 @@ class WhileTest(BranchTestCase):
         with torch.enable_grad():
             x = CALLS[0][0].clone().requires_grad_()
             self.check(below, [(x, n) for _, n in CALLS], graphs=None)
+
+    def test_no_nodes(self):
+        with mock.patch.object(conditionals, "branch_kernel", side_effect=PreludeUnavailable("none")):
+            self.assertEqual(self.number_of_loops(below), 0)
 
     def test_off(self):
         with config.patch(pygraph_conditionals=False):

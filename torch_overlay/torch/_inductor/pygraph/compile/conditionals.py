@@ -69,7 +69,7 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
     if isinstance(predicate, ir.ShapeAsConstantBuffer) or predicate.get_dtype() != torch.bool:  # type: ignore[union-attr]
         return Code.CONTROL_FLOW
     device = predicate.get_device()  # type: ignore[union-attr]
-    if device is None or device.type != "cuda" or not _have_nodes(device):
+    if device is None or device.type != "cuda" or not have_nodes(device):
         return Code.CONTROL_FLOW
     for subgraph in subgraphs:
         inputs = subgraph.graph.graph_input_names  # type: ignore[union-attr]
@@ -89,7 +89,7 @@ def conditional_reason(conditional: ir.Conditional | ir.WhileLoop) -> Code | Non
     return None
 
 
-def _have_nodes(device: torch.device) -> bool:
+def have_nodes(device: torch.device) -> bool:
     try:
         branch_kernel(device.index)
     except PreludeUnavailable:

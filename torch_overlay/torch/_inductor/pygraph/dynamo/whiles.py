@@ -20,6 +20,7 @@ from torch._dynamo.exc import ObservedException, TorchRuntimeError, UncapturedHi
 from torch._dynamo.variables.functions import BaseUserFunctionVariable
 from torch._dynamo.variables.higher_order_ops import _call_while_loop, WhileLoopHigherOrderVariable
 from torch._inductor import config
+from torch._inductor.pygraph.compile import conditionals
 from torch._inductor.pygraph.dynamo import turns
 from torch._inductor.pygraph.dynamo.branches import Branches, is_broken, plain_tensor, restart, truth_of
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
@@ -101,6 +102,7 @@ class Whiles(Branches):
             or tx.output.current_tracer is not tx.output.root_tracer
             or not carried
             or not all(map(is_tensor_on_gpu, carried))
+            or not conditionals.have_nodes(carried[0].as_proxy().node.meta["example_value"].device)
             or is_broken(tx, site)
         ):
             return None
