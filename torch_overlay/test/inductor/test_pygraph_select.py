@@ -36,7 +36,6 @@ from torch._inductor.pygraph.types.candidate import (
     NO_GRAPH,
     NODE_UPDATE,
     PRELUDE,
-    TABLE,
     UNDECIDED,
 )
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -227,7 +226,7 @@ class SelectionTest(SelectTestCase):
             ("inference", PRELUDE, (PRELUDE, True)),
             ("inference", NODE_UPDATE, (NODE_UPDATE, True)),
             ("forward", None, (NODE_UPDATE, False)),
-            ("forward", TABLE, (TABLE, True)),
+            ("forward", PRELUDE, (PRELUDE, True)),
         ),
     )
     def test_binding_that_is_asked_for(self, mode, choice, asked):
