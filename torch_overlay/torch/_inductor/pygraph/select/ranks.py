@@ -127,8 +127,8 @@ class RankSelection(Selection):
         self.is_recorded_by_all = self._exchange(binding, same) in ([COPY], *([b] for b in BINDINGS))
         return self.is_recorded_by_all
 
-    def _has_room(self) -> bool:
-        return self._exchange(super()._has_room(), all)
+    def _rounds_beside(self) -> int:
+        return self._exchange(super()._rounds_beside(), min)
 
     def _joins(self) -> Generator[ModelType, None, bool]:
         # Neighbours may be decided at another time on each rank.

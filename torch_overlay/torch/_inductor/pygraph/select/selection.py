@@ -5,9 +5,9 @@ Which candidate a function is deployed as. A function goes through these steps, 
 2. If the device is busy for ten times as long as the host needs to launch, the function is not recorded: a graph
    saves little and costs memory.
 3. Otherwise one call records, and the next calls are timed as replays.
-4. The graph stays if it is faster by more than the noise. Otherwise both are timed again, in the other order; the
-   graph alone if both together take much more memory. A graph that is no slower stays if a neighbour on its path is a
-   graph: running this function uncaptured would allocate a second copy of its memory.
+4. The graph stays if it is faster by more than the noise. Otherwise, if there is memory for both, both are timed again,
+   in the other order, or the graph alone where both together take much more memory. A graph that is no slower stays if
+   a neighbour on its path is a graph: running this function uncaptured would allocate a second copy of its memory.
 5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed.
 
 The next process gets the decision from store.py and times nothing.
@@ -259,10 +259,9 @@ class Selection:
         graph = yield from self._time()
         stays, *reasons = timing.judge(graph, uncaptured)
         is_doubtful = not stays or timing.depends_on_host(graph, uncaptured)
-        if is_doubtful:
-            has_room = self._has_room()
+        if is_doubtful and (rounds := self._rounds_beside()):
             graph = yield from self._time()
-            if has_room:
+            if rounds > 1:
                 uncaptured = yield from self._time(NO_GRAPH)
             stays, *reasons = timing.judge(graph, uncaptured)
         if not stays and timing.costs_nothing(graph, uncaptured):
@@ -347,13 +346,18 @@ class Selection:
     def _is_captured(self) -> bool:
         return self.state.is_capturable
 
-    def _has_room(self) -> bool:
-        """Return whether there is memory for the uncaptured function beside the graph's."""
+    def _rounds_beside(self) -> int:
+        """
+        Return what may be timed again, given the memory of the uncaptured function beside the graph's: 0 is nothing, as
+        a graph that seems to lose is dropped where memory is short, 1 is the graph, 2 is both.
+        """
         needed = self.state.needed_bytes
         if not needed:
-            return True
-        free, reserved = room(self.device_index), torch.cuda.memory_reserved(self.device_index)
-        return needed <= min(free, max(MIN_BESIDE_BYTES, PART_BESIDE * reserved))
+            return 2
+        if room(self.device_index) < needed:
+            return 0
+        reserved = torch.cuda.memory_reserved(self.device_index)
+        return 2 if needed <= max(MIN_BESIDE_BYTES, PART_BESIDE * reserved) else 1
 
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, timing.Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
