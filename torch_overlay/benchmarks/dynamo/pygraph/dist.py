@@ -18,11 +18,13 @@ import logging
 import math
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any, TYPE_CHECKING
 
 import torch
 from torch import distributed as dist, nn
+from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
 from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -295,6 +297,19 @@ def counting_recordings() -> list[None]:
     return recorded
 
 
+def by_rank(run: Run) -> list[Row]:
+    """Return for each rank what its functions are deployed as, and what steps count and take of its host."""
+    before, began = Counter(counters["pygraph"]), time.perf_counter()
+    for _ in range(RING):
+        run.step()
+    host_us = (time.perf_counter() - began) / RING * 1e6
+    counted = Counter(counters["pygraph"]) - before
+    own = {"host_us": round(host_us), "choices": [entry["choice"] for entry in report()], "counted": dict(counted)}
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, own)
+    return found
+
+
 def settle(run: Run) -> None:
     """Run until all ranks have decided on all functions."""
     deadline = time.monotonic() + MAX_SETTLE_S
@@ -386,6 +401,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
         **fields(timings),
         **totals(entries),
         "graphs": entries,
+        "by_rank": by_rank(runs["pygraph"]) if "pygraph" in runs else [],
         "late_recordings": late,
         "late_steps": late_steps,
         "memory_mib": reserved,
