@@ -426,6 +426,29 @@ class CheckTest(MendTestCase):
                     compiled(-torch.ones(4))
         self.assertEqual(counters["graph_break"], {})
 
+    def test_size_of_a_history(self):
+        """A path may read the size of a tensor that requires a gradient."""
+        weight = torch.ones(3, requires_grad=True)
+
+        def fn(x):
+            logits, labels = torch.outer(x, weight), x.long()
+            if labels.max() >= logits.shape[1]:
+                raise ValueError(f"below {logits.shape[1]}, of {logits.size(0)} and {logits.dtype}")
+            return torch.nn.functional.cross_entropy(logits * 2, labels)
+
+        def gradient(of):
+            weight.grad = None
+            of(torch.arange(3.0)).backward()
+            return weight.grad
+
+        with self.inductor():
+            compiled = torch.compile(fn, options={"pygraph": True})
+            self.assertEqual(gradient(compiled), gradient(fn))
+            with self.assertRaisesRegex(ValueError, "below 3, of 3 and torch.float32"):
+                compiled(torch.arange(3.0) + 1)
+            self.assertEqual(gradient(compiled), gradient(fn))
+        self.assertEqual(counters["graph_break"], {})
+
     def test_random_numbers(self):
         """A graph that draws the program's random numbers raises before it draws."""
 

@@ -16,6 +16,7 @@ import torch._dynamo
 from torch._dynamo.utils import counters
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
+from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
@@ -368,6 +369,19 @@ class EffectTest(MendTestCase):
     def test_inductor(self, fn):
         with self.inductor():
             self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
+
+    @parametrize("needs_gpu", (False, True))
+    def test_index_on_a_gpu(self, needs_gpu):
+        """The host does not see an index that is out of bounds. A text of the GPU's values could not be made then."""
+
+        def fn(x, i):
+            print("before", x.sum() if needs_gpu else x.shape)
+            return x[i]
+
+        with fake_cuda(), contextlib.redirect_stdout(io.StringIO()):
+            x, i = torch.empty(4, device="cuda"), torch.empty(2, dtype=torch.int64, device="cuda")
+            torch.compile(fn, options={"pygraph": True})(x, i)
+        self.assertEqual(bool(counters["graph_break"]), needs_gpu)
 
     def test_off(self):
         found = torch._TorchCompileInductorWrapper("default", {"pygraph": True, "pygraph_mend": False}, None)

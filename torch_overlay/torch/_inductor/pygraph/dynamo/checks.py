@@ -35,7 +35,7 @@ from torch._inductor.pygraph.dynamo.effects import (
     Rebuilt,
 )
 from torch._inductor.pygraph.dynamo.operators import draws, indices_of, is_total
-from torch._inductor.pygraph.dynamo.raising import is_number, raising_path
+from torch._inductor.pygraph.dynamo.raising import is_number, raising_path, reads_metadata
 from torch._inductor.pygraph.types.reason import Code
 
 
@@ -177,6 +177,10 @@ def values_of(tx: InstructionTranslatorBase, path: RaisingPath) -> dict[str, Var
         contents = contents_of(tx, known.get(name))
         if contents is not None:
             found[name] = contents
+    for name, value in found.items():
+        if value.is_tensor() and value.requires_grad and value.source is None and reads_metadata(path.instructions, name):
+            # Without the history, which neither its size nor its dtype tells.
+            found[name] = value.call_method(tx, "detach", [], {})
     values = {name: kept(tx, value, is_number=is_number(path.instructions, name)) for name, value in found.items()}
     return None if None in values.values() else values
 

@@ -36,7 +36,7 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
-from torch._inductor.pygraph.dynamo.operators import is_total, name_of, writes_statistics
+from torch._inductor.pygraph.dynamo.operators import indices_of, is_total, name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
@@ -137,7 +137,13 @@ class Effect:
 
     def allows(self, node: torch.fx.Node) -> bool:
         """Return whether a node may follow the call in the graph."""
-        return is_total(node)
+        if is_total(node):
+            return True
+        # The host does not wait for a kernel that stops at an index out of bounds. The call must not need the GPU.
+        if self.may_raise or self.texts:
+            return False
+        found = indices_of(node)
+        return bool(found) and all(i.meta["example_value"].is_cuda for i in found)
 
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
         """Change the complete graph for the call."""

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Instructions at which a path ends without an exception, or that depend on the frame's state.
 LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RERAISE", "SETUP_FINALLY", "SETUP_WITH", "BEFORE_WITH")
+METADATA = ("device", "dim", "dtype", "ndim", "numel", "shape", "size")
 GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
@@ -89,6 +90,15 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
     variables = OrderedSet(inst.argval for inst in loads if inst.opcode in HASLOCAL)
     cells = OrderedSet(inst.argval for inst in loads if inst.opcode in dis.hasfree)
     return RaisingPath(indices, path, variables, cells)
+
+
+def reads_metadata(instructions: Sequence[Instruction], name: str) -> bool:
+    """Return whether of a variable, a tensor, only size, dtype and device are read."""
+    return all(
+        instructions[i + 1].opname in ("LOAD_METHOD", "LOAD_ATTR") and instructions[i + 1].argval in METADATA
+        for i, inst in enumerate(instructions)
+        if inst.opname.startswith("LOAD_") and inst.argval == name
+    )
 
 
 def is_number(instructions: Sequence[Instruction], name: str) -> bool:
