@@ -34,6 +34,7 @@ from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.compile import describe
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.graph import prelude
+from torch._inductor.pygraph.graph.edges import chain_of
 from torch._inductor.pygraph.schedule import buffers, plan, pointers, recording, workspaces
 from torch._inductor.pygraph.schedule.dag import Access, Call, critical_path, dependencies, reduced, width
 from torch._inductor.pygraph.schedule.lanes import CROSSING_US, in_lanes, MAX_LANES, order
@@ -745,6 +746,29 @@ class DeployTest(RecordTestCase):
         (block,) = (b for b in self.device.blocks if b.nbytes == 256 and b.pool)
         named = {int.from_bytes(p, "little") - block.address for node in runs.held.values() for p in node.parameters}
         self.assertEqual({at for at in named if 0 <= at < 256}, {0} if schedule == CHAIN else {0, 64})
+
+    def test_matmuls_run_alone_in_their_order(self):
+        "A call between them is not launched, and does not leave them side by side."
+        body = self.MATMULS.replace("(1, y, b)", "(2, y, b)").replace(
+            "w = workspace(64)[:8]; launch(sin, w, y)",
+            f"c = new(); launch(sin, c, x)\n        if {NOTE} is not None: {NOTE}(1, x, c)\n"
+            "        w = workspace(64)[:8]; launch(sin, w, y)",
+        )
+        described = (
+            CallInfo("mm", (Operand("x", False, 0), Operand("a", True)), has_workspace=True),
+            CallInfo("sin", (Operand("x", False, 0), Operand("c", True))),
+            CallInfo("mm", (Operand("y", False, 1), Operand("b", True)), has_workspace=True),
+        )
+        driver, rows = self.device.driver, []
+        instantiate = driver.cuGraphInstantiate
+
+        def seen(graph: Any, flags: int) -> Any:
+            rows.append(len(chain_of(graph) or ()))
+            return instantiate(graph, flags)
+
+        with mock.patch.object(driver, "cuGraphInstantiate", seen):
+            self.check_matmuls(body, described=described)
+        self.assertEqual(rows, [4])
 
     @parametrize("case", ("large", "uneven", "other_memory", "cuGraphClone", "no_gain"))
     def test_matmuls_keep_a_workspace(self, case):

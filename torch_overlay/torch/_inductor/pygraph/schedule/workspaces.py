@@ -9,11 +9,12 @@ write. Which bytes of a workspace a matmul writes depends on its parameters, and
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.edges import chain_of, change_edges
 from torch._inductor.pygraph.graph.placeholder import round_up, tensor_at
 from torch._inductor.pygraph.schedule.dag import reached
 from torch._inductor.pygraph.schedule.pointers import words_of
@@ -65,7 +66,13 @@ def used_bytes(graph: Any, nodes: Collection[Any], memory: Range, device_index: 
     alone = check(cu.cuGraphClone(graph))
     try:
         kept = {int(check(cu.cuGraphNodeFindInClone(node, alone))) for node in nodes}
-        for node, _ in [*graph_nodes(alone)]:
+        if (chain := chain_of(alone)) is None:
+            return end - start
+        # Kernels of two matmuls side by side would take each other's words for their own.
+        row = [int(node) for node in chain if int(node) in kept]
+        direct = {(int(before), int(after)) for before, after in itertools.pairwise(chain)}
+        change_edges(alone, chain, {*itertools.pairwise(row)} - direct, set())
+        for node in chain:
             if int(node) not in kept:
                 check(cu.cuGraphDestroyNode(node))
         executable = check(cu.cuGraphInstantiate(alone, 0))
