@@ -1,6 +1,6 @@
 # Owner(s): ["module: inductor"]
 """
-What a prelude does to a graph, on the modelled driver. test_pygraph_prelude.py compiles and runs the kernel.
+A prelude is added to graphs on the modelled driver. test_pygraph_prelude.py compiles its kernel and runs it.
 """
 
 from __future__ import annotations

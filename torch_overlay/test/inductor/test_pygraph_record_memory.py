@@ -577,7 +577,7 @@ class MemoryTest(RecordTestCase):
                 )
                 backward.call(inputs)
         self.assertEqual({entry.choice for entry in report()}, {"node_update" if stays else "no_graph"})
-        # The activations, what is computed of them, and fingerprints.
+        # Eight activations, temporary tensors of the backward, and fingerprints fit. A second set of activations does not.
         self.assertLess(self.device.peak, 14 * size * 4)
 
     def test_rehearsal_gives_its_memory_back(self):

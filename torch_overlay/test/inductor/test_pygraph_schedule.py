@@ -723,7 +723,7 @@ class DeployTest(RecordTestCase):
     """
 
     def check_matmuls(self, body: str = MATMULS, has_workspace: bool = True, **kwargs: Any) -> tuple[Any, int]:
-        """Return the function, the number of its edges, and what is reserved besides."""
+        """Return the report of the function, and the number of edges of its graph."""
         calls = tuple(
             CallInfo("mm", (Operand(x, False, k), Operand(to, True)), has_workspace=has_workspace)
             for k, (x, to) in enumerate(("xa", "yb"))

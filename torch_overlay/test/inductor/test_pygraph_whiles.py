@@ -23,7 +23,7 @@ WEIGHT = torch.eye(4) / 2
 
 
 def clock(x, n):
-    """It has a turn for certain, so that it may return what it was given."""
+    """The loop runs at least once, so that its result is never its operand."""
     t = torch.ones((), device=x.device)
     while t >= 0.05:
         x = x - 0.1 * torch.tanh(x)
@@ -84,7 +84,7 @@ def in_closure(x, n):
 
 
 def given(x, n):
-    """Without a turn it returns what it was given."""
+    """The loop may run zero times, and returns its operand then."""
     while x.sum() < n:
         x = x + 1
     return x

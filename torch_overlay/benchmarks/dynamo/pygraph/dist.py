@@ -298,7 +298,7 @@ def counting_recordings() -> list[None]:
 
 
 def by_rank(run: Run) -> list[Row]:
-    """Return for each rank what its functions are deployed as, and what steps count and take of its host."""
+    """Return the choices, the counters of RING steps, and the host's microseconds a step, for each rank."""
     before, began = Counter(counters["pygraph"]), time.perf_counter()
     for _ in range(RING):
         run.step()
@@ -410,7 +410,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
         "peak_reserved_mib": peak.get("pygraph"),
         "peak_stock_reserved_mib": peak.get("stock_cg"),
         "seconds": seconds,
-        # With what is timed in turns.
+        # The rounds in which the variants take turns are part of it.
         "case_seconds": round(time.monotonic() - began, 1),
         "equal": "pygraph" in runs and "pygraph" not in failed,
         "bitwise": "pygraph" in runs and of_pygraph.bitwise,

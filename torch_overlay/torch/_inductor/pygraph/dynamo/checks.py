@@ -177,9 +177,10 @@ def values_of(tx: InstructionTranslatorBase, path: RaisingPath) -> dict[str, Var
         contents = contents_of(tx, known.get(name))
         if contents is not None:
             found[name] = contents
-    for name, value in found.items():
-        if value.is_tensor() and value.requires_grad and value.source is None and reads_metadata(path.instructions, name):
-            # Without the history, which neither its size nor its dtype tells.
+    for name, value in [*found.items()]:
+        has_history = value.source is None and value.is_tensor() and value.requires_grad
+        if has_history and reads_metadata(path.instructions, name):
+            # A detached tensor has the same size, dtype and device.
             found[name] = value.call_method(tx, "detach", [], {})
     values = {name: kept(tx, value, is_number=is_number(path.instructions, name)) for name, value in found.items()}
     return None if None in values.values() else values

@@ -139,7 +139,8 @@ class Effect:
         """Return whether a node may follow the call in the graph."""
         if is_total(node):
             return True
-        # The host does not wait for a kernel that stops at an index out of bounds. The call must not need the GPU.
+        # A kernel that finds an index out of bounds raises nothing on the host. Later calls that need the GPU raise, so
+        # the effect must not read tensors.
         if self.may_raise or self.texts:
             return False
         found = indices_of(node)

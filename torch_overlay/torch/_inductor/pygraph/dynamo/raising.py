@@ -19,7 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # Instructions at which a path ends without an exception, or that depend on the frame's state.
 LEAVES = ("RETURN_VALUE", "RETURN_CONST", "YIELD_VALUE", "RERAISE", "SETUP_FINALLY", "SETUP_WITH", "BEFORE_WITH")
+# Attributes of a tensor that its history does not change.
 METADATA = ("device", "dim", "dtype", "ndim", "numel", "shape", "size")
 GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
@@ -92,22 +93,22 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
     return RaisingPath(indices, path, variables, cells)
 
 
+def uses_of(instructions: Sequence[Instruction], name: str) -> Iterator[Sequence[Instruction]]:
+    """Yield the instructions that follow each load of a variable."""
+    for i, inst in enumerate(instructions):
+        if inst.opname.startswith("LOAD_") and inst.argval == name:
+            yield instructions[i + 1 :]
+
+
 def reads_metadata(instructions: Sequence[Instruction], name: str) -> bool:
-    """Return whether of a variable, a tensor, only size, dtype and device are read."""
-    return all(
-        instructions[i + 1].opname in ("LOAD_METHOD", "LOAD_ATTR") and instructions[i + 1].argval in METADATA
-        for i, inst in enumerate(instructions)
-        if inst.opname.startswith("LOAD_") and inst.argval == name
-    )
+    """Return whether only METADATA is read of a variable, which is a tensor."""
+    uses = uses_of(instructions, name)
+    return all(use[0].opname in ("LOAD_METHOD", "LOAD_ATTR") and use[0].argval in METADATA for use in uses)
 
 
 def is_number(instructions: Sequence[Instruction], name: str) -> bool:
     """Return whether a variable is only used as a number: formatted, or as item()."""
-    return all(
-        is_formatted(instructions[i + 1 :])
-        for i, inst in enumerate(instructions)
-        if inst.opname.startswith("LOAD_") and inst.argval == name
-    )
+    return all(map(is_formatted, uses_of(instructions, name)))
 
 
 def is_formatted(following: Sequence[Instruction]) -> bool:

@@ -7,7 +7,7 @@ node (compile/conditionals.py). Eager mode cannot be told from this if
 - nothing requires a gradient, and the body does nothing but compute what the next turn reads
 - what the loop stores are tensors on the GPU, whose sizes, strides and dtypes stay
 - each turn ends with the same branch, and the same code follows, whether there was a turn or not
-- nothing tells what the loop returns from what it was given, if it may have no turn (joins.py)
+- the program does not tell the loop's result from its operand, if the loop may run zero times (joins.py)
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Turn(BaseUserFunctionVariable):
     def call_function(self, tx: Any, args: Sequence[VariableTracker], kwargs: dict[str, Any]) -> VariableTracker:
         carried = args[1:]
         turn = self.body.call_function(tx, [*carried, *self.others], {})
-        value, *exits, _ = *(v.realize() for v in turn.items[:3]), None
+        value, *exits = (v.realize() for v in turn.items[:3])
         if_true, if_false = (v.as_python_constant() for v in exits)
         if not is_tensor_on_gpu(value) or (if_true == turns.NEXT) == (if_false == turns.NEXT):
             raise RefusedError("a turn ends in several ways")
@@ -82,7 +82,7 @@ class Turn(BaseUserFunctionVariable):
         given = OrderedSet(v.as_proxy().node for v in carried)
         if not all(map(is_tensor_on_gpu, state)):
             raise RefusedError("it stores other values than tensors")
-        # What torch.while_loop carries may not be what it was given.
+        # torch.while_loop refuses a body that returns one of its operands.
         state = [v.call_method(tx, "clone", [], {}) if v.as_proxy().node in given else v for v in state]
         return variables.TupleVariable([goes_on, *state])
 

@@ -132,7 +132,7 @@ def add_kernel(
     params.func = function
     params.gridDimX, params.blockDimX = blocks, threads
     params.gridDimY = params.gridDimZ = params.blockDimY = params.blockDimZ = 1
-    # The node has a copy of what is kept here until it is added.
+    # The parameters point to ``keep``. The driver copies them when it adds the node.
     keep = set_kernel_parameters(params, buffers)
     node = check(cu.cuGraphAddKernelNode(graph, behind, len(behind), params))
     del keep

@@ -201,7 +201,7 @@ def move_words(node: Any, memory: tuple[int, int], to: int) -> None:
             word = ctypes.c_uint64.from_buffer(buffer, offset)
             if memory[0] <= word.value < memory[1]:
                 word.value += to - memory[0]
-    # The node has a copy of what is kept here.
+    # The parameters point to ``keep``. The driver copies them when it sets the node.
     keep = binding.set_kernel_parameters(params, buffers)
     result = bindings().cuGraphKernelNodeSetParams(node, params)
     del keep

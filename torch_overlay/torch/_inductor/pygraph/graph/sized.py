@@ -60,7 +60,7 @@ class Launch:
 
     def __init__(self, general: Callable[[Any], None], like: Launch | None) -> None:
         self.general = general
-        # Launches of the recording.
+        # How many launches the recording had. Its executable graphs share the list.
         self.count: list[int] = [0] if like is None else like.count
         self._note()
 
@@ -189,7 +189,7 @@ class SizedGraph:
         self.updates: list[NodeUpdate] = []
         self.native: Any = None
         self.proven: OrderedSet[Any] = OrderedSet()
-        # By call, and by identity of what it launches.
+        # The key is the position of a library call, and the id of what the call launches.
         self._of_calls: weakref.WeakValueDictionary[tuple[int, int], CallUpdates] = weakref.WeakValueDictionary()
 
     @property
@@ -327,7 +327,7 @@ class Launches:
         self.on = on
         self.of_calls = [on.of_call(i, call, functools.partial(self.new, i, call)) for i, call in enumerate(self.calls)]
         self.updates = [*on.fixed, *(update for of_call in self.of_calls for update in of_call)]
-        # It has the recording, which has these launches.
+        # The function refers to the recording, and the recording to these launches.
         self.new = None
         self.set = self._compiled(on) or self._set
 

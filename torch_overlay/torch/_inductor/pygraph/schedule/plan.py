@@ -139,8 +139,13 @@ def schedule_graph(
     graph: Graph, schedule: str, times_us: Mapping[int, float], used: Callable[[list[Unit], Range], int]
 ) -> ScheduleFacts:
     """
-    Give a graph the order of a schedule, and return what is known of it. ``used`` returns how many of the first bytes
-    of a workspace units use. Raises RefusedError: the graph is of no use.
+    Give a graph the order of a schedule, and return facts about the schedule.
+
+    Args:
+        used: returns how many of the first bytes of a workspace some units use
+
+    Raises:
+        RefusedError: the graph is of no use.
     """
     times = graph.times(times_us)
     if schedule == CHAIN:

@@ -51,7 +51,7 @@ class ScheduledRecording:
         # Of the rehearsal, then of the capture.
         self.log: CallLog | None = None
         self.buffers: Buffers | None = None
-        # Of libraries, in the pool, and the call by which each was allocated.
+        # Workspaces of libraries in the pool, and the number of the call that allocated each.
         self.workspaces: dict[Range, int] | None = None
 
     def note_rehearsal(self) -> dict[str, CallLog]:
@@ -75,7 +75,7 @@ class ScheduledRecording:
         # Times of calls were taken if a chain is to tell what other schedules could do.
         if self.calls and (state.schedule != CHAIN or state.call_times_us):
             ends = None if buffers is None else buffers.ends
-            # A chain is that of a function without notes.
+            # A chain reuses buffers as a function without notes does.
             reuses = state.schedule == CHAIN
             self.log = CallLog(self.calls, self.device_index, reuses=reuses, noted=self._noted, ends=ends)
             model = functools.partial(model, **{NOTE: self.log})
@@ -91,7 +91,7 @@ class ScheduledRecording:
 
     def _noted(self, note: Note) -> None:
         if self.workspaces is None and self.calls[note.number].has_workspace:
-            # The first call of the library. What else is new belongs to a tensor.
+            # The library allocates its workspace in its first call. Other new memory belongs to a tensor.
             (*tensors,) = (u.extent for n in self.log.notes for u in n.uses if not u.storage.expired())
             found = allocated_in(self.pool) - self.before
             self.workspaces = {m: note.number for m in found if not _overlaps(m, tensors)}

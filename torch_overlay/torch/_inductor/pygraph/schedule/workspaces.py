@@ -4,7 +4,8 @@ kernels name it wait for one another. It is divided among them: their kernels wr
 the kernels' parameters are moved, as those of inputs.
 
 The parameters do not tell how much a kernel uses. The driver runs the captured kernels alone, which shows what they
-write. Which bytes of a workspace a matmul writes depends on its parameters, and not on the values of its operands.
+write. PyGraph assumes that the values of a matmul's operands do not change which bytes of the workspace it writes.
+MARGIN allows for some error in this.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ MAX_PARTS = 8
 # A part is at least so many times as large as what kernels use.
 MARGIN = 2
 
-# Parts are multiples of it, and so is what is known of a kernel's use.
+# The size of a part, and what is known of a kernel's use, are multiples of this.
 UNIT_BYTES = 64 << 10
 
 
@@ -48,8 +49,8 @@ def divided(memory: Range, used: int, count: int) -> list[Range]:
 
 def used_bytes(graph: Any, nodes: Collection[Any], memory: Range, device_index: int) -> int:
     """
-    Return how many of the first bytes of a workspace captured kernels use. They run, and overwrite what else they
-    write.
+    Return how many of the first bytes of a workspace captured kernels use, or its size if that cannot be found out. The
+    kernels run, and overwrite their results.
 
     Raises:
         DriverError: the driver does not run them alone.
@@ -77,7 +78,7 @@ def used_bytes(graph: Any, nodes: Collection[Any], memory: Range, device_index: 
                 check(cu.cuGraphDestroyNode(node))
         executable = check(cu.cuGraphInstantiate(alone, 0))
         try:
-            # A byte that is written differs from one of them.
+            # A kernel that writes a byte changes it from at least one of these values.
             for byte in (0x5A, 0xA5):
                 units.fill_(byte)
                 check(cu.cuGraphLaunch(executable, stream))

@@ -348,8 +348,8 @@ class Selection:
 
     def _rounds_beside(self) -> int:
         """
-        Return what may be timed again, given the memory of the uncaptured function beside the graph's: 0 is nothing, as
-        a graph that seems to lose is dropped where memory is short, 1 is the graph, 2 is both.
+        Return how many of graph and uncaptured function, in this order, may be timed again. It is 0 if the memory of
+        both does not fit: a graph that seems to lose is then dropped. It is 1 if both take much more than the graph.
         """
         needed = self.state.needed_bytes
         if not needed:
