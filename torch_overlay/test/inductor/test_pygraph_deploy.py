@@ -131,7 +131,7 @@ class DeployTest(DeployTestCase):
         with mock.patch.object(by_size, "TIMED_PART", 100):
             self.call_at(fn, *sizes * (by_size.MIN_CALLS + 2))
             self.assertEqual(len(report()), by_size.MIN_TIMED)
-            # Those that do not come any more give their places to others.
+            # Sizes that stopped coming give their places to others.
             self.call_at(fn, *sizes[by_size.MIN_TIMED :] * (by_size.MIN_CALLS + 2))
             self.assertEqual([f.sizes for f in report()], [[n] for n in sizes[:4]])
             later = [*range(20, 24)]

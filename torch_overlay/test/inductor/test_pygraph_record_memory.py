@@ -551,7 +551,7 @@ class MemoryTest(RecordTestCase):
         sines = " ".join(f"{b} = {new}; launch(sin, {b}, {a});" for a, b in itertools.pairwise(f"x{names}"))
         products = " ".join(f"p = {new}; launch(mul, p, t, {a}); t = p; del {a};" for a in reversed(names))
         saved = ", ".join(names)
-        # Of both functions, twice.
+        # Each of the two functions is judged twice.
         verdicts = itertools.chain([False, False], itertools.repeat(stays))
         with (
             self.selects_at_once(9.0),

@@ -695,7 +695,7 @@ def overview(record: Row, pages: str = "") -> str:
         return f"{sum(not row.get('missed') for row in ran)} of {len(ran)}"
 
     def name(line: Row, over: str) -> str:
-        # The suite is about the option.
+        # Suite sizes measures config.pygraph_sizes, which the variant pygraph lacks.
         return f"{MANY_SIZES if any('many_sizes_us' in row for row in line['rows']) else 'Speed-up'} {over}"
 
     columns: Columns = {

@@ -267,7 +267,7 @@ class _Run:
 def _add_alone(row: Row, answers: dict[str, Row]) -> None:
     """What variants need that ran alone, of those whose results are right."""
     for variant, answer in answers.items():
-        # What runs alone only has no time.
+        # A variant that only runs alone has no time.
         if f"{variant}_us" in row and not time_of(row, variant):
             continue
         if "error" in answer:
@@ -299,7 +299,7 @@ def missed(case: Case, row: Row) -> list[str]:
     found = []
     best, ratios = best_candidate(row), row.get("ratios", {})
     if case.suite == "sizes":
-        # With a recording for each size. For a recording for many sizes there is more.
+        # The variant pygraph records each size. _missed_sizes looks at recordings for many sizes.
         best = "no_cg"
     if row.get("pygraph_us") is None or best not in ratios:
         found.append("not measured")

@@ -496,7 +496,7 @@ class ModelledDriver(Clones):
         function = getattr(self, name.decode())
 
         def called(*arguments: int | None) -> int:
-            # Of a null pointer, ctypes makes None.
+            # ctypes turns a null pointer into None.
             status, *_ = function(*(type_(a or 0) for type_, a in zip(found, arguments)))
             return int(status)
 

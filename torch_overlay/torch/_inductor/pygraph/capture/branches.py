@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     Tensors = Sequence[torch.Tensor]
     Path = Callable[..., Tensors]
-    # By the predicate.
+    # The path that runs for each value of the predicate.
     Paths = Mapping[bool, Path]
     Layouts = Sequence[tuple[Sequence[int], Sequence[int], torch.dtype]]
 

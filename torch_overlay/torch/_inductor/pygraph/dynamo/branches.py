@@ -251,7 +251,7 @@ def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -
     """Let the graph break at these branches."""
     for function, place in sites:
         broken(function)[place] = Reason.of(code, why=why)
-    # Look-ups and loops make other nodes in the next analysis, which speculates elsewhere.
+    # Without the look-up or the loop, Dynamo speculates at other instructions in the next analysis.
     error = UnspecializeRestartAnalysis if code in (Code.JOIN_IS_SEEN, Code.LOOP_STAYS) else RestartAnalysis
     raise error(restart_reason=f"{code.name}: {why}")
 

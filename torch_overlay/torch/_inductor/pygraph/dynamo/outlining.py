@@ -125,7 +125,7 @@ class Outlining:
         self._set_variables()
 
     def _raising(self, turn: OrderedSet[int]) -> OrderedSet[int]:
-        """Return what a turn leads to that only raises, as the ends of handlers."""
+        """Return the instructions that a turn reaches and from which the code only raises, as the ends of handlers."""
         flow = self.flow
         found = OrderedSet[int]()
         ahead = [*turn]
@@ -157,7 +157,7 @@ class Outlining:
             if inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in GROWS:
                 raise StaysError(f"it calls {inst.argval}, after which each turn would be compiled")
 
-    # Ends of a turn
+    # How a turn can end
 
     def _is_end(self, i: int) -> bool:
         return i == self.header or i not in self.inside
@@ -361,7 +361,7 @@ class Outlining:
         return found
 
     def _is_one(self, left: Exit, not_entered: Exit) -> bool:
-        """Return whether the same follows, whether a while loop has had a turn or not."""
+        """Return whether the code behind a while loop is the same after no turn and after some turns."""
         flow, a, b = self.flow, left.target, not_entered.target
         if left.stored & ~self.entering or left.height != not_entered.height:
             return False
@@ -417,7 +417,7 @@ class Outlining:
             yield create_instruction("SET_FUNCTION_ATTRIBUTE", arg=flag)
 
     def _leave(self, exits: list[Exit], instructions: list[Instruction]) -> list[Instruction]:
-        """Return what goes on at the exit that was taken. All but the last exit have a flag on the stack."""
+        """Return bytecode that jumps to the exit that was taken. All but the last exit have a flag on the stack."""
         paths = []
         for i, leaving in enumerate(exits):
             flags = max(len(exits) - 2 - i, 0)

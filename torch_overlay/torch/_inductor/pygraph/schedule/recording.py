@@ -72,7 +72,7 @@ class ScheduledRecording:
 
     def note_capture(self, model: ModelType) -> ModelType:
         buffers, state = self.buffers, self.state
-        # Times of calls were taken if a chain is to tell what other schedules could do.
+        # If times of calls are known, the chain reports what other schedules could gain.
         if self.calls and (state.schedule != CHAIN or state.call_times_us):
             ends = None if buffers is None else buffers.ends
             # A chain reuses buffers as a function without notes does.

@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from torch._inductor.utils import InputType
 
 
-# How often a size comes before it is selected for: as long as none is decided, and at most. If a graph lost, further
-# sizes wait MORE_CALLS times as long.
+# Selection begins for a size after MIN_CALLS calls, as long as no size is decided, and after MAX_CALLS at the latest. If
+# a graph lost, further sizes wait MORE_CALLS times as long.
 MIN_CALLS = 4
 MAX_CALLS = 4096
 MORE_CALLS = 4
 
-# How many sizes are timed at a time: so many, or one of TIMED_PART if there are more.
+# MIN_TIMED sizes are timed at a time, or one in TIMED_PART of the waiting ones if that is more.
 MIN_TIMED = 4
 TIMED_PART = 4
 
-# How many sizes wait at most. The half of them that came least often is forgotten then.
+# If more sizes wait, the half of them that came least often is forgotten.
 MAX_WAITING = 2048
 
 
@@ -102,7 +102,7 @@ class Sizes(dict[Any, "ModelType"]):
     def _has_place(self, waiting: Waiting) -> bool:
         if len(self.timed) < max(MIN_TIMED, len(self.waiting) // TIMED_PART):
             return True
-        # Sizes that did not come again since these came first.
+        # The program has not called these sizes again since the waiting ones came first.
         stalled = next((sizes for sizes, timed in [*self.timed.items()] if timed.entered < waiting.since), None)
         if stalled is None:
             return False
@@ -133,7 +133,7 @@ class Waiting:
     def __call__(self, inputs: list[InputType]) -> OutputType:
         self.calls += 1
         of = self.of
-        # Selection looks at a call from its start on.
+        # A Selection has to see a call from its start.
         if self.calls > 1 and of.is_due(self, inputs):
             return of.start(self, inputs)(inputs)
         first = of.first

@@ -263,7 +263,7 @@ class ManySizes:
         try:
             kept = recording.at_sizes(sizes)
         except RefusedError:
-            # The general path takes note of it.
+            # The general path notes the refusal.
             return None
         if kept is None or kept.launches.replay is None or not kept.launches.is_proven:
             return None

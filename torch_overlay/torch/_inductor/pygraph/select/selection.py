@@ -137,7 +137,7 @@ class Selection:
         self.is_deployed = False
         # Calls that were to record before it was known whether gradients outlive a step.
         self.waits = 0
-        # Microseconds of the call that recorded.
+        # How many microseconds the call that recorded took.
         self.record_us = 0.0
         # Recordings that lost, until they are dropped.
         self.losers: list[FunctionID | None] = []

@@ -282,7 +282,7 @@ class CallTimes:
     is no part of a call in a graph.
     """
 
-    # See types/calls.py.
+    # An attribute of NOTE; see types/calls.py.
     reuses = True
 
     def __init__(self, device_index: int) -> None:

@@ -28,7 +28,7 @@ class KeptOutputs:
     def __init__(self, outputs: Sequence[Any], ranges: PoolRanges, device_index: int) -> None:
         self.outputs = list(outputs)
         self.device_index = device_index
-        # Of a lazy conjugate or negative, metadata would be lost.
+        # Copies on the host would lose that a tensor is a lazy conjugate or negative.
         own = {
             i: t
             for i, t in enumerate(outputs)
