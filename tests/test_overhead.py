@@ -176,7 +176,8 @@ def test_a_model_is_traced():
     with overhead.running("trace_eager", 1, "flag_off", environment) as ask:
         assert ask("sample")["cpu_s"] > 0
         first, second = (ask("count")["bytecodes"] for _ in range(2))
-    assert first == second > 100_000
+    # A finalizer or the order of a set adds some instructions now and then.
+    assert first > 100_000 and abs(first - second) < first / 1000
 
 
 # comparing
