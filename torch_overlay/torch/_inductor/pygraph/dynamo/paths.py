@@ -15,13 +15,16 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
+from torch._dynamo.bytecode_analysis import HASLOCAL
 from torch._dynamo.current_scope_id import enter_new_scope
-from torch._dynamo.exc import ObservedException, TorchRuntimeError, unimplemented, Unsupported
+from torch._dynamo.exc import RestartAnalysis, unimplemented
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, RETURNS
 from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
 from torch._inductor.pygraph.dynamo.stores import RefusedError, Stores
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -29,7 +32,6 @@ if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.stores import Slot
-    from torch.utils._ordered_set import OrderedSet
 
 
 # A path with one of these breaks the graph: it changes what cannot be taken back, leaves its block, or only raises.
@@ -38,6 +40,8 @@ LEAVES = (
     + ("MAKE_CELL", "POP_BLOCK", "POP_EXCEPT", "PUSH_EXC", "RAISE", "RERAISE", "RETURN_GENERATOR", "SEND", "SETUP")
     + ("STORE_GLOBAL", "STORE_NAME", "STORE_SLICE", "WITH", "YIELD")
 )
+
+ITERATORS = (variables.IteratorVariable, LocalGeneratorObjectVariable)
 
 # A path that traces more is a loop.
 MAX_INSTRUCTIONS = 10_000
@@ -129,6 +133,8 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     output = tx.output
     if OPAQUE_NAMES.intersection(tx.f_code.co_names):
         raise RefusedError("the code may read its variables by name")
+    if reads_iterator(tx, fork):
+        raise RefusedError("a path may advance an iterator")
     last, before, versions = last_node(output.graph), state_of(tx), versions_of(output.graph)
     kept = (tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph)
     tx.stack, tx.symbolic_locals = [*stack], dict(tx.symbolic_locals)
@@ -142,8 +148,11 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
             returned = run(tx, fork)
         left = stores.take(output.side_effects)
         path = Path(tx.stack, tx.symbolic_locals, [*nodes_after(last)], left, returned)
-    except (Unsupported, ObservedException, NotImplementedError, TorchRuntimeError) as e:
-        raise RefusedError(str(e).partition("\n")[0]) from e
+    except (RefusedError, RestartAnalysis):
+        raise
+    except Exception as e:
+        # The program may never take the path.
+        raise RefusedError(str(e).partition("\n")[0] or type(e).__name__) from e
     finally:
         output.extension.stores.pop()
         tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph = kept
@@ -171,6 +180,15 @@ def run(tx: InstructionTranslatorBase, fork: Fork) -> VariableTracker | None:
         except Returned as e:
             return e.value
     raise RefusedError("a path is long")
+
+
+def reads_iterator(tx: InstructionTranslatorBase, fork: Fork) -> bool:
+    """Return whether a path may read an iterator from before. Dynamo does not always tell what advances it."""
+    names = OrderedSet(tx.instructions[i].argval for i in fork.region if tx.instructions[i].opcode in HASLOCAL)
+    values = [value for name, value in tx.symbolic_locals.items() if name in names]
+    found: list[VariableTracker] = []
+    VariableTracker.visit(found.append, [values, tx.output.side_effects.store_attr_mutations])
+    return any(isinstance(value, ITERATORS) for value in found)
 
 
 def versions_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
