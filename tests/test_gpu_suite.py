@@ -748,13 +748,14 @@ def test_a_variant_alone_is_settled_timed_and_weighed(monkeypatch):
 
     def alone(case):
         run = worker.CaseRun(case, "cpu", small=True, variants=variants)
-        return {**run.compile_alone("pygraph"), **run.settle_alone("pygraph")}
+        run.compile_alone("pygraph")
+        return run.settle_alone("pygraph")
 
     assert alone(case)["launches"] == launched
     calls.clear()
     found = alone(_tiny())
     assert found.pop("launches") == launched
-    assert found.pop("compile_s") > 0 and found.pop("warm_up_s") >= 0
+    assert found.pop("warm_up_s") >= 0
     assert found.pop("pools_mib") == {"graphs": (6, 2), "others": (2, 1)}
     assert found == {"reserved_mib": 3, "peak_reserved_mib": 8, "peak_allocated_mib": 4, "choice": None}
     assert len(calls) == worker.SETTLE_CALLS["pygraph"] + worker.CALLS_AFTER_DECISION
@@ -801,7 +802,7 @@ class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
     started: list[FakeWorker] = []
-    quiet_s = 0.0
+    quiet_s = named_at = now = 0.0
 
     def __init__(self, case, options, logs, threads, machine, cold=False):
         self.case, self.options, self.machine, self.cold = case, options, machine, cold
@@ -811,12 +812,18 @@ class FakeWorker:
     def forget_decisions(self):
         pass
 
+    def clock(self):
+        return self.now
+
     def ask(self, command, deadline):
         without = self.options[-1] if "--without" in self.options else ""
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
         if command.startswith("compile_alone"):
-            return {"compile_s": ALONE["compile_s"]}
+            # It has built the program before it names what it does.
+            self.named_at = self.now + 1.0
+            self.now = self.named_at + ALONE["compile_s"]
+            return {}
         nothing = {"error": "nothing to say"} if command.startswith("settle_alone") else None
         answer = self.answers.get(key, nothing)
         answer = answer.pop(0) if isinstance(answer, list) else copy.deepcopy(answer)
@@ -860,7 +867,8 @@ def test_a_suite_merges_memory_into_the_rows():
     assert row["pools_mib"] == {"stock_cg": POOLS, "pygraph": POOLS}
     assert row["note"] == "ran alone with no_graph"
     assert row["missed"] == [] and skipped == [] and row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
-    assert row["seconds"].keys() == {"compile", "measure", "device"}
+    # Of the two that run alone: three seconds each.
+    assert row["seconds"] == {"compile": 6.0, "measure": 0.0, "device": 0.0}
     # In which order they start depends on the threads.
     assert sorted(worker.cold for worker in FakeWorker.started) == [False, True, True]
     # The others say nothing of memory.
@@ -919,6 +927,12 @@ def test_what_did_not_compile_in_time_is_left_for_the_next_run():
     answers = {"a prepare": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
     rows, skipped = _run_suite(["a", "b"], answers)
     assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
+
+
+def test_a_case_whose_memory_is_not_known_in_time_is_left_for_the_next_run():
+    late = {"error": "out of time", "late": True}
+    answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY, "a settle_alone stock_cg": late}
+    assert _run_suite(["a"], answers, alone=True) == ([], ["a"])
 
 
 def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeypatch):
@@ -1071,17 +1085,14 @@ def test_while_one_process_is_quiet_the_others_stop(counting):
     assert count() > before and count_of_third() > 0 and b.quiet_s == 0
 
 
-def test_nothing_is_quiet_before_what_is_undisturbed_ends(counting):
+def test_the_time_for_which_a_process_is_stopped_does_not_count(counting):
     machine, start = counting
-    (a, _), (_, count) = start(), start()
-    with machine.undisturbed():
-        quiet = threading.Thread(target=a.ask, args=("quiet 0", time.monotonic() + 60))
-        quiet.start()
-        before = count()
-        time.sleep(0.2)
-        assert count() > before and quiet.is_alive() and machine.quiet is None
-    quiet.join(30)
-    assert not quiet.is_alive()
+    (a, _), (b, _) = start(), start()
+    before, begin = b.clock(), time.monotonic()
+    assert a.ask("quiet 0.4", time.monotonic() + 60) == {"done": 1}
+    elapsed = time.monotonic() - begin
+    assert b.stopped_s >= a.quiet_s >= 0.4 and a.stopped_s == 0
+    assert b.clock() - before <= elapsed - a.quiet_s
 
 
 def test_a_process_that_is_quiet_for_too_long_ends_and_the_others_go_on(counting):
@@ -1304,7 +1315,7 @@ def test_the_largest_size_alone(monkeypatch):
     variant = dataclasses.replace(_variant("largest_size", _backend(note)), largest=True)
     monkeypatch.setitem(worker.VARIANTS, "largest_size", variant)
     run = worker.CaseRun(case, "cpu", small=True, variants=EAGER)
-    assert run.compile_alone("largest_size")["compile_s"] > 0
+    run.compile_alone("largest_size")
     run.loop_alone(4)
     assert {*seen} == {36}
 
@@ -1443,6 +1454,14 @@ def test_rows_are_known_before_their_suite_ends(tmp_path, monkeypatch):
     found = []
     run.suite("s", "hangs", [], 4.0, found.append)
     assert [row["name"] for row in found[-1]] == ["0", "1"] and len(found) == 2
+
+
+def test_an_overlay_of_these_sources_is_built_once(tmp_path, monkeypatch):
+    gpu_suite, built = _gpu_suite(), []
+    monkeypatch.setattr(gpu_suite, "_call", lambda command, env, seconds: built.append(Path(command[-1]).mkdir()) or 0)
+    for command in ("one", "two"):
+        assert gpu_suite.Run(tmp_path, tmp_path, tmp_path / command).build(9.0)
+    assert len(built) == 1
 
 
 def test_results_of_other_tests_leave_few_files(tmp_path):

@@ -1,7 +1,8 @@
 """
 A whole record: what belongs to it, what is missing of it, and how long that takes on one GPU.
 
-Times are those of an earlier run in the record. Other times are estimates for an H100 and 16 cores.
+Times are those of an earlier run in the record. Other times are estimates for an H100 and 16 cores, from the calls of an
+earlier run where there was one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import catalogue
 from .report import as_table
+from .timing import ENOUGH, PREPARE_SHARE
 
 
 if TYPE_CHECKING:
@@ -26,17 +28,19 @@ MODULES = {name: f"pygraph.{name}" for name in ("replay", "bindings", "overhead"
 APART = {"quick", "overhead", "tp", "dist"}
 PROGRAMS = 3000
 # Seconds of what is no case, the longest first, where the record does not say.
-OTHERS = {"programs": 450.0, "tests": 270.0, "triton": 270.0, "upstream": 150.0, "bindings": 120.0}
-# Seconds of a case, for which it needs a core to compile, the device to be measured, and nothing else beside it
-COMPILE_S, MEASURE_S, DEVICE_S = 60.0, 20.0, 10.0
-# Of each variant of a case until its row is complete, and how many variants share their kernels
-CALLS, VARIANTS = 60, 4
+OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0, "bindings": 120.0}
+# Cores, each of which compiles a case or measures what need not be alone
 CORES = 16
-# Seconds for which variants that run alone compile, and nothing is measured
-ALONE_S = 150.0
-MEASURED_AT_ONCE = 2
+# Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
+SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (150.0, 12.0), 1.0
+# Seconds of a case of another program, beside which nothing runs
+MODULE_S = 20.0
+# Of a case whose calls have been timed: seconds of its other work, and how often it calls each variant
+BESIDE_CALLS_S, CALLS = 2.0, 300
+# Compiling all variants takes as long as so many from cold caches: they share kernels.
+VARIANTS = 5
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
-COMMAND_S, START_S, SESSION_S = 600.0, 75.0, 1800.0
+COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 
 
 @dataclass(frozen=True)
@@ -74,15 +78,15 @@ def part(units: list[Unit], index: int, count: int) -> list[Unit]:
     """
     loads = [0.0] * count
     found = set()
-    # A case of a module is compared with other cases of the module, which stay together.
-    places: dict[str, int] = {}
-    for unit in sorted(units, key=lambda unit: (bool(unit.name), not unit.is_module)):
+    groups: dict[str, list[Unit]] = {}
+    for unit in units:
+        # A case of a module is compared with other cases of the module, which stay together.
+        groups.setdefault(unit.kind if unit.is_module else f"{unit.kind}/{unit.name}", []).append(unit)
+    for group in sorted(groups.values(), key=lambda group: -seconds(group, {})):
         place = loads.index(min(loads))
-        if unit.is_module:
-            place = places.setdefault(unit.kind, place)
-        loads[place] += (MEASURE_S if unit.is_module else DEVICE_S) if unit.name else OTHERS[unit.kind]
+        loads[place] += seconds(group, {})
         if place == index - 1:
-            found.add(unit)
+            found |= {*group}
     return [unit for unit in units if unit in found]
 
 
@@ -124,34 +128,54 @@ def programs_left(record: Row, sources: str) -> int:
 def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
     """How long units take together."""
     cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
-    total, sums = 0.0, [0.0, 0.0, 0.0]
+    total = 0.0
     for unit in units:
-        if unit.name and not unit.is_module:
-            sums = [a + b for a, b in zip(sums, _of_case(cases.get((unit.kind, unit.name), {})))]
+        if unit.is_module:
+            total += MODULE_S
         elif unit.name:
-            total += MEASURE_S
+            beside, alone = _of_case(unit, cases.get((unit.kind, unit.name), {}))
+            # What is compiled beside a case stops while that one is timed.
+            total += beside / CORES + alone
         elif unit.kind == "programs":
-            total += OTHERS["programs"] * programs_left(record, sources) / PROGRAMS
+            total += _of_programs(record, sources)
         else:
             total += record.get(unit.kind, {}).get("seconds", OTHERS[unit.kind])
-    compiled, measured, alone = sums
-    if any(map(_runs_alone, units)):
-        total += ALONE_S
-    return total + max(compiled / CORES, measured / MEASURED_AT_ONCE, alone)
+    return total
+
+
+def longest_first(units: list[Unit], record: Row) -> list[Unit]:
+    """What a command does not finish is lost: what begins late should be short."""
+    return sorted(units, key=lambda unit: -seconds([unit], record))
+
+
+def _of_programs(record: Row, sources: str) -> float:
+    runs = [run for run in record.get("programs", ()) if run.get("seconds") and run.get("programs")]
+    done = sum(run["programs"] for run in runs)
+    each = sum(run["seconds"] for run in runs) / done if done else OTHERS["programs"] / PROGRAMS
+    return each * programs_left(record, sources)
+
+
+def _of_case(unit: Unit, row: Row) -> tuple[float, float]:
+    """Seconds of a core, and seconds for which all other processes stop."""
+    if "seconds" in row:
+        compiled, measured, alone = (row["seconds"][key] for key in ("compile", "measure", "device"))
+        return compiled + max(0.0, measured - alone), alone
+    suite, case = catalogue.SUITES.get(unit.kind), catalogue.CASES.get(unit.name)
+    compiled, device = SMALL_S
+    if suite and case and suite.profiled:
+        compiled, device = WORKLOAD_S[0], WORKLOAD_S[1] + GIB_S * case.gib
+    if calls := sum(us for key, us in row.items() if key.endswith("_us") and isinstance(us, float)) / 1e6:
+        limit = ENOUGH * suite.max_case_s if suite else math.inf
+        device = BESIDE_CALLS_S + min(CALLS * calls, limit)
+    cold = row.get("alone", {}).get("stock_cg", {}).get("compile_s", compiled / VARIANTS)
+    own = len(suite.run_alone) if _runs_alone(unit) else 0
+    # What a row can do without is left out where there is no time.
+    return min(cold * VARIANTS, PREPARE_SHARE * COMMAND_S + cold) + cold * own, device + own
 
 
 def _runs_alone(unit: Unit) -> bool:
     case = catalogue.CASES.get(unit.name)
     return case is not None and case.alone and case.suite == unit.kind
-
-
-def _of_case(row: Row) -> tuple[float, float, float]:
-    """Seconds of compiling, of measuring, and of timing with nothing beside it."""
-    if "seconds" in row:
-        return tuple(row["seconds"][key] for key in ("compile", "measure", "device"))
-    calls = CALLS * sum(us for key, us in row.items() if key.endswith("_us") and isinstance(us, float)) / 1e6
-    cold = row.get("alone", {}).get("stock_cg", {}).get("compile_s")
-    return VARIANTS * cold if cold else COMPILE_S, MEASURE_S + calls, DEVICE_S + calls / 2
 
 
 def commands(seconds: float) -> int:

@@ -36,15 +36,14 @@ def process_group(command: list[str], output: Any) -> Iterator[subprocess.Popen]
 
 
 class Machine:
-    """Stops all processes but one while that one is ``quiet``. Processes that run ``undisturbed`` are never stopped."""
+    """Stops all processes but one while that one is ``quiet``."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
         self.processes: set[Answering] = set()
-        self.undisturbed_by = 0
-        # The process that has the machine to itself, and since when
+        # The process that has the machine to itself, since when, and since when the others have been stopped
         self.quiet: Answering | None = None
-        self.since = 0.0
+        self.since = self.stopped_at = 0.0
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -53,21 +52,11 @@ class Machine:
             self.changed.wait_for(lambda: self.quiet is None)
             yield
 
-    @contextlib.contextmanager
-    def undisturbed(self) -> Iterator[None]:
-        with self.running():
-            self.undisturbed_by += 1
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.undisturbed_by -= 1
-                self.changed.notify_all()
-
     def begin(self, process: Answering) -> None:
         with self.changed:
-            self.changed.wait_for(lambda: self.quiet is None and not self.undisturbed_by)
+            self.changed.wait_for(lambda: self.quiet is None)
             self.quiet = process
+            self.stopped_at = time.monotonic()
             for other in self.processes - {process}:
                 other.signal(signal.SIGSTOP)
         # Kernels that were enqueued end.
@@ -82,6 +71,7 @@ class Machine:
             self.quiet = None
             for other in self.processes - {process}:
                 other.signal(signal.SIGCONT)
+                other.stopped_s += time.monotonic() - self.stopped_at
             self.changed.notify_all()
 
 
@@ -91,6 +81,9 @@ class Answering:
     # Seconds for which it had the machine to itself, and may have it
     quiet_s = 0.0
     max_quiet_s = math.inf
+    # Seconds for which it was stopped, and its clock when it named its work
+    stopped_s = 0.0
+    named_at = 0.0
 
     def __init__(
         self, command: list[str], environment: dict[str, str], errors: Any = None, machine: Machine | None = None
@@ -128,7 +121,7 @@ class Answering:
                     timers.pop().cancel()
                     self.machine.end(self)
                 elif "at" in answer:
-                    self.at = answer["at"]
+                    self.at, self.named_at = answer["at"], self.clock()
                 else:
                     return answer
         except (BrokenPipeError, ValueError):
@@ -141,6 +134,10 @@ class Answering:
         if time.monotonic() >= deadline or self.quiet_s >= self.max_quiet_s:
             return {"error": "out of time", "late": True}
         return {"error": f"process ended with status {code}"}
+
+    def clock(self) -> float:
+        """Seconds that go by while it is not stopped."""
+        return time.monotonic() - self.stopped_s
 
     def _kill_in(self, seconds: float) -> threading.Timer:
         timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), self.kill)

@@ -37,7 +37,7 @@ from .report import (
     start_up,
     time_of,
 )
-from .timing import Interval, MAX_SLOWDOWN
+from .timing import Interval, MAX_SLOWDOWN, PREPARE_SHARE
 from .varying import MIN_CAPTURED
 
 
@@ -51,8 +51,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Of what is left of the budget: the last variant that is not essential begins to compile in it.
-PREPARE_SHARE = 0.6
 # What is left when another case is begun: less is not enough to compile and measure any.
 MIN_CASE_S = 60.0
 # Cases that are measured at the same time. One is stopped while the other is timed.
@@ -178,7 +176,11 @@ class _Run:
             if row is not None and "error" in row:
                 row = _without_result(case, row)
             elif row is not None and "skipped" not in row:
-                _add_alone(row, {variant: answer.result() for variant, answer in alone.items()})
+                answers = {variant: answer.result() for variant, answer in alone.items()}
+                if any("late" in answer for answer in answers.values()):
+                    row = None
+                else:
+                    _add_alone(row, answers)
             with telling:
                 if row is None:
                     skipped.append(case.name)
@@ -210,16 +212,17 @@ class _Run:
         if lacks := self.lacks(case):
             return _without_result(case, {"skipped": f"needs {lacks}", "missed": []})
         with self.compiled.held(case.gib):
-            start = time.monotonic()
-            left = self.deadline - start
+            left = self.deadline - time.monotonic()
             if left <= MIN_CASE_S:
                 return None
             with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
+                start = worker.clock()
                 worker.forget_decisions()
                 ready = worker.ask(f"prepare {PREPARE_SHARE * left:.0f}", self.deadline)
-                compiled = time.monotonic()
+                compiled = worker.clock()
                 with self.measuring.held(case.gib):
                     begin = time.monotonic()
+                    measuring = worker.clock()
                     # As much again while the other one is timed
                     by = min(self.deadline, begin + MAX_MEASURED * SUITES[case.suite].max_case_s)
                     if "late" in ready or begin >= self.deadline:
@@ -227,7 +230,7 @@ class _Run:
                     row = self.measured(worker, ready, by)
                 row["seconds"] = {
                     "compile": round(compiled - start, 1),
-                    "measure": round(time.monotonic() - begin, 1),
+                    "measure": round(worker.clock() - measuring, 1),
                     "device": round(worker.quiet_s, 1),
                 }
         return None if row.pop("late", False) and by == self.deadline else row
@@ -235,14 +238,16 @@ class _Run:
     def run_alone(self, case: Case, variant: str) -> Row:
         with self.compiled.held(case.gib / 2):
             if self.deadline - time.monotonic() <= MIN_CASE_S:
-                return {"error": "out of time"}
+                return {"error": "out of time", "late": True}
             own = self.start_worker(case, self.options, self.logs, self.threads, self.machine, True)
             with closing([own]) as (worker,):
-                # Both run in the same crowd, and are not stopped.
-                with self.machine.undisturbed():
-                    row = worker.ask(f"compile_alone {variant}", self.deadline)
+                start = worker.clock()
+                row = worker.ask(f"compile_alone {variant}", self.deadline)
                 if "error" not in row:
+                    # A process that stands still while others are timed does not know of it.
+                    row["compile_s"] = worker.clock() - worker.named_at
                     row |= worker.ask(f"settle_alone {variant}", self.deadline)
+                row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}
                 return row
 
     def measured(self, worker: Worker, ready: Row, by: float) -> Row:
@@ -267,6 +272,8 @@ class _Run:
 def _add_alone(row: Row, answers: dict[str, Row]) -> None:
     """What variants need that ran alone, of those whose results are right."""
     for variant, answer in answers.items():
+        for key, seconds in answer.get("seconds", {}).items():
+            row["seconds"][key] = round(row["seconds"][key] + seconds, 1)
         # A variant that only runs alone has no time.
         if f"{variant}_us" in row and not time_of(row, variant):
             continue
