@@ -40,6 +40,17 @@ def fails():
 INPUTS = (passes, fails, passes)
 
 
+class Mode:
+    """What a program sets, and sets back."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.name = None
+
+
+MODE = Mode()
+
+
 class Failure(Exception):
     def __init__(self, message: str, values: object) -> None:
         super().__init__(message, values)
@@ -222,6 +233,34 @@ def indexes_after_two(x):
     return torch.nn.functional.embedding(i - 1, TABLE.view(6, 1)) + y
 
 
+def scatters(x):
+    """As a model puts the parts of a picture among words: the operator would raise, too."""
+    mask = x < 3
+    assert mask.sum() <= 2, f"{mask.sum()} places"
+    return x.masked_scatter(mask, x[:2] * WEIGHT[:2])
+
+
+def scatters_too_much(x):
+    """The check holds, and the operator raises."""
+    assert x.sum() < 100
+    return x.masked_scatter(x < 3, x[:2] * 10)
+
+
+def sets_a_mode_back(x):
+    MODE.running, MODE.name = True, "forward"
+    y = x * 2 if MODE.running else x
+    MODE.running, MODE.name = False, None
+    if is_bad(x):
+        raise ValueError(f"running: {MODE.running}")
+    return y + 1
+
+
+def makes_tensors(x):
+    if is_bad(x):
+        raise ValueError("negative")
+    return torch.nn.ReLU()(x.new_ones(4) + x.new_full((4,), 2) - x.new_zeros(4)) * x
+
+
 def classes(x):
     labels = x.long()
     if labels.min() < 0:
@@ -262,8 +301,8 @@ def before_divisions(x):
 ONE_GRAPH = [raises, raises_if_not, raises_last, raises_either, raises_own, raises_from, raises_by_case]
 ONE_GRAPH += [asserts, asserts_without_text, asserts_with_text, asserts_function]
 ONE_GRAPH += [checks_all, checks_all_with_text, checks_all_with, checks_inline, checks_in_calls, checks_in_loop]
-ONE_GRAPH += [between_prints, with_closure, values_of_the_call, indexes, indexes_after_two, classes, changes_later]
-ONE_GRAPH += [under_no_grad, flag_of_nan, before_divisions]
+ONE_GRAPH += [between_prints, with_closure, values_of_the_call, indexes, indexes_after_two, scatters, scatters_too_much]
+ONE_GRAPH += [sets_a_mode_back, makes_tensors, classes, changes_later, under_no_grad, flag_of_nan, before_divisions]
 
 
 # Programs that break the graph as without PyGraph
@@ -401,7 +440,7 @@ class CheckTest(MendTestCase):
     def test_order(self, fn):
         self.check(fn)
 
-    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (raises_own, asserts_with_text, indexes, classes)])
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (raises_own, asserts_with_text, indexes, scatters, classes)])
     def test_inductor(self, fn):
         with self.inductor():
             self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
@@ -448,6 +487,31 @@ class CheckTest(MendTestCase):
                 compiled(torch.arange(3.0) + 1)
             self.assertEqual(gradient(compiled), gradient(fn))
         self.assertEqual(counters["graph_break"], {})
+
+    def test_mode_that_was_another_one(self):
+        """Where the check raises, an attribute that has had another value has the new one, as in eager mode."""
+
+        def step(fn, x, was):
+            mode.running, mode.name = was
+            try:
+                return fn(x), mode.running, mode.name
+            except ValueError as error:
+                return str(error), mode.running, mode.name
+
+        def fn(x):
+            y = x * 2
+            mode.running, mode.name = False, None
+            if is_bad(x):
+                raise ValueError("negative")
+            return y + 1
+
+        mode = Mode()
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for was in ((False, None), (True, None), (False, "other"), (0, None), (False, None)):
+            for x in (passes(), fails()):
+                found, expected = step(compiled, x, was), step(fn, x, was)
+                self.assertEqual(found, expected)
+                self.assertIs(found[1], expected[1])
 
     def test_random_numbers(self):
         """A graph that draws the program's random numbers raises before it draws."""

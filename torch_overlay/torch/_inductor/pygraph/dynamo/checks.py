@@ -7,7 +7,8 @@ Bytecode reads the value when the graph has run, and calls the code of the path 
 from this if
 
 - what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect
-- the path reads what eager mode would: values of the call, and objects that nothing has changed before
+- the path reads what eager mode would: values of the call, and objects that nothing has changed before, or that have
+  the values again that they had
 - no handler of exceptions is around the check
 """
 
@@ -71,7 +72,7 @@ class Check(Effect):
         return found is not None and all(device in (CPU, i.meta["example_value"].device) for i in found)
 
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
-        """Let operators that follow index with zeros if the check raises: the graph runs to its end then."""
+        """Give operators that follow zeros as indices and masks if the check raises: the graph runs to its end then."""
         graph = tx.output.graph
         risky = [node for node in nodes_after(self.last) if node not in copies and not is_total(node)]
         if not risky:
@@ -82,8 +83,9 @@ class Check(Effect):
             passes = call(tx, torch.eq if self.raises_if else torch.ne, flag, 0)
         for node in risky:
             for index in indices_of(node):
+                zero = False if index.meta["example_value"].dtype == torch.bool else 0
                 with graph.inserting_before(node):
-                    safe = call(tx, torch.where, passes, index, 0)
+                    safe = call(tx, torch.where, passes, index, zero)
                 node.replace_input_with(index, safe)
 
 

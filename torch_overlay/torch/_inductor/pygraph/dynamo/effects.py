@@ -30,6 +30,7 @@ from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_call_function
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
+from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.ctx_manager import GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from torch._dynamo.codegen import PyCodegen
+    from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.breaks import Call
 
@@ -337,8 +339,28 @@ def has_changed_objects(tx: InstructionTranslatorBase) -> bool:
     return any(
         side_effects.is_modified(value)
         and not isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew))
+        and not is_restored(side_effects, value)
         for value in side_effects.id_to_variable.values()
     )
+
+
+def is_restored(side_effects: SideEffects, item: VariableTracker) -> bool:
+    """Return whether the attributes of an object have the values again that they had before. Guards on those."""
+    if not isinstance(item, variables.UserDefinedObjectVariable) or item.is_underlying_vt_modified(side_effects):
+        return False
+    before, now = getattr(item.value, "__dict__", {}), side_effects.store_attr_mutations.get(item, {})
+    is_same = item.source is not None and all(
+        type(value) is variables.ConstantVariable
+        and name in before
+        and not hasattr(type(item.value), name)
+        and type(before[name]) is type(value.value) in (int, bool, str, type(None))
+        and before[name] == value.value
+        for name, value in now.items()
+    )
+    if is_same:
+        for name in now:
+            install_guard(AttrSource(item.source, name).make_guard(GuardBuilder.CONSTANT_MATCH))
+    return is_same
 
 
 def is_traced_alone(tx: InstructionTranslatorBase) -> bool:

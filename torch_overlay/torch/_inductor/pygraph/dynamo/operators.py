@@ -26,7 +26,7 @@ VIEWS = frozenset(
     contiguous cpu expand flatten getattr getitem permute reshape squeeze t transpose unflatten unsqueeze view
     """.split()
 )
-CONSTRUCTORS = frozenset("arange full full_like ones ones_like tensor zeros zeros_like".split())
+CONSTRUCTORS = frozenset("arange full full_like new_full new_ones new_zeros ones ones_like tensor zeros zeros_like".split())
 OTHERS = frozenset(
     """
     acos acosh addcdiv addcmul addmm argmax argmin asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm batch_norm
@@ -50,6 +50,9 @@ DRAWING = frozenset(
     + (functional.fractional_max_pool3d, functional.fractional_max_pool3d_with_indices)
 )
 
+# Functions that compute nothing
+SETTINGS = (torch._C._set_grad_enabled, torch._C._log_api_usage_once)
+
 # Operators that raise for elements of these operands alone: their place and their name, and those of what they index.
 INDEXING = {
     "cross_entropy": (1, "target", 0, "input"),
@@ -57,6 +60,7 @@ INDEXING = {
     "gather": (2, "index", 0, "input"),
     "getitem": (1, "", 0, ""),
     "index_select": (2, "index", 0, "input"),
+    "masked_scatter": (1, "mask", 0, "input"),
     "nll_loss": (1, "target", 0, "input"),
     "setitem": (1, "", 0, ""),
     "take_along_dim": (1, "indices", 0, "input"),
@@ -89,7 +93,7 @@ def is_in_place(node: torch.fx.Node) -> bool:
 
 def is_total(node: torch.fx.Node) -> bool:
     """Return whether a node raises for no value of its tensors."""
-    if node.op in ("placeholder", "get_attr", "output") or node.target is torch._C._set_grad_enabled:
+    if node.op in ("placeholder", "get_attr", "output") or node.target in SETTINGS:
         return True
     name = plain_name(node)
     if name in ("getitem", "setitem") and any(isinstance(i, torch.fx.Node) for i in indices(node.args[1])):
@@ -156,7 +160,8 @@ def indices_of(node: torch.fx.Node) -> list[torch.fx.Node] | None:
     if not isinstance(example, torch.Tensor) or 0 in example.shape:
         return None
     found = [i for i in indices(operand(*place[:2])) if isinstance(i, torch.fx.Node)]
-    return found if all(getattr(i.meta.get("example_value"), "dtype", None) in INTEGERS for i in found) else None
+    dtypes = (torch.bool,) if name_of(node) == "masked_scatter" else INTEGERS
+    return found if all(getattr(i.meta.get("example_value"), "dtype", None) in dtypes for i in found) else None
 
 
 def writes_statistics(node: torch.fx.Node) -> bool:
