@@ -164,6 +164,10 @@ class BoundGraphNode(CopyGraphNode):
             request, self.device, self.cuda_graphs_pool, has_managed=bool(self.cudagraph_managed_idxs)
         )
 
+        # A gradient may be written over an activation of the pool, which is dead then.
+        reused = request.spec.reused_input_idxs & OrderedSet(self.cudagraph_managed_idxs)
+        kept = [t for i, t in enumerate(inputs) if i not in reused]
+
         # Without the node, which has to be gone before the function runs again.
         def run(inputs: list[InputType]) -> OutputType:
             trace.begin()
@@ -177,7 +181,7 @@ class BoundGraphNode(CopyGraphNode):
                 trace,
                 outputs,
                 request.owned_output_idxs,
-                known=[*inputs, *function.constants],
+                known=[*kept, *function.constants],
                 # Of a collective's operand that moves, the graph makes a copy.
                 external=[] if request.spec.info.ranks_decide else [inputs[i] for i in self.non_static_input_idx],
                 device=torch.device("cuda", self.device),
