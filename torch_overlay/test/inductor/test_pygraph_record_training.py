@@ -510,6 +510,77 @@ class TrainingTest(RecordTestCase):
         # All were recorded before, and nothing runs uncaptured.
         self.assertEqual(counters["pygraph"], {})
 
+    def marked_steps(self, held: Any, steps: int) -> list[int]:
+        "Return how many recordings there are in each of some steps, of two micro-batches, while a tensor is held."
+        weights, recorded = [self.randn(), self.randn()], []
+        init = trees.CUDAGraphNode.__init__
+
+        def counted(node: Any, *args: Any, **kwargs: Any) -> None:
+            recorded[-1] += 1
+            init(node, *args, **kwargs)
+
+        patch = mock.patch.object(trees.CUDAGraphNode, "__init__", counted)
+        patch.start()
+        self.addCleanup(patch.stop)
+        for step in range(steps):
+            recorded.append(0)
+            torch.compiler.cudagraph_mark_step_begin()
+            for _ in range(2):
+                h, t, pending = self.randn(), self.randn(), []
+                for weight in weights:
+                    new_generation()
+                    self.forward = self.forward or self.deploy_forward(h, weight)
+                    value = on_host(h) * on_host(weight)
+                    h, a, _ = self.forward.call([h, weight])
+                    pending.append(([a, weight], value))
+                    del a
+                if step == 3 and not held:
+                    held += pending.pop()[0]
+                while pending:
+                    inputs, value = pending.pop()
+                    inputs.append(t)
+                    self.backward = self.backward or self.deploy_backward(inputs)
+                    expected = value.cos() * on_host(t)
+                    grad, t = self.backward.call(inputs)
+                    self.assertEqual(on_host(grad), expected)
+                    del grad
+                del t
+        return recorded
+
+    @parametrize("of_stock", (False, True))
+    def test_output_that_outlives_a_marked_step(self, of_stock):
+        "No path goes on through the steps, each of which would be recorded behind the last one."
+        held: list[Any] = []
+        patch = mock.patch.object(trees.MarkStepBox, "mark_step_counter", 0)
+        patch.start()
+        self.addCleanup(patch.stop)
+        if of_stock:
+            code = self.generated("x, = args; args.clear(); a = new(); launch(sin, a, x); return (a,)")
+            x, stock = self.randn(), None
+            for _ in range(3):
+                held.clear()
+                torch.compiler.cudagraph_mark_step_begin()
+                if stock is None:
+                    stock, held = trees.cudagraphify(
+                        code,
+                        [x],
+                        device_index=0,
+                        is_backward=False,
+                        is_inference=True,
+                        stack_traces=[None],
+                        constants=(),
+                        placeholders=(),
+                        mutated_input_idxs=(),
+                        compile_id=None,
+                    )
+                    held = [*held]
+                else:
+                    held += stock([x])
+        recorded = self.marked_steps(held, 8)
+        self.assertTrue(any(recorded[:4]))
+        self.assertEqual(recorded[4:], [0] * 4)
+        self.assertEqual(counters["pygraph"]["held_activations"] > 0, not of_stock)
+
     def test_gradient_held_while_micro_batches_are_in_flight(self):
         "It lies in the memory of an activation, and another backward is recorded behind it."
         weight, forward, backward = self.randn(), None, None

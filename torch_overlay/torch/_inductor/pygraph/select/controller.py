@@ -149,7 +149,13 @@ class Controller:
             return False
         # A backward may still need these outputs. Trees would end the path all the same, or go on along it.
         may_end = manager.can_start_new_generation()
-        in_flight = not may_end or (not _note_held_gradients(manager) and _is_backward(last))
+        is_marked = may_end and manager.user_invoked_mark_step()
+        if is_marked and not _has_live_outputs(manager):
+            # Stock's outputs are overwritten in the next step, as they are without PyGraph.
+            return True
+        # No micro-batch is in flight where the program begins a step.
+        is_pipelined = may_end and not _note_held_gradients(manager) and not is_marked and _is_backward(last)
+        in_flight = not may_end or is_pipelined
         if times_on_path(manager, self) >= (MAX_TIMES_ON_PATH if in_flight else 1):
             counters["pygraph"]["held_activations"] += 1
             return False
@@ -363,6 +369,12 @@ class Controller:
         report = self.report
         report.choice, report.remembered, report.timings_us = UNDECIDED, False, {}
         self.reselect = None
+
+
+def _has_live_outputs(manager: CUDAGraphTreeManager) -> bool:
+    """Return whether an output of a function of PyGraph's is alive on the current path."""
+    ours = (node for node in current_path(manager) if node.wrapped_function.pygraph is not None)
+    return any(is_live(ref) for node in ours for ref in node.outputs_weakrefs)
 
 
 def _is_backward(node: CUDAGraphNode) -> bool:
