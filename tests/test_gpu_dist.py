@@ -23,13 +23,16 @@ pytest.importorskip("torch")
 from pygraph import dist  # noqa: E402
 
 
+CASES = ["fsdp_tp_1x2", "pipeline", "ddp_accumulates", "ddp_static"]
+
+
 def test_programs_train(tmp_path, monkeypatch):
-    """FSDP of tensor-parallel blocks, which shards most, and a pipeline, whose ranks run other code."""
+    """FSDP of tensor-parallel blocks, which shards most, a pipeline, whose ranks run other code, and DDP."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(BENCHMARKS), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     options = {"logs": tmp_path, "device": "cpu", "rounds": 2, "variants": "eager", "small": True}
-    rows = list(dist.measure(["fsdp_tp_1x2", "pipeline"], Namespace(**options), time.monotonic() + 120))
-    assert len(rows) == 2
+    rows = list(dist.measure(CASES, Namespace(**options), time.monotonic() + 120))
+    assert len(rows) == len(CASES)
     for row in rows:
         assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row
 

@@ -26,28 +26,21 @@ import torch
 from torch import distributed as dist, nn
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees
-from torch.distributed import _functional_collectives as functional
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard, MixedPrecisionPolicy
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    parallelize_module,
-    PrepareModuleInput,
-    RowwiseParallel,
-    SequenceParallel,
-)
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from .compare import compare, Difference, snapshot
+from .models.sharded import Block, split_block
 from .processes import process_group
 from .program import seed, VARIANTS
 from .report import write_rows
 from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
 from .tp import add_arguments, command_on_ranks, run_on_rank
-from .worker import report, reset_report, summary, totals, undecided
+from .worker import hardly_called, report, reset_report, summary, totals, undecided
 
 
 if TYPE_CHECKING:
@@ -88,6 +81,8 @@ class Case:
         micro_batches: in a step
         recomputes: activations of a block "inside" of the compiled code, or by running the code again, "outside"
         precision: of fully_shard's parameters in computations
+        static_graph: of DistributedDataParallel
+        whole: the model is compiled, not each block
         width: of a token; with 512 the decoder has 21 M parameters, with 2048 it has 336 M
     """
 
@@ -99,18 +94,26 @@ class Case:
     recomputes: str = ""
     precision: torch.dtype | None = None
     trains: bool = True
+    static_graph: bool = False
+    whole: bool = False
     width: int = 512
     dtype: torch.dtype = torch.float32
 
 
 CASES = {
     "ddp": Case("DistributedDataParallel", "ddp"),
+    "ddp_accumulates": Case(
+        "DistributedDataParallel, no_sync in the first of two micro-batches", "ddp", micro_batches=2
+    ),
+    "ddp_static": Case("DistributedDataParallel with static_graph", "ddp", static_graph=True),
+    "ddp_whole": Case("DistributedDataParallel, compiled as a whole", "ddp", whole=True),
     "fsdp": Case("fully_shard of each block", "fsdp"),
     "fsdp_kept": Case("fully_shard without reshard_after_forward", "fsdp", reshards=False),
     "fsdp_accumulates": Case("fully_shard, gradients of two micro-batches reduced together", "fsdp", micro_batches=2),
     "fsdp_mixed": Case("fully_shard, computes in bfloat16", "fsdp", precision=torch.bfloat16),
     "fsdp_checkpointed": Case("fully_shard of checkpointed blocks, compiled with them", "fsdp", recomputes="inside"),
     "fsdp_recomputed": Case("fully_shard, checkpointing around compiled blocks", "fsdp", recomputes="outside"),
+    "fsdp_whole": Case("fully_shard of each block, compiled as a whole", "fsdp", whole=True),
     "tp": Case("tensor and sequence parallel", "tp"),
     "tp_inference": Case("tensor parallel inference", "tp", trains=False),
     "fsdp_tp_2x1": Case("fully_shard of tensor-parallel blocks, mesh 2 x 1", "fsdp_tp", mesh=(RANKS, 1)),
@@ -122,58 +125,6 @@ CASES = {
         "tensor and sequence parallel, 336 M parameters in bfloat16", "tp", width=2048, dtype=torch.bfloat16
     ),
 }
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.head = 64
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = (part(x).unflatten(-1, (-1, self.head)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(2 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
-
-
-class Experts(FeedForward):
-    """One expert a rank. Each takes an equal part of every rank's tokens."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        sent = functional.all_to_all_single_autograd(x.flatten(0, 1), None, None, dist.group.WORLD)
-        back = functional.all_to_all_single_autograd(FeedForward.forward(self, sent), None, None, dist.group.WORLD)
-        return back.view_as(x)
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, *, experts: bool) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width)
-        self.mlp = (Experts if experts else FeedForward)(width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
-
-
-def split_block(block: Block, mesh: DeviceMesh) -> None:
-    """Tensor parallel inside, sequence parallel between."""
-    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    columns = dict.fromkeys(("attention.q", "attention.k", "attention.v", "mlp.gate", "mlp.up"), ColwiseParallel())
-    rows = dict.fromkeys(("attention.out", "mlp.down"), RowwiseParallel(output_layouts=Shard(1)))
-    norms = dict.fromkeys(("norm1", "norm2"), SequenceParallel())
-    parallelize_module(block, mesh, {**norms, "attention": whole, "mlp": whole, **columns, **rows})
 
 
 class Run:
@@ -215,7 +166,7 @@ class Run:
             if of is not None:
                 split_block(block, of)
             part: nn.Module = checkpoint_wrapper(block) if case.recomputes == "inside" else block
-            if options is not None:
+            if options is not None and not case.whole:
                 part.compile(**options)
             parts.append(checkpoint_wrapper(part) if case.recomputes == "outside" else part)
         model: nn.Module = nn.Sequential(*parts)
@@ -224,7 +175,11 @@ class Run:
             for module in (*parts, model):
                 of_data = mesh["fsdp"] if len(case.mesh) == 2 else mesh
                 fully_shard(module, mesh=of_data, reshard_after_forward=case.reshards, mp_policy=policy)
-        return DistributedDataParallel(model) if case.shards == "ddp" else model
+        if case.shards == "ddp":
+            model = DistributedDataParallel(model, static_graph=case.static_graph)
+        if options is not None and case.whole:
+            model.compile(**options)
+        return model
 
     def step(self) -> torch.Tensor:
         self.steps += 1
@@ -243,11 +198,18 @@ class Run:
     def backward(self, x: torch.Tensor) -> torch.Tensor:
         count = self.case.micro_batches
         for i in range(count):
-            if count > 1:
-                self.model.set_requires_gradient_sync(i == count - 1)
-            loss = loss_of(_local(self.model(x)), x.detach())
-            loss.backward()
+            with self.synchronized(i == count - 1):
+                loss = loss_of(_local(self.model(x)), x.detach())
+                loss.backward()
         return loss
+
+    def synchronized(self, condition: bool) -> contextlib.AbstractContextManager[None]:
+        """Reduce gradients in the backward of a micro-batch, or leave them to the next one."""
+        if isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext() if condition else self.model.no_sync()
+        if self.case.micro_batches > 1:
+            self.model.set_requires_gradient_sync(condition)
+        return contextlib.nullcontext()
 
     def pipelined(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean loss of the micro-batches, which the last stage knows."""
@@ -255,6 +217,8 @@ class Run:
         inputs = (x,) if dist.get_rank() == 0 else ()
         is_last = dist.get_rank() == RANKS - 1
         self.schedule.step(*inputs, target=x.detach() if is_last else None, losses=losses if is_last else None)
+        # The last stage keeps outputs until its next step. Those of stock's graphs would be alive while others are timed.
+        self.schedule._stage.clear_runtime_states()
         return torch.stack(losses).mean() if losses else x.new_zeros(())
 
     def results(self) -> dict[str, Any]:
@@ -278,9 +242,9 @@ def everywhere(condition: bool) -> bool:
     return all(found)
 
 
-def slowest(seconds: float) -> float:
+def largest(number: float) -> float:
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, seconds)
+    dist.all_gather_object(found, number)
     return max(found)
 
 
@@ -314,7 +278,9 @@ def settle(run: Run) -> None:
     """Run until all ranks have decided on all functions."""
     deadline = time.monotonic() + MAX_SETTLE_S
     while run.steps < MAX_SETTLE:
-        if everywhere(not undecided(report()) or time.monotonic() > deadline):
+        # The last stage of a pipeline infers shapes by a call without gradients.
+        open_ = undecided([entry for entry in report() if not hardly_called(entry)])
+        if everywhere(not open_ or time.monotonic() > deadline):
             return
         for _ in range(RING):
             run.step()
@@ -370,7 +336,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
             log.exception("%s, %s", name, variant)
             failed[variant] = summary(error)
             continue
-        late[variant] = len(recorded) - before
+        late[variant] = int(largest(len(recorded) - before))
         clock.append(time.monotonic())
         # With compilation, until selection ended, in steps of the chosen ways.
         seconds[variant] = [round(b - a, 1) for a, b in itertools.pairwise(clock)]
@@ -391,7 +357,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
         return lambda count: [run.step() for _ in range(count)].clear()
 
     loops = {variant: loop(run) for variant, run in runs.items()}
-    timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=slowest)
+    timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=largest)
     missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
     missed += misses(timings, reserved, late)
     if copied := totals(entries)["copied_bytes"]:
