@@ -231,6 +231,22 @@ class Encoder(torch.nn.Module):
         return x
 
 
+class NumberedEncoder(Encoder):
+    """Layers that know their number, as those with a cache. Dynamo compiles each."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__(is_decoder=True, layers=layers)
+        for i, layer in enumerate(self.layers):
+            layer.number = i
+
+    def decode(self, x):
+        for i, layer in enumerate(self.layers):
+            if self.training and torch.rand([]) < self.layerdrop:
+                continue
+            x = layer(x) * (1 + layer.number)
+        return x
+
+
 class Started(torch.nn.Module):
     """Sets its scale at the first call, as ActNorm."""
 
@@ -304,6 +320,38 @@ class HostTest(BranchTestCase):
         self.assertEqual(found, expected)
         # Before the loop, a layer, and after the loop. A layer that is dropped has none.
         self.assertEqual(number_of_graphs(), 3)
+
+    def test_numbered_layers(self):
+        """More layers than there may be graphs of one frame: each runs its own graph, and none runs eagerly."""
+        eager, compiled = NumberedEncoder(10), NumberedEncoder(10)
+        self.check_models(eager, compiled, calls=20)
+        self.assertEqual(number_of_graphs(), 12)
+        # Behind the loop, and in the function that calls it.
+        self.assertEqual(len(counters["resumes"]), 2)
+
+    def test_changing_layers(self):
+        """Graphs after the first of each layer count."""
+
+        class Changing(NumberedEncoder):
+            def decode(self, x):
+                for layer in self.layers:
+                    layer.number += 1
+                return super().decode(x)
+
+        eager, compiled = Changing(6), Changing(6)
+        self.check_models(eager, compiled, calls=20)
+        self.assertLess(number_of_graphs(), 30)
+
+    def check_models(self, eager, compiled, calls):
+        compiled.load_state_dict(eager.state_dict())
+        forward = torch.compile(compiled, options={"pygraph": True})
+        args = (torch.randn(3, 4, requires_grad=True),)
+        with torch._inductor.config.patch(fallback_random=True):
+            torch.manual_seed(1)
+            expected = [outcome_of(eager, eager, args) for _ in range(calls)]
+            torch.manual_seed(1)
+            found = [outcome_of(forward, compiled, args) for _ in range(calls)]
+        self.assertEqual(found, expected)
 
     def test_buffer(self):
         eager, compiled = Started(), Started()

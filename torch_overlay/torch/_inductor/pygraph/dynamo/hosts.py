@@ -7,7 +7,8 @@ With another outcome Dynamo compiles another graph. Each graph holds one path, s
 paths contain. torch.cond's paths must be alike, its gradients are zeros, and its backward draws other numbers.
 
 Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop over large
-layers that draws in each turn, as layerdrop, the body becomes a function at the second draw (loops.py).
+layers that draws in each turn, as layerdrop, the body becomes a function at the second draw (loops.py). Layers that
+have their own number or cache have their own graphs, so the first graph of each layer does not count.
 
 Draws that only a branch reads leave the graph: bytecode draws in front of it. A dropped layer then has no graph.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -27,6 +29,7 @@ from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch._inductor.pygraph.dynamo.operators import draws, is_of_torch, is_pure, may_be_written, name_of
+from torch._inductor.pygraph.dynamo.outlining import ITEM
 from torch._inductor.pygraph.dynamo.ranges import is_untouched
 from torch.utils._ordered_set import OrderedSet
 
@@ -52,8 +55,10 @@ MAX_BRANCHES = 64
 # A guard computes with tensors of at most so many elements.
 MAX_ELEMENTS = 1024
 
-# Keys in a code object's context: the number of its graphs, and whether the graph makes draws whose outcome is certain.
+# Keys in a code object's context: the number of its graphs, the modules of which it is the body of a loop and that have
+# guards, and whether the graph makes draws whose outcome is certain.
 GRAPHS = "pygraph_graphs_of_outcomes"
+MODULES = "pygraph_modules_of_turns"
 IN_GRAPH = "pygraph_draws_in_graph"
 
 DRAWS = frozenset(("rand", "randn", "randint"))
@@ -141,6 +146,9 @@ class Hosts:
         if self.decided:
             outcomes = outcomes_of(nodes, self.decided)
             install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
+        if (module := first_turn_of(tx)) is not None:
+            code = tx.output.root_tx.f_code
+            install_guard(Guard(GlobalStateSource(), functools.partial(count_turn, code=code, module=id(module))))
         for node in self.drawn_in_front(tx):
             tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
 
@@ -171,7 +179,7 @@ class Hosts:
         state = torch.get_rng_state()
         yield
         torch.set_rng_state(state)
-        context(tx.output.root_tx.f_code)[GRAPHS] += 1
+        context(tx.output.root_tx.f_code)[GRAPHS] += first_turn_of(tx) is None
 
 
 def refuse(code: types.CodeType, reason: str) -> None:
@@ -184,7 +192,18 @@ def context(code: types.CodeType) -> dict[str, Any]:
     found = code_context.get_context(code)
     found.setdefault(GRAPHS, 0)
     found.setdefault(IN_GRAPH, False)
+    found.setdefault(MODULES, OrderedSet())
     return found
+
+
+def first_turn_of(tx: InstructionTranslatorBase) -> torch.nn.Module | None:
+    """Return the module that a loop's body (loops.py) runs, if Dynamo compiles the body for it for the first time."""
+    code = tx.output.root_tx.f_code
+    if code.co_varnames[:1] != (ITEM,):
+        return None
+    item = tx.output.local_scope[ITEM]
+    modules = [v for v in (item if isinstance(item, tuple) else (item,)) if isinstance(v, torch.nn.Module)]
+    return modules[0] if modules and id(modules[0]) not in context(code)[MODULES] else None
 
 
 # Nodes
@@ -278,3 +297,9 @@ def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes) -> None:
     builder.guard_manager.root.add_epilogue_lambda_guard(
         lambda local_scope: find(local_scope) == expected, ["the outcomes of branches"], None
     )
+
+
+def count_turn(builder: GuardBuilder, guard: Guard, code: types.CodeType, module: int) -> None:
+    """Let config.recompile_limit not count the guards: it counts those that hold the same object as the variable."""
+    context(code)[MODULES].add(module)
+    builder.id_matched_objs[ITEM] = weakref.ref(code)
