@@ -15,7 +15,7 @@ import pytest
 from pygraph_build.upstream import ROOT
 
 
-PROGRAMS = 12
+PROGRAMS = 8
 
 
 def generated(path: str | None, cache: Path) -> list[dict]:

@@ -98,6 +98,12 @@ def test_what_is_no_case_is_missing_until_it_is_complete(kind, entry, is_missing
     assert plan.missing([Unit(kind)], record, "new") == [Unit(kind)] * is_missing
 
 
+def test_the_plan_names_what_no_part_has():
+    cases = [{**_case(Unit("tp", name)), "sources": sources} for name, sources in (("a", "old"), ("b", "new"))]
+    assert plan.table([], {"cases": cases}, "new", 1).endswith("\nNo part has these rows of other sources: 1 of tp.")
+    assert "No part" not in plan.table([], {"cases": cases[1:]}, "new", 1)
+
+
 def test_times_are_those_of_the_last_run():
     unit, other = Unit("paper", "a"), Unit("paper", "b")
     recorded = {"compile": 32.0, "measure": 10.0, "device": 6.0}

@@ -235,6 +235,13 @@ def test_readme_says_what_the_record_does():
         assert (ROOT / file).exists(), f"no {file}: run ci/gpu_record --readme"
 
 
+def test_readme_says_that_the_record_is_stale_as_long_as_a_list_says_what_is_new():
+    record = _load(ROOT / "ci" / "gpu_record")
+    says, listed = "The record is stale" in record.README.read_text(), (ROOT / "docs" / "sources.md").exists()
+    assert says == listed, "docs/sources.md goes with what README says of it"
+    assert not (says and record.check() is None), "the record is whole: docs/sources.md can go"
+
+
 def test_pages_say_what_the_record_does(tmp_path):
     pytest.importorskip("matplotlib")
     record = _load(ROOT / "ci" / "gpu_record")

@@ -226,6 +226,14 @@ def test_tables_never_mix_devices(rows, tmp_path):
     assert "1.29 (up to 3.36)" in lines[2]
 
 
+def test_readme_names_the_sources(rows):
+    cases = [{**row, "sources": 64 * "a"} for row in _of(rows, "paper")]
+    record = {"cases": cases, "tests": {"sources": 64 * "a", "complete": True, "passed": 1, "failed": 0, "skipped": 0}}
+    assert f"All results are of the sources `{12 * 'a'}`." in report.readme(record, "docs")
+    record["tests"]["sources"] = 64 * "b"
+    assert "Results are of 2 sources." in report.readme(record, "docs")
+
+
 def test_noise_is_on_the_page(rows):
     row = {"suite": "pi", "name": "a", "equal": True, "noise": 0.21, "missed": [], "stock_cg_us": 2.0, "pygraph_us": 1.0}
     page = report.document("pi", [row], {})

@@ -1022,7 +1022,7 @@ def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
     worker.close()
 
 
-# Counts while it may, and is quiet where it is asked to be.
+# Counts while it may, and is quiet where it is asked to be, until a file is there.
 COUNTS = """
 import json, sys, threading, time
 from pathlib import Path
@@ -1041,7 +1041,8 @@ for line in sys.stdin:
     if "quiet" in line:
         send(quiet=True)
         sys.stdin.readline()
-        time.sleep(float(line.split()[1]))
+        while not Path(line.split()[1]).exists():
+            time.sleep(0.01)
         send(quiet=False)
     send(done=1)
 """
@@ -1067,43 +1068,55 @@ def counting(tmp_path, monkeypatch):
         process.close()
 
 
-def test_while_one_process_is_quiet_the_others_stop(counting):
+def _goes_on(count):
+    """Whether a process counts, however long that takes under load."""
+    before, until = count(), time.monotonic() + 60
+    while count() == before and time.monotonic() < until:
+        time.sleep(0.01)
+    return count() > before
+
+
+def test_while_one_process_is_quiet_the_others_stop(counting, tmp_path):
     machine, start = counting
     (a, _), (b, count) = start(), start()
-    quiet = threading.Thread(target=a.ask, args=("quiet 0.6", time.monotonic() + 60))
+    end, started = tmp_path / "end", []
+    quiet = threading.Thread(target=a.ask, args=(f"quiet {end}", time.monotonic() + 60))
     quiet.start()
     while not machine.since:
         time.sleep(0.01)
+    # Nor does another start before the end.
+    third = threading.Thread(target=lambda: started.append(start()))
+    third.start()
     before = count()
     time.sleep(0.2)
-    assert count() == before
-    # Nor does another start before the end.
-    _, count_of_third = start()
-    assert machine.quiet is None and a.quiet_s >= 0.6
+    assert count() == before and not started and machine.quiet is a
+    end.touch()
     quiet.join()
-    time.sleep(0.2)
-    assert count() > before and count_of_third() > 0 and b.quiet_s == 0
+    third.join()
+    ((_, count_of_third),) = started
+    assert machine.quiet is None and a.quiet_s >= 0.2 and b.quiet_s == 0
+    assert _goes_on(count) and _goes_on(count_of_third)
 
 
-def test_the_time_for_which_a_process_is_stopped_does_not_count(counting):
+def test_the_time_for_which_a_process_is_stopped_does_not_count(counting, tmp_path):
     machine, start = counting
     (a, _), (b, _) = start(), start()
     before, begin = b.clock(), time.monotonic()
-    assert a.ask("quiet 0.4", time.monotonic() + 60) == {"done": 1}
+    threading.Timer(0.3, (tmp_path / "end").touch).start()
+    assert a.ask(f"quiet {tmp_path / 'end'}", time.monotonic() + 60) == {"done": 1}
     elapsed = time.monotonic() - begin
-    assert b.stopped_s >= a.quiet_s >= 0.4 and a.stopped_s == 0
+    assert b.stopped_s >= a.quiet_s > 0 and a.stopped_s == 0
     assert b.clock() - before <= elapsed - a.quiet_s
 
 
-def test_a_process_that_is_quiet_for_too_long_ends_and_the_others_go_on(counting):
+def test_a_process_that_is_quiet_for_too_long_ends_and_the_others_go_on(counting, tmp_path):
     machine, start = counting
     (a, _), (b, count) = start(), start()
     a.max_quiet_s = 0.2
-    assert a.ask("quiet 60", time.monotonic() + 60) == {"error": "out of time", "late": True}
-    before = count()
-    time.sleep(0.2)
-    assert machine.quiet is None and count() > before
-    assert b.ask("quiet 0", time.monotonic() + 60) == {"done": 1}
+    assert a.ask(f"quiet {tmp_path / 'never'}", time.monotonic() + 60) == {"error": "out of time", "late": True}
+    assert machine.quiet is None and _goes_on(count)
+    (tmp_path / "end").touch()
+    assert b.ask(f"quiet {tmp_path / 'end'}", time.monotonic() + 60) == {"done": 1}
 
 
 def test_cases_that_need_more_memory_than_the_device_has_are_rows():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -205,4 +206,8 @@ def table(units: list[Unit], record: Row, sources: str, count: int, device: str 
         )
     sessions = math.ceil(total / (SESSION_S // COMMAND_S))
     lines.append(f"In all {total} commands, or {sessions} sessions of {SESSION_S / 60:g} minutes.")
+    apart = Counter(case["suite"] for case in record.get("cases", ()) if case["suite"] in APART)
+    old = Counter(case["suite"] for case in record["cases"] if case.get("sources") != sources) if apart else {}
+    if rows := ", ".join(f"{old[suite]} of {suite}" for suite in apart if old[suite]):
+        lines.append(f"No part has these rows of other sources: {rows}.")
     return "\n".join(lines)

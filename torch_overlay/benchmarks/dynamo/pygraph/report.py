@@ -756,6 +756,14 @@ def figures(record: Row) -> str:
     return as_table(lines, columns, True)
 
 
+def _of_sources(record: Row) -> str:
+    """Whether all results are of the same sources."""
+    kinds = ("tests", *UPSTREAM_TESTS, "bindings")
+    entries = [*record.get("cases", ()), *record.get("programs", ()), *(record[k] for k in kinds if k in record)]
+    found = sorted({entry.get("sources", "-")[:12] for entry in entries})
+    return f"All results are of the sources `{found[0]}`." if len(found) == 1 else f"Results are of {len(found)} sources."
+
+
 # Whose plot README has, if the record has it.
 PLOTTED = ("paper", "modern", "pi")
 
@@ -765,7 +773,7 @@ def readme(record: Row, pages: str) -> str:
     suites = by_suite(record)
     parts = [
         "Speed-ups are geomeans (minimum to maximum) of PyGraph's over medians of the same run; `pass` counts the cases "
-        "that show all they must.",
+        f"that show all they must. {_of_sources(record)}",
         overview(record, pages),
     ]
     if table := figures(record):
