@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from typing import Any
 from unittest import mock
 
 import torch
@@ -11,7 +13,7 @@ import torch._dynamo
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.testing._internal.pygraph_mend import BranchTestCase, VALUES
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, VALUES
 
 
 ITERATORS = {
@@ -60,6 +62,83 @@ def unknown_attribute(x):
     return x + 1
 
 
+TABLE = torch.arange(4.0)
+
+
+class Box:
+    step = 0
+
+
+BOX = Box()
+
+
+def index_in_try(x):
+    try:
+        y = TABLE[x.long()] if x.sum() > 0 else x
+    except IndexError:
+        y = x * 0
+    return y
+
+
+def bool_in_try(x):
+    try:
+        is_positive = bool(x.sum() > 0)
+        y = TABLE[x.long()]
+    except IndexError:
+        y = x * 0
+    return y + 1 if is_positive else y
+
+
+def called_in_try(x):
+    def look_up(y):
+        return TABLE[y.long()] if y.sum() > 0 else y
+
+    try:
+        return look_up(x)
+    except IndexError:
+        return x * 0
+
+
+def suppressed(x):
+    y = x
+    with contextlib.suppress(IndexError):
+        y = TABLE[x.long()] if x.sum() > 0 else x
+    return y
+
+
+def assertion_in_try(x):
+    try:
+        assert x.sum().item() > 0
+    except AssertionError:
+        return x * 0
+    return x + 1
+
+
+def assertion_behind_a_change(x):
+    BOX.step += 1
+    assert x.sum().item() > 0, "negative"
+    return x + 1
+
+
+def assertion_of_a_bool(x):
+    is_positive = bool(x.sum() > 0)
+    assert is_positive
+    return x + 1
+
+
+def slice_of_a_bool(x):
+    is_positive = bool(x.sum() > 0)
+    return x[is_positive:]
+
+
+def on_meta(x):
+    y = x.to("meta")
+    return x + 1 if y.sum() > 0 else x - 1
+
+
+HANDLED = (index_in_try, bool_in_try, called_in_try, suppressed, assertion_in_try)
+HANDLED += (slice_of_a_bool, on_meta)
+
 ADVANCED = (advanced_in_a_list, advanced_by_a_closure, advanced_by_an_object)
 
 
@@ -96,6 +175,39 @@ class PathTest(BranchTestCase):
     def test_iterator_of_a_comprehension(self):
         """Its own loop is not one that a path could advance."""
         self.check(lambda x: [x + i if x.sum() > i else x - i for i in range(3)], self.calls, graphs=1)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in HANDLED])
+    def test_error_of_the_program(self, fn):
+        """The program sees its exceptions where it handles them, and their types."""
+        values = [*VALUES[:4], *VALUES[-1:]]
+        self.check(fn, [(torch.tensor(v),) for v in values], graphs=None)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (assertion_behind_a_change, assertion_of_a_bool)])
+    def test_assertion(self, fn):
+        """Of a number or a bool, it raises an AssertionError."""
+        compiled = torch.compile(fn, options={"pygraph": True})
+        with self.assertRaises(AssertionError):
+            compiled(-torch.ones(4))
+        self.assertEqual(compiled(torch.ones(4)), torch.ones(4) + 1)
+
+    def test_comprehension_in_a_block(self):
+        """Neither a comprehension nor a context of torch handles exceptions."""
+
+        def fn(x):
+            with torch.autocast("cpu", enabled=False):
+                return [t + 1 if t.sum() > 0 else t - 1 for t in (x, -x)]
+
+        self.check(fn, self.calls, graphs=1)
+
+    def test_many_returns(self):
+        """A chain of early returns is nested, and no branch nests deeply."""
+        lines = [
+            f"    if x.sum() > {20 - i}:\n        return x.reshape(2, 2) @ x.reshape(2, 2) + {i}" for i in range(20)
+        ]
+        scope: dict[str, Any] = {}
+        exec("def fn(x):\n" + "\n".join(lines) + "\n    return x.reshape(2, 2)\n", scope)
+        self.check(scope["fn"], self.calls[:1], graphs=None)
+        self.assertGreater(number_of_graphs(), 1)
 
     def test_error_of_dynamo(self):
         """Dynamo itself fails in a path that does not run."""

@@ -22,7 +22,7 @@ from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
-from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, nodes_after
 from torch._inductor.pygraph.dynamo.flow import is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 # Instructions that read their last two or three operands: Dynamo would compare a bool of a tensor by its variable, or
 # could not resume from there.
 BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR", "INPLACE", "IS_OP", "SET_ADD")
-MAPS = ("BUILD_MAP", "BUILD_SET", "MAP_ADD", "STORE_SUBSCR")
+MAPS = ("BUILD_MAP", "BUILD_SET", "BUILD_SLICE", "MAP_ADD", "STORE_SLICE", "STORE_SUBSCR")
 UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
+
+# A chain of early returns is nested, too. Each of torch.cond compiles those in it again.
+MAX_NESTED = 16
 
 # Types of which float64 and int64 have all values
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -65,8 +68,10 @@ class Branches(Hosts, Breaks):
         self.conds: list[tuple[Any, int]] = []
         # The code and the instruction where each bool of a tensor was made
         self.truths: OrderedSet[tuple[Any, int]] = OrderedSet()
-        # The translators that are tracing a path
-        self.forked: list[InstructionTranslatorBase] = []
+        # By that of a jump, where the number was made on which it depends
+        self.numbers: dict[tuple[Any, int], tuple[Any, int]] = {}
+        # The translators that are tracing a path, and the branch of each
+        self.forked: list[tuple[InstructionTranslatorBase, tuple[Any, int]]] = []
         # What the paths that are being traced have changed
         self.stores: list[Stores] = []
         # The slots of objects that have a join, and the branches that left a choice in one
@@ -97,14 +102,14 @@ class Branches(Hosts, Breaks):
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is int and len(call.args) == 1 and not call.kwargs:
             value = plain_tensor(tx, call.args[0])
             is_integer = value is not None and value.as_proxy().node.meta["example_value"].dtype in INTEGERS
-            return compared(tx, value) if is_integer else None
+            return self.compared(tx, value) if is_integer else None
         return None
 
     def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
         value = plain_tensor(tx, tensor)
         if value is not None and value.as_proxy().node.meta["example_value"].dtype == torch.bool:
             return self.bool_of(tx, value)
-        number = None if value is None else compared(tx, value)
+        number = None if value is None else self.compared(tx, value)
         return super().item(tx, tensor) if number is None else number
 
     def bool_of(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Truth | None:
@@ -117,11 +122,34 @@ class Branches(Hosts, Breaks):
         self.repair(tx, Reason.of(Code.BOOL_IN_GRAPH))
         return Truth(truth_of(tx, value))
 
+    def compared(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> VariableTracker | None:
+        """Return a tensor that compares as its number, if a branch on a comparison with a constant reads the number."""
+        site = (tx.f_code, tx.indexof[tx.current_instruction])
+        following = (inst for inst in tx.instructions[site[1] + 1 :] if inst.opname not in ("NOP", "TO_BOOL"))
+        number, comparison, jump, *_ = *itertools.islice(following, 3), None, None, None
+        if jump is None or (number.opname, comparison.opname) != ("LOAD_CONST", "COMPARE_OP") or not is_branch(jump):
+            return None
+        dtype, constant = value.as_proxy().node.meta["example_value"].dtype, number.argval
+        if dtype in INTEGERS and type(constant) is int and -(2**63) <= constant < 2**63:
+            method = "long"
+        elif dtype in FLOATS and (type(constant) is float or (type(constant) is int and abs(constant) <= 2**53)):
+            method = "double"
+        else:
+            return None
+        if is_broken(tx, site):
+            return None
+        self.numbers[tx.f_code, tx.indexof[jump]] = site
+        return value.call_method(tx, method, [], {})
+
     def read_bool(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
-        """Let the graph break at a jump as it breaks for a tensor, if a bool of a tensor decides."""
+        """Let the graph break at a jump as it breaks for a tensor, if a bool or a number of a tensor decides."""
         value = tx.stack[-1]
+        number = self.numbers.get((tx.f_code, tx.indexof[inst]))
+        if number is not None and is_check(tx, inst):
+            # Dynamo puts an assertion of a tensor into the graph, where it raises another exception.
+            restart([number], Code.BOOL_IS_READ, inst.opname)
         if isinstance(value, Truth):
-            if not inst.opname.startswith("POP_JUMP"):
+            if not inst.opname.startswith("POP_JUMP") or is_check(tx, inst):
                 restart(self.truths, Code.BOOL_IS_READ, inst.opname)
             tx.stack[-1] = value.tensor
 
@@ -151,6 +179,9 @@ class Branches(Hosts, Breaks):
         site = (tx.f_code, tx.indexof[inst])
         if is_broken(tx, site) or tx.output.side_effects.tensor_hooks:
             return None
+        if len(self.forked) == MAX_NESTED:
+            refuse(tx, Code.BRANCH_STAYS, why="branches are nested deeply")
+            return None
         if "JUMP" not in inst.opname:
             tx.pop()
             condition = truth_of(tx, value)
@@ -163,7 +194,7 @@ class Branches(Hosts, Breaks):
             refuse(tx, Code.BRANCH_STAYS, why=str(e))
             return None
         top = tx.pop()
-        self.forked.append(tx)
+        self.forked.append((tx, site))
         try:
             condition = truth_of(tx, value)
             paths = []
@@ -174,7 +205,8 @@ class Branches(Hosts, Breaks):
                 paths.append(trace(tx, fork, start, stack))
             joiner, end, joins = join_paths(tx, condition, paths, fork, site)
         except RefusedError as e:
-            restart([site], Code.BRANCH_STAYS, str(e))
+            # The graph breaks in each path that has this branch.
+            restart([outer for _, outer in self.forked], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
         self.joins += joins
         self.choices += joiner.choices
@@ -188,7 +220,7 @@ class Branches(Hosts, Breaks):
             self.truths.add(site)
         tx.stack[:] = end.stack
         if fork.join is None:
-            if tx in self.forked:
+            if any(frame is tx for frame, _ in self.forked):
                 raise Returned(end.returned)
             tx.push(end.returned)
             # The graph ends here.
@@ -303,20 +335,6 @@ def plain_tensor(tx: InstructionTranslatorBase, value: VariableTracker) -> varia
     return value if is_plain(tx, value) else None
 
 
-def compared(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> VariableTracker | None:
-    """Return a tensor that compares as its number does, if a branch on a comparison with a constant reads the number."""
-    following = (inst for inst in tx.instructions[tx.instruction_pointer :] if inst.opname not in ("NOP", "TO_BOOL"))
-    number, comparison, jump, *_ = *itertools.islice(following, 3), None, None, None
-    if jump is None or (number.opname, comparison.opname) != ("LOAD_CONST", "COMPARE_OP") or not is_branch(jump):
-        return None
-    dtype, constant = value.as_proxy().node.meta["example_value"].dtype, number.argval
-    if dtype in INTEGERS and type(constant) is int and -(2**63) <= constant < 2**63:
-        return value.call_method(tx, "long", [], {})
-    if dtype in FLOATS and (type(constant) is float or (type(constant) is int and abs(constant) <= 2**53)):
-        return value.call_method(tx, "double", [], {})
-    return None
-
-
 def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
     """Return whether the truth of a value is that of a tensor of one element in Dynamo's graph."""
     output = tx.output
@@ -327,6 +345,9 @@ def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
         value.class_type in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
         and example is not None
         and example.numel() == 1
+        # The host cannot read it.
+        and example.device.type != "meta"
+        and not is_handled(tx)
         and torch._C._functorch.peek_interpreter_stack() is None
         and not tx.symbolic_torch_function_state.in_torch_function_mode()
     )

@@ -32,11 +32,12 @@ from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
-from torch._dynamo.variables.ctx_manager import GradModeVariable
+from torch._dynamo.variables.ctx_manager import ContextWrappingVariable, GradModeVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
+from torch._inductor.pygraph.dynamo.flow import flow_of
 from torch._inductor.pygraph.dynamo.operators import indices_of, is_total, name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
@@ -377,18 +378,32 @@ def is_traced_alone(tx: InstructionTranslatorBase) -> bool:
 
 
 def is_free(tx: InstructionTranslatorBase) -> bool:
-    """Return whether no handler of exceptions or context is around the current instruction."""
+    """Return whether no handler of exceptions or context, but for a gradient mode, is around the current instruction."""
+    blocks = (block for frame in frames_of(tx) for block in frame.block_stack)
+    return all(isinstance(block.with_context, GradModeVariable) for block in blocks) and not is_handled(tx)
+
+
+def is_handled(tx: InstructionTranslatorBase) -> bool:
+    """Return whether code of the program would see an exception that the current instruction raises."""
+    return any(map(handles_errors, frames_of(tx)))
+
+
+def handles_errors(frame: InstructionTranslatorBase) -> bool:
+    blocks = frame.block_stack
+    if not all(isinstance(block.with_context, ContextWrappingVariable) for block in blocks):
+        return True
+    # From Python 3.11 on, the blocks are those of with statements only.
+    entry = frame.current_instruction.exn_tab_entry
+    if entry is None or any(block.target is entry.target for block in blocks):
+        return False
+    return not flow_of(frame.f_code).is_comprehension(frame.indexof[frame.current_instruction])
+
+
+def frames_of(tx: InstructionTranslatorBase) -> Iterator[InstructionTranslatorBase]:
     frame: InstructionTranslatorBase | None = tx
     while frame is not None:
-        blocks = frame.block_stack
-        if not all(isinstance(block.with_context, GradModeVariable) for block in blocks):
-            return False
-        # From Python 3.11 on, the blocks are those of with statements only.
-        handler = frame.current_instruction.exn_tab_entry
-        if handler is not None and not any(block.target is handler.target for block in blocks):
-            return False
+        yield frame
         frame = frame.parent
-    return True
 
 
 def has_text(tx: InstructionTranslatorBase, value: VariableTracker, *, is_formatted: bool = False) -> bool:
