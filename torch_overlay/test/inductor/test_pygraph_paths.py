@@ -1,10 +1,11 @@
 # Owner(s): ["module: inductor"]
-"""Programs that could tell that Dynamo has traced the path of a branch that does not run."""
+"""Programs that could tell that Dynamo has traced both paths of a branch, and joined what they leave."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import operator
 from typing import Any
 from unittest import mock
 
@@ -136,6 +137,56 @@ def on_meta(x):
     return x + 1 if y.sum() > 0 else x - 1
 
 
+def by_operator(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    return y + operator.is_(z, y)
+
+
+def by_id(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    return y + (id(z) == id(y))
+
+
+def by_key(x):
+    y = x * 2
+    numbers = {y: 1}
+    z = y if x.sum() > 0 else y + 1
+    return y + numbers.get(z, 5)
+
+
+def by_item(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    numbers = {}
+    numbers[y] = 1
+    numbers[z] = 2
+    return y + len(numbers)
+
+
+def by_set(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    return y + len({y, z}) + len({y: 1, z: 2})
+
+
+def by_attribute(x):
+    y = x * 2
+    y.tag = 3
+    z = y if x.sum() > 0 else y + 1
+    return y + getattr(z, "tag", 7)
+
+
+def by_attribute_behind(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    z.tag = 3
+    return y + z, getattr(y, "tag", 7)
+
+
+TOLD = (by_operator, by_id, by_key, by_item, by_set, by_attribute, by_attribute_behind)
+
 HANDLED = (index_in_try, bool_in_try, called_in_try, suppressed, assertion_in_try)
 HANDLED += (slice_of_a_bool, on_meta)
 
@@ -189,6 +240,11 @@ class PathTest(BranchTestCase):
         with self.assertRaises(AssertionError):
             compiled(-torch.ones(4))
         self.assertEqual(compiled(torch.ones(4)), torch.ones(4) + 1)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in TOLD])
+    def test_identity(self, fn):
+        """A join of an older tensor is another tensor, which the program may not tell."""
+        self.check(fn, self.calls, graphs=None)
 
     def test_comprehension_in_a_block(self):
         """Neither a comprehension nor a context of torch handles exceptions."""

@@ -14,12 +14,15 @@ a number that is only compared with a constant and branched on, as in ``if x.ite
 from __future__ import annotations
 
 import itertools
+import operator
 from typing import Any, NoReturn, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, nodes_after
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables.base import VariableTracker
     from torch._inductor.pygraph.dynamo.breaks import Call
     from torch._inductor.pygraph.dynamo.paths import Fork, Path
 
@@ -50,6 +52,20 @@ if TYPE_CHECKING:
 BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR", "INPLACE", "IS_OP", "SET_ADD")
 MAPS = ("BUILD_MAP", "BUILD_SET", "BUILD_SLICE", "MAP_ADD", "STORE_SLICE", "STORE_SUBSCR")
 UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
+
+# Operands that are looked up, or are put into a set or into the keys of a dictionary
+KEYS = {
+    "BUILD_MAP": lambda stack, inst: stack[len(stack) - 2 * inst.arg :: 2],
+    "BUILD_SET": lambda stack, inst: stack[len(stack) - inst.arg :],
+    "CONTAINS_OP": lambda stack, inst: stack[-2:-1],
+    "MAP_ADD": lambda stack, inst: stack[-2:-1],
+    "SET_ADD": lambda stack, inst: stack[-1:],
+}
+KEYS |= dict.fromkeys(
+    ("BINARY_SUBSCR", "DELETE_SUBSCR", "STORE_SUBSCR"),
+    lambda stack, inst: [] if stack[-2].is_tensor() else stack[-1:],
+)
+IDENTIFYING = (getattr, hasattr, hash, id, operator.contains, operator.is_, operator.is_not, set, frozenset, setattr)
 
 # A chain of early returns is nested, too. Each of torch.cond compiles those in it again.
 MAX_NESTED = 16
@@ -94,6 +110,8 @@ class Branches(Hosts, Breaks):
     def bool_of_call(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what bool() of a tensor returns, or None."""
         fn = call.fn
+        if self.joins and asks_identity(call):
+            restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "a function asks for the identity of a tensor")
         if self.truths and any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
             restart(self.truths, Code.BOOL_IS_READ, "a builtin function")
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(call.args) == 1 and not call.kwargs:
@@ -307,10 +325,28 @@ def is_inlined(fn: VariableTracker) -> bool:
 
 
 def reads_identity(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+    """Return whether an instruction tells a tensor from an equal one."""
     stack = tx.stack
-    if inst.opname in ("IS_OP", "CONTAINS_OP"):
-        return stack[-2].is_tensor() and (inst.opname == "CONTAINS_OP" or stack[-1].is_tensor())
-    return inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in IDENTITY and stack[-1].is_tensor()
+    if inst.opname == "IS_OP":
+        return all(value.is_tensor() for value in stack[-2:])
+    if inst.opname in KEYS:
+        return any(value.is_tensor() for value in KEYS[inst.opname](stack, inst))
+    if inst.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        is_own = inst.argval in IDENTITY or not hasattr(torch.Tensor, inst.argval)
+        return is_own and stack[-1].is_tensor()
+    return inst.opname in ("STORE_ATTR", "DELETE_ATTR") and stack[-1].is_tensor()
+
+
+def asks_identity(call: Call) -> bool:
+    """Return whether a call tells a tensor from an equal one."""
+    fn = call.fn
+    if isinstance(fn, GetAttrVariable) and isinstance(fn.obj, variables.ConstDictVariable):
+        return any(value.is_tensor() for value in call.args[:1])
+    if not isinstance(fn, variables.BuiltinVariable) or fn.fn not in IDENTIFYING:
+        return False
+    found: list[VariableTracker] = []
+    VariableTracker.visit(found.append, call.values)
+    return any(value.is_tensor() for value in found)
 
 
 def truth_of(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Any:
