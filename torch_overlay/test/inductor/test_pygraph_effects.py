@@ -342,6 +342,20 @@ class EffectTest(MendTestCase):
         self.assertIsNone(other.grad)
         self.assertEqual(counters["graph_break"], {})
 
+    def test_parameter_that_is_written(self):
+        """The text of a parameter is not that of a copy."""
+        parameter = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+
+        def fn(x):
+            print(parameter)
+            parameter.add_(1)
+            return x + 1
+
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text):
+            torch.compile(fn, options={"pygraph": True})(torch.ones(2))
+        self.assertEqual(text.getvalue(), "Parameter containing:\ntensor([1., 1.])\n")
+
     def test_print_that_is_replaced(self):
         compiled = torch.compile(plain, options={"pygraph": True})
         with contextlib.redirect_stdout(io.StringIO()):

@@ -105,6 +105,12 @@ class Text:
     copy: variables.TensorVariable
     version: int | None
 
+    @property
+    def is_named(self) -> bool:
+        """Whether the text names more than values: a copy is no leaf, and no parameter."""
+        tensor = self.tensor
+        return tensor.source is not None and (tensor.requires_grad or tensor.class_type is not torch.Tensor)
+
     def value(self, has_written_inputs: bool) -> variables.TensorVariable:
         """Return what has the values of the call behind the graph."""
         tensor = self.tensor
@@ -235,8 +241,7 @@ class Effects(Breaks):
         copies = self._copies()
         for effect in self.queue:
             written = versions_of(graph) != effect.versions
-            leaves = [t for t in effect.texts if t.tensor.requires_grad and t.tensor.source is not None]
-            if (written and effect.may_raise) or any(t.value(written) is t.copy for t in leaves):
+            if (written and effect.may_raise) or any(t.is_named and t.value(written) is t.copy for t in effect.texts):
                 break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
             following = [*nodes_after(effect.last)]
             check_nodes(effect, following, copies)
