@@ -26,7 +26,8 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
-from torch._dynamo import mark_dynamic
+from torch._dynamo import mark_dynamic, mark_static
+from torch._dynamo.decorators import mark_unbacked
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees
@@ -275,6 +276,39 @@ class ManySizesTest(ManySizesTestCase):
         self.check_captured(program, (5, 5, 7, 9, 16, 8, 17, 32, 31, 5))
         (entry,) = report()
         self.assertEqual(entry.buckets, [[32]])
+
+    def test_no_bucket(self) -> None:
+        """A function that has no memory of its own but outputs has one recording for all sizes."""
+        self.check_captured(self.program(lambda x: (x.sin(), x.sum(0)), (37, 8)), (5, 5, 9, 64, 65, 2, 513))
+        (entry,) = report()
+        self.assertEqual(entry.buckets, [[8]])
+
+    def test_number_of_the_program(self) -> None:
+        """A number that the program passes is no size: it may be negative."""
+
+        def program() -> None:
+            x = torch.zeros(37, 8, device="cuda")
+            mark_static(x)
+            torch.compile(lambda x, n: (x * n, x.sum(0) - n, n * 3), dynamic=True)(x, 5)
+
+        (found,) = compiled(program)
+        self.check_captured(SizedProgram(self.device(), found, "node_update"), (5, 5, -3, 7, -100, 64, 8, 3))
+
+    def test_sizes_without_hints(self) -> None:
+        """Code for sizes that nothing is known of runs at 0 and 1, too."""
+
+        def program() -> None:
+            x, w = torch.zeros(37, 8, device="cuda"), torch.zeros(8, 4, device="cuda")
+            mark_unbacked(x, 0)
+            with torch.no_grad():
+                torch.compile(lambda x, w: ((x @ w).relu(), x.cos(), x.sum(0)))(x, w)
+
+        (found,) = compiled(program)
+        self.check(SizedProgram(self.device(), found, "node_update"), SIZES)
+        self.assertEqual([str(r) for r in self.refused], [])
+        (entry,) = report()
+        # Without rows the product launches nothing.
+        self.assertEqual(entry.calls - entry.captured_calls, 1)
 
     def test_bucket_ends_at_the_guards(self) -> None:
         model = mock.Mock()

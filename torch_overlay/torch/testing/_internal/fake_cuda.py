@@ -213,7 +213,10 @@ def _origin(node: torch.fx.Node, sources: Sequence[str]) -> str:
 
 
 def _hint(value: int | torch.SymInt) -> int:
-    return value.node.hint if isinstance(value, torch.SymInt) else int(value)
+    if not isinstance(value, torch.SymInt):
+        return int(value)
+    hint = value.node.hint
+    return config.unbacked_symint_fallback if hint is None else hint
 
 
 def _tensor_nbytes(t: torch.Tensor) -> int:

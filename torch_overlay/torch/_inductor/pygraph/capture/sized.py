@@ -260,8 +260,6 @@ class SizedRecording:
 
     def at_sizes(self, sizes: tuple[int, ...]) -> KeptSizes | None:
         """Return the recording at these sizes, None if it cannot do them."""
-        if any(n > top for n, top in zip(sizes, self.top)):
-            return None
         try:
             at = self.model.function.at(sizes)
         except ZeroDivisionError:

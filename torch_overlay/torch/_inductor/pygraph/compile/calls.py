@@ -34,8 +34,8 @@ OPERATOR_LINES = (
 )
 CALL_LINES = (*OPERATOR_LINES, codegen.KernelCallLine, codegen.PartialReductionLine)
 
-# Operators that have no line of their own, because they launch nothing or have a KernelCallLine.
-WITHOUT_LINES = (ir.AssertScalar, ir.MultiOutput, ir.UserDefinedTritonKernel)
+# Operators that have no line of their own. One launches nothing, and the other has a KernelCallLine.
+WITHOUT_LINES = (ir.MultiOutput, ir.UserDefinedTritonKernel)
 
 # Names of the parameters that Inductor's kernels and the templates of matmul and convolution only read.
 READ_PARAMETERS = ("in_ptr", "arg_A", "arg_B", "arg_X", "arg_W")

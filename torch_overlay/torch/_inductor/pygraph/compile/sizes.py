@@ -193,8 +193,8 @@ class _Describer:
     def _check_lines(self, nodes: Iterable[BaseSchedulerNode]) -> None:
         """Raise if an operator's call is none of the wrapper's lines, but text."""
         lines = OrderedSet(id(line.node) for line in self.wrapper.lines if isinstance(line, OPERATOR_LINES))
-        # These launch nothing, or have a KernelCallLine.
-        others = (ir.AssertScalar, ir.MultiOutput, ir.UserDefinedTritonKernel)
+        # One launches nothing, and the other has a KernelCallLine.
+        others = (ir.MultiOutput, ir.UserDefinedTritonKernel)
         for node in nodes:
             if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, others):
                 if id(node.node) not in lines:
@@ -203,9 +203,8 @@ class _Describer:
     def _sizes(self) -> Iterable[SizeInput]:
         places = {name: i for i, name in enumerate(self.wrapper.get_graph_input_names())}
         for name, symbol in self.sizes.items():
-            bounds = V.graph.sizevars.shape_env.bound_sympy(symbol)
-            upper = None if bounds.upper in (int_oo, sympy.oo) else int(bounds.upper)
-            yield SizeInput(name, places[name], int(bounds.lower), upper)
+            upper = V.graph.sizevars.shape_env.bound_sympy(symbol).upper
+            yield SizeInput(name, places[name], None if upper in (int_oo, sympy.oo) else int(upper))
 
     # Expressions
 

@@ -19,11 +19,10 @@ Step = tuple[Operation, int, int]
 
 @dataclasses.dataclass(frozen=True)
 class SizeInput:
-    """A size that the function takes, the place of the input, and what the guards admit, if there is a limit."""
+    """A number that the function takes, the place of the input, and the largest one that guards admit, if there is one."""
 
     name: str
     input: int
-    lower: int
     upper: int | None
 
 
