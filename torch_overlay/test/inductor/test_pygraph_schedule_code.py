@@ -15,7 +15,7 @@ import random
 import re
 import sys
 import unittest
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -131,7 +131,8 @@ class GeneratedProgramsTest(TestCase):
             device.order = random.Random(seed)
             deployed = SizedProgram(device, program, f"node_update,{schedule}")
             # A proof restores all inputs.
-            deployed.mutated = tuple(range(len(re.search(r"(.*) = args", program.graph.source)[1].split(","))))
+            inputs = re.search(r"def partition_0\(.*\n +(.*) = args", program.graph.source)[1]
+            deployed.mutated = tuple(range(len(re.findall(r"\w+", inputs))))
             for call in range(ORDERS + 3):
                 self.check_call(device, deployed, f"call {call} of seed {seed}, {schedule}")
         (entry,) = report()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 import logging
 from collections import OrderedDict
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -126,18 +127,34 @@ class SizedRecording:
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         self.alignments = {name: alignment_of(t.data_ptr()) for name, t in tensors.items()}  # type: ignore[union-attr]
         self.reserve = model.function.at(self.top)
-        self.capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, memo, pool)
-        self.graph = self.capture.graph
-        self.returned = self.capture.returned
-        self._index()
+        capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, memo, pool)
+        self.graph = capture.graph
+        self.returned = capture.returned
+        units = [*capture.pairs()]
+        # Before the addresses are numbered: here constants are found.
+        operands = [
+            tuple(capture.operand(event, o) for o in call.operands)
+            for event, call, _ in units
+            if isinstance(event, OperatorOf)
+        ]
+        self._number_addresses(capture)
         try:
             self.graph.instantiate()
         except RuntimeError as e:
             raise RefusedError(Reason.of(Code.INSTANTIATE_FAILED, error=str(e).partition("\n")[0])) from e
         self.executable = bindings().CUgraphExec(self.graph.raw_cuda_graph_exec())
-        self._units()
+        self.launches: list[Launch] = []
+        self.calls: list[LibraryCall] = []
+        of_calls = zip(operands, capture.results)
+        for event, call, nodes in units:
+            if isinstance(event, LaunchOf):
+                self.launches.append(self._launch(capture, event, nodes))
+            else:
+                tensors = tuple(itertools.chain(*next(of_calls)))
+                indices = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
+                self.calls.append(LibraryCall(call, tensors, indices, nodes))
         self.of_libraries = [*OrderedSet(n for call in self.calls for n in self._numbers_of(call))]
-        order = [node.node for node in self.capture.nodes]
+        order = [node.node for node in capture.nodes]
         attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
         self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, self._fixed_updates(), memo.device)
         # What the prologue of a replay gives the generator, a graph that was not captured does not have.
@@ -146,9 +163,7 @@ class SizedRecording:
         kept = self.at_sizes(sizes)
         if kept is None:
             raise differs(at, "an operator launches other kernels alone")
-        self.compare(self.capture, kept.at)
-        # Its addresses, which a call sets.
-        del self.capture
+        self.compare(capture, kept.at)
 
     def close(self) -> None:
         """Let go of replays, which have the graph and are held by what they set."""
@@ -162,15 +177,8 @@ class SizedRecording:
 
     # Numbers
 
-    def _index(self) -> None:
-        capture, model, reserve = self.capture, self.model, self.reserve
-        self.units = [*capture.pairs()]
-        # Before the addresses are numbered: here constants are found.
-        self.operands = [
-            tuple(capture.operand(event, o) for o in call.operands)
-            for event, call, _ in self.units
-            if isinstance(event, OperatorOf)
-        ]
+    def _number_addresses(self, capture: FunctionCapture) -> None:
+        model, reserve = self.model, self.reserve
         self.owners = [*model.inputs.values(), *model.returned]
         bound = len(self.owners)
         self.owners += [owner for owner in capture.addresses if owner not in self.owners]
@@ -200,29 +208,16 @@ class SizedRecording:
 
     # Nodes
 
-    def _units(self) -> None:
-        operands = iter(self.operands)
-        results = iter(self.capture.results)
-        self.launches: list[Launch] = []
-        self.calls: list[LibraryCall] = []
-        for event, call, nodes in self.units:
-            if isinstance(event, LaunchOf):
-                if not nodes:
-                    raise differs(self.capture.at, f"{event.kernel} launches nothing")
-                self.launches.append(self._launch(event, nodes[0]))
-            else:
-                tensors = (*next(operands), *next(results))
-                indices = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
-                self.calls.append(LibraryCall(call, tensors, indices, nodes))
-        del self.units, self.operands
-
-    def _launch(self, event: LaunchOf, node: CapturedNode) -> Launch:
+    def _launch(self, capture: FunctionCapture, event: LaunchOf, nodes: list[CapturedNode]) -> Launch:
+        if not nodes:
+            raise differs(capture.at, f"{event.kernel} launches nothing")
+        (node,) = nodes
         functions = [int(launcher.kernel.function) for launcher in self.model.spec.objects[event.kernel].launchers]
         if not node.is_kernel or node.function not in functions:
-            raise differs(self.capture.at, f"{event.kernel} is another kernel")
+            raise differs(capture.at, f"{event.kernel} is another kernel")
         known = OrderedSet((parameter, 0) for parameter, *_ in event.pointers)
         for buffer, offset, value in node.words():
-            if self.capture.placeholders.find(value) is not None and (buffer, offset) not in known:
+            if capture.placeholders.find(value) is not None and (buffer, offset) not in known:
                 raise unknown(event.kernel)
         return Launch(event, node, self._words(event, node))
 

@@ -125,12 +125,23 @@ def describe_calls(
     wrapper: codegen.PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]
 ) -> tuple[CallInfo, ...]:
     """Return the calls of the function that ``wrapper`` has generated; none if some of its calls are text."""
+    return () if any(calls_as_text(wrapper, nodes)) else wrapper.noted_calls
+
+
+def calls_as_text(
+    wrapper: codegen.PythonWrapperCodegen, nodes: Iterable[BaseSchedulerNode]
+) -> Iterator[ir.ExternKernel]:
+    """Yield the operators whose call is none of the wrapper's lines, but text."""
     listed = OrderedSet(id(line.node) for line in wrapper.lines if isinstance(line, OPERATOR_LINES))
     for node in nodes:
         if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, WITHOUT_LINES):
             if id(node.node) not in listed:
-                return ()
-    return wrapper.noted_calls
+                yield node.node
+
+
+def operator_name(operation: ir.ExternKernel) -> str:
+    op = getattr(operation, "op_overload", None)
+    return str(op or operation.try_get_kernel_name() or type(operation).__name__)
 
 
 def _describe(line: Any, places: dict[str, int], new: Collection[str]) -> CallInfo:
@@ -176,7 +187,7 @@ def _kernel(line: codegen.KernelCallLine) -> CallInfo:
 
 def _operator(operation: ir.ExternKernel) -> CallInfo:
     op = getattr(operation, "op_overload", None)
-    name = str(op or operation.try_get_kernel_name() or type(operation).__name__)
+    name = operator_name(operation)
     unknown = CallInfo(name, is_declared=False)
     if not _has_schema(operation, op):
         return unknown

@@ -15,6 +15,7 @@ import torch
 from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.codegen.common import WorkspaceArg, WorkspaceZeroMode
+from torch._inductor.pygraph.compile.calls import calls_as_text, OPERATOR_LINES, operator_name
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import (
     AllocationAt,
@@ -28,10 +29,8 @@ from torch._inductor.pygraph.types.sizes import (
 )
 from torch._inductor.pygraph.values.sizes import Steps
 from torch._inductor.runtime.runtime_utils import is_power_of_2
-from torch._inductor.scheduler import ExternKernelSchedulerNode
 from torch._inductor.virtualized import V
 from torch.utils import _pytree as pytree
-from torch.utils._ordered_set import OrderedSet
 from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
@@ -44,13 +43,6 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
-# Calls of operators.
-OPERATOR_LINES = (
-    codegen.ExternKernelAllocLine,
-    codegen.ExternKernelOutLine,
-    codegen.IndexPutFallbackLine,
-    codegen.ScatterFallbackLine,
-)
 NO_TENSORS = (ir.NonTensorObj, ir.NoneAsConstantBuffer)
 
 # Bytes of an integer in a kernel's signature.
@@ -160,7 +152,8 @@ class _Describer:
     def describe(self, nodes: Iterable[BaseSchedulerNode]) -> SizeMap:
         if config.memory_planning:
             raise _unknown("config.memory_planning")
-        self._check_lines(nodes)
+        for operation in calls_as_text(self.wrapper, nodes):
+            raise _unknown(operator_name(operation))
         calls: list[KernelAt | OperatorAt] = []
         allocations: list[AllocationAt] = []
         # Workspaces that are zeroed in front of the next launch.
@@ -189,16 +182,6 @@ class _Describer:
             # All others add steps.
             steps=tuple(self.steps.steps),
         )
-
-    def _check_lines(self, nodes: Iterable[BaseSchedulerNode]) -> None:
-        """Raise if an operator's call is none of the wrapper's lines, but text."""
-        lines = OrderedSet(id(line.node) for line in self.wrapper.lines if isinstance(line, OPERATOR_LINES))
-        # One launches nothing, and the other has a KernelCallLine.
-        others = (ir.MultiOutput, ir.UserDefinedTritonKernel)
-        for node in nodes:
-            if isinstance(node, ExternKernelSchedulerNode) and not isinstance(node.node, others):
-                if id(node.node) not in lines:
-                    raise _unknown(_operator_name(node.node))
 
     def _sizes(self) -> Iterable[SizeInput]:
         places = {name: i for i, name in enumerate(self.wrapper.get_graph_input_names())}
@@ -369,7 +352,7 @@ class _Describer:
         if operation.maybe_get_size() is not None:
             results.append(operation)
         return OperatorAt(
-            _operator_name(operation), tuple(operands), tuple(map(self.tensor, results)), tuple(numbers)
+            operator_name(operation), tuple(operands), tuple(map(self.tensor, results)), tuple(numbers)
         )
 
     def _partial_reduction(self, line: codegen.PartialReductionLine) -> OperatorAt:
@@ -385,11 +368,6 @@ class _Describer:
 
 def _calls_allocator(line: codegen.AllocateLine) -> bool:
     return not line.comm_buffer and line.node.get_device_or_error().type == "cuda"
-
-
-def _operator_name(operation: Any) -> str:
-    op = getattr(operation, "op_overload", None)
-    return str(op or operation.try_get_kernel_name() or type(operation).__name__)
 
 
 def _unknown(call: str) -> RefusedError:
