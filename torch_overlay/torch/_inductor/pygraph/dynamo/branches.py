@@ -5,7 +5,7 @@ Branches on tensors that do not break the graph.
 - CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
 - Both paths run, and torch.where selects (paths.py, joins.py).
 - torch.cond runs one of two graphs (paths.py, conds.py).
-- Otherwise the graph breaks.
+- Otherwise, and where the program handles exceptions, the graph breaks.
 
 The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it. So does
 a number that is only compared with a constant and branched on, as in ``if x.item() > 0`` or ``if int(n) == 3``.
