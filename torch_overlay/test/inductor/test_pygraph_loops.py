@@ -732,7 +732,7 @@ class LoopTest(TestCase):
     def test_branches(self, program: Callable[..., Any]) -> None:
         """A branch in a loop, and a loop in a path, are traced as they are alone."""
         calls = [(torch.full((3,), float(value)), n) for n in (9, 40, 200) for value in (1, -2)]
-        with mock.patch.multiple(Branches, branch=BRANCH, decide=lambda *args: None):
+        with mock.patch.multiple(Branches, branch=BRANCH, _decide=lambda *args: None):
             self.check(program, calls)
         self.assertEqual(self.num_graphs(), BRANCHES[program])
 

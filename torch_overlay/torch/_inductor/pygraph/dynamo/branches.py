@@ -2,7 +2,7 @@
 Branches on tensors that do not break the graph.
 
 - Sizes and constants decide (ranges.py): Dynamo traces the path that is taken, and guards on the sizes.
-- CPU values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
+- Values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
 - Both paths run, and torch.where selects (paths.py, joins.py).
 - torch.cond runs one of two graphs (paths.py, conds.py).
 - Otherwise, and where the program handles exceptions, the graph breaks.
@@ -20,15 +20,16 @@ from typing import Any, NoReturn, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
-from torch._dynamo.exc import RestartAnalysis, UnspecializeRestartAnalysis
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, nodes_after
-from torch._inductor.pygraph.dynamo.flow import is_branch
+from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
+from torch._inductor.pygraph.dynamo.outlining import CONDITION, loops_around
 from torch._inductor.pygraph.dynamo.paths import fork_at, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
@@ -120,7 +121,10 @@ class Branches(Hosts, Breaks):
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is int and len(call.args) == 1 and not call.kwargs:
             value = plain_tensor(tx, call.args[0])
             is_integer = value is not None and value.as_proxy().node.meta["example_value"].dtype in INTEGERS
-            return self.compared(tx, value) if is_integer else None
+            number = self.compared(tx, value) if is_integer else None
+            if number is not None:
+                self.repair(tx, Reason.of(Code.BOOL_IN_GRAPH))
+            return number
         return None
 
     def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
@@ -130,12 +134,18 @@ class Branches(Hosts, Breaks):
         number = None if value is None else self.compared(tx, value)
         return super().item(tx, tensor) if number is None else number
 
-    def bool_of(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Truth | None:
+    def bool_of(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> VariableTracker | None:
         """Return the bool of a tensor of one element, or None to break the graph."""
         # step has moved on from the current instruction.
         site = (tx.f_code, tx.indexof[tx.current_instruction])
-        if is_broken(tx, site):
-            return None
+        outcome, code = self.outcome_of_sizes(tx, value), Code.SIZES_DECIDE
+        if outcome is None and is_broken(tx, site):
+            outcome, code = self.outcome_at_break(tx, value), Code.HOST_DECIDES
+            if outcome is None:
+                return None
+        if outcome is not None:
+            self.repair(tx, Reason.of(code))
+            return variables.ConstantVariable.create(outcome)
         self.truths.add(site)
         self.repair(tx, Reason.of(Code.BOOL_IN_GRAPH))
         return Truth(truth_of(tx, value))
@@ -159,6 +169,19 @@ class Branches(Hosts, Breaks):
         self.numbers[tx.f_code, tx.indexof[jump]] = site
         return value.call_method(tx, method, [], {})
 
+    def outcome_of_sizes(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> bool | None:
+        """Return the truth of a value, if sizes and constants tell it. May guard on sizes."""
+        node = value.as_proxy().node
+        outcome = outcome_of(node)
+        if outcome is None:
+            return None if is_in_loop(tx) else self.constant(tx, node)
+        self.draw_in_front(tx, node)
+        return outcome
+
+    def outcome_at_break(self, tx: InstructionTranslatorBase, value: variables.TensorVariable) -> bool | None:
+        """Return the truth of a value in this call where the graph breaks otherwise, if a guard can find it."""
+        return None if is_in_loop(tx) else self.decide_at_break(tx, value.as_proxy().node)
+
     def read_bool(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         """Let the graph break at a jump as it breaks for a tensor, if a bool or a number of a tensor decides."""
         value = tx.stack[-1]
@@ -174,10 +197,9 @@ class Branches(Hosts, Breaks):
     def follow_sizes(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Trace the path that sizes decide for, if they do."""
         value = condition_of(tx)
-        outcome = None if value is None else outcome_of(value.as_proxy().node)
-        if value is None or outcome is None:
+        outcome = None if value is None else self.outcome_of_sizes(tx, value)
+        if outcome is None:
             return False
-        self.draw_in_front(tx, value.as_proxy().node)
         follow(tx, inst, outcome)
         return True
 
@@ -187,6 +209,8 @@ class Branches(Hosts, Breaks):
         if value is None or is_check(tx, inst):
             return None
         outcome = None if isinstance(tx.stack[-1], Truth) else self.decide(tx, value.as_proxy().node)
+        if outcome is None and tx.indexof[inst] in broken(tx.f_code):
+            outcome = self.outcome_at_break(tx, value)
         if outcome is not None:
             follow(tx, inst, outcome)
             return Code.HOST_DECIDES
@@ -301,9 +325,19 @@ def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -
     """Let the graph break at these branches."""
     for function, place in sites:
         broken(function)[place] = Reason.of(code, why=why)
-    # Without the look-up or the loop, Dynamo speculates at other instructions in the next analysis.
-    error = UnspecializeRestartAnalysis if code in (Code.JOIN_IS_SEEN, Code.LOOP_STAYS) else RestartAnalysis
-    raise error(restart_reason=f"{code.name}: {why}")
+    # In the next analysis, Dynamo speculates at other instructions.
+    raise UnspecializeRestartAnalysis(restart_reason=f"{code.name}: {why}")
+
+
+def is_in_loop(tx: InstructionTranslatorBase) -> bool:
+    """Return whether a frame is in a loop, each turn of which would have two outcomes."""
+    frame: InstructionTranslatorBase | None = tx
+    while frame is not None:
+        code = frame.f_code
+        if CONDITION in code.co_varnames or loops_around(flow_of(code), frame.indexof[frame.current_instruction]):
+            return True
+        frame = frame.parent
+    return False
 
 
 def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:

@@ -73,9 +73,10 @@ class MendingFrame(Whiles, Lookups, Checks, Copies, Loops, PyGraphFrame):
         call = Call(fn, args, kwargs)
         if (items := self.enumerate_items(tx, call)) is not None:
             return items
+        if (value := self.bool_of_call(tx, call)) is not None:
+            return value
         for trace, code in (
             (self.copy_object, Code.COPIED_BY_DYNAMO),
-            (self.bool_of_call, Code.BOOL_IN_GRAPH),
             (self.call_behind, Code.CALL_BEHIND_GRAPH),
             (self.check_behind, Code.CHECK_BEHIND_GRAPH),
             (self.loop_in_graph, Code.LOOP_IN_GRAPH),

@@ -11,6 +11,10 @@ layers that draws in each turn, as layerdrop, the body becomes a function at the
 have their own number or cache have their own graphs, so the first graph of each layer does not count.
 
 Draws that only a branch reads leave the graph: bytecode draws in front of it. A dropped layer then has no graph.
+
+At a branch where the graph would break otherwise, the guard may also read large tensors, and tensors on the GPU: it
+waits for the GPU, as the graph break would. What depends on no input, such as the mask of a call that was given none, is
+found once, when Dynamo traces the branch.
 """
 
 from __future__ import annotations
@@ -28,7 +32,21 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.guards import _get_closure_vars, install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
-from torch._inductor.pygraph.dynamo.operators import draws, is_of_torch, is_pure, may_be_written, name_of
+from torch._inductor.pygraph.dynamo.operators import (
+    draws,
+    indices,
+    indices_of,
+    is_in_place,
+    is_of_torch,
+    is_pure,
+    is_total,
+    may_be_written,
+    may_write,
+    name_of,
+    plain_name,
+    POINTWISE,
+    storage_of,
+)
 from torch._inductor.pygraph.dynamo.outlining import ITEM
 from torch._inductor.pygraph.dynamo.ranges import is_untouched
 from torch.utils._ordered_set import OrderedSet
@@ -36,7 +54,7 @@ from torch.utils._ordered_set import OrderedSet
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -52,8 +70,9 @@ MAX_DRAWS = 2
 # function (loops.py).
 MAX_BRANCHES = 64
 
-# A guard computes with tensors of at most so many elements.
+# A guard computes with tensors of at most so many elements, and with these where the graph would break otherwise.
 MAX_ELEMENTS = 1024
+MAX_ELEMENTS_AT_BREAK = 2**22
 
 # Keys in a code object's context: the number of its graphs, the modules of which it is the body of a loop and that have
 # guards, and whether the graph makes draws whose outcome is certain.
@@ -63,6 +82,8 @@ IN_GRAPH = "pygraph_draws_in_graph"
 
 DRAWS = frozenset(("rand", "randn", "randint"))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
+# Operators that compute elements, or write them in place
+WRITING = POINTWISE | {"masked_fill", "pad"}
 
 
 @dataclasses.dataclass
@@ -88,7 +109,11 @@ class Outcomes:
         def find(local_scope: Any) -> list[bool]:
             generator = torch.default_generator.clone_state() if self.draws else None
             with torch.no_grad() if self.inputs else contextlib.nullcontext():
-                return [bool(value) for value in self.function(generator, *read(local_scope))]
+                try:
+                    return [bool(value) for value in self.function(generator, *read(local_scope))]
+                except (IndexError, RuntimeError):
+                    # The program raises it where it computes the value.
+                    return []
 
         return find
 
@@ -98,6 +123,8 @@ class Hosts:
         super().__init__()
         # Nodes whose truth decided, in program order
         self.decided: dict[torch.fx.Node, bool] = {}
+        # The truth of nodes that depend on no input
+        self.constants: dict[torch.fx.Node, bool] = {}
         self.slice: OrderedSet[torch.fx.Node] = OrderedSet()
         # What branches read that have the same outcome whatever the numbers drawn
         self.certain: OrderedSet[torch.fx.Node] = OrderedSet()
@@ -111,8 +138,34 @@ class Hosts:
         if any(is_draw(n) and is_known(n) for n in ancestors):
             self.certain |= ancestors
 
+    def constant(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        """Return the truth of a tensor of one element that depends on no input, or None."""
+        if node not in self.constants:
+            found = with_writes(node)
+            if not all(n.op != "placeholder" and is_known_at_break(n) for n in found) or is_autocast(found):
+                return None
+            nodes = [n for n in tx.output.graph.nodes if n in found]
+            outcomes = outcomes_of(nodes, {node: True}).finder(tx.output.global_scope)(tx.output.local_scope)
+            if not outcomes:
+                return None
+            (self.constants[node],) = outcomes
+        return self.constants[node]
+
     def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
         """Return the truth that a tensor of one element has in this call, or None if a graph cannot depend on it."""
+        return self._decide(tx, node, ancestors_of(node), is_known)
+
+    def decide_at_break(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        """The same, where the graph breaks if it is None."""
+        return self._decide(tx, node, with_writes(node), is_known_at_break)
+
+    def _decide(
+        self,
+        tx: InstructionTranslatorBase,
+        node: torch.fx.Node,
+        ancestors: OrderedSet[torch.fx.Node],
+        is_known: Callable[[torch.fx.Node], bool],
+    ) -> bool | None:
         if node in self.decided:
             return self.decided[node]
         output = tx.output
@@ -121,10 +174,10 @@ class Hosts:
             root is None
             or output.package is not None
             or context(root.f_code)[GRAPHS] >= MAX_GRAPHS
-            or not all(map(is_known, ancestors := ancestors_of(node)))
+            or not all(map(is_known, ancestors))
             or not is_in_order(output.graph, ancestors | self.slice)
-            or (any(n.op == "placeholder" for n in ancestors) and may_be_written(output.graph))
-            or torch.is_autocast_enabled("cpu")
+            or (any(n.op == "placeholder" for n in ancestors) and may_be_written(output.graph, devices_of(ancestors)))
+            or is_autocast(ancestors)
         ):
             return None
         if sum(any(map(is_draw, ancestors_of(n))) for n in (*self.decided, node)) > MAX_DRAWS:
@@ -133,12 +186,12 @@ class Hosts:
             refuse(root.f_code, "too many branches")
         nodes = [n for n in output.graph.nodes if n in ancestors | self.slice]
         outcomes = outcomes_of(nodes, {**self.decided, node: True})
-        *before, outcome = outcomes.finder(output.global_scope)(output.local_scope)
-        if before != [*self.decided.values()]:
+        found = outcomes.finder(output.global_scope)(output.local_scope)
+        if not found or found[:-1] != [*self.decided.values()]:
             return None
         self.slice |= ancestors
-        self.decided[node] = outcome
-        return outcome
+        self.decided[node] = found[-1]
+        return found[-1]
 
     def guard_outcomes(self, tx: InstructionTranslatorBase) -> None:
         """Guard on the branches that were decided, and let bytecode draw. Called before bytecode is made."""
@@ -161,7 +214,8 @@ class Hosts:
         """Raises RestartAnalysis: the complete graph reads a number that decided."""
         graph = tx.output.graph
         for node in reversed(list(graph.nodes)):
-            if node in self.slice | self.certain and node.op != "placeholder" and not node.users:
+            is_read = node.op == "placeholder" or node.users or is_in_place(node)
+            if node in self.slice | self.certain and not is_read:
                 graph.erase_node(node)
         code = tx.output.root_tx.f_code
         if any(node in self.certain and is_draw(node) for node in graph.nodes):
@@ -220,25 +274,80 @@ def ancestors_of(node: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
     return found
 
 
+def with_writes(node: torch.fx.Node) -> OrderedSet[torch.fx.Node]:
+    """Return the ancestors of a node, and what may have written their memory by now."""
+    found = ancestors_of(node)
+    work = [*found]
+    while work:
+        memory = OrderedSet(storage_of(n) for n in work) - {None}
+        writers = [n for n in node.graph.nodes if any(storage_of(operand) in memory for operand in may_write(n))]
+        new = OrderedSet(a for n in writers for a in ancestors_of(n)) - found
+        found |= new
+        work = [*new]
+    return found
+
+
 def is_known(node: torch.fx.Node) -> bool:
     """Return whether the host can compute a node as the graph would."""
     example = node.meta.get("example_value")
+    return (
+        isinstance(example, torch.Tensor)
+        and example.device.type == "cpu"
+        and is_untouched(node, example)
+        and is_computed(node, example, MAX_ELEMENTS)
+        and (is_pure(node) or is_draw(node) or node.op == "placeholder")
+    )
+
+
+def is_known_at_break(node: torch.fx.Node) -> bool:
+    """Return whether the host can compute a node as the graph would, if it waits for the GPU."""
+    name, example = plain_name(node), node.meta.get("example_value")
+    if name == "setitem":
+        # What is written, it has looked at
+        return is_fill(node)
+    if not isinstance(example, torch.Tensor) or type(example).__name__ != "FakeTensor":
+        return False
+    if any(name_of(user) in ("set_", "numpy") for user in node.users):
+        return False
+    if not is_computed(node, example, MAX_ELEMENTS_AT_BREAK):
+        return False
+    is_row = name == "getitem" and indices_of(node) is not None
+    return is_pure(node) or is_row or node.op == "placeholder" or (name in WRITING and is_total(node))
+
+
+def is_fill(node: torch.fx.Node) -> bool:
+    """Return whether a node writes a number to some elements of a tensor, and raises for no value."""
+    of, index, number = node.args
+    tensors = [i for i in indices(index) if isinstance(i, torch.fx.Node)]
+    dtypes = [getattr(i.meta.get("example_value"), "dtype", None) for i in tensors]
+    return is_of_torch(node) and type(number) in (int, float, bool) and all(d == torch.bool for d in dtypes)
+
+
+def is_computed(node: torch.fx.Node, example: torch.Tensor, max_elements: int) -> bool:
+    """Return whether a node is a tensor of known size, and an input if it is a placeholder."""
     if (
-        not isinstance(example, torch.Tensor)
-        or example.device.type != "cpu"
-        or example.layout != torch.strided
-        or not is_untouched(node, example)
+        example.layout != torch.strided
         or not all(type(size) is int for size in example.shape)
-        or example.numel() > MAX_ELEMENTS
+        or example.numel() > max_elements
     ):
         return False
     if node.op == "placeholder":
         argument = node.meta["grapharg"]
         is_tensor = type(argument.example) in (torch.Tensor, torch.nn.Parameter)
         return is_tensor and not argument.pass_arg_as_tensor and argument.source is not None
-    if "generator" in node.kwargs or "out" in node.kwargs:
-        return False
-    return is_pure(node) or is_draw(node)
+    return "generator" not in node.kwargs and "out" not in node.kwargs
+
+
+def devices_of(nodes: Iterable[torch.fx.Node]) -> OrderedSet[str]:
+    examples = (node.meta.get("example_value") for node in nodes)
+    return OrderedSet(example.device.type for example in examples if isinstance(example, torch.Tensor))
+
+
+def is_autocast(nodes: Iterable[torch.fx.Node]) -> bool:
+    """Return whether autocast may change what nodes compute."""
+    nodes = [*nodes]
+    enter = torch.amp.autocast_mode._enter_autocast
+    return any(map(torch.is_autocast_enabled, devices_of(nodes))) or any(n.target is enter for n in nodes[0].graph.nodes)
 
 
 def is_draw(node: torch.fx.Node) -> bool:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx
 from torch.nn import functional
 from torch.utils._pytree import tree_iter
+
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
 
 
 # By name, since functions, methods and operators of Python share them. Shapes and dtypes are checked when they are
@@ -172,20 +176,45 @@ def writes_statistics(node: torch.fx.Node) -> bool:
     return has_statistics and True in (*node.args, *node.kwargs.values())
 
 
-def may_be_written(graph: torch.fx.Graph) -> bool:
-    """Return whether the graph may have written a CPU tensor by now. Versions do not tell: x.data has its own."""
+def storage_of(node: torch.fx.Node) -> int | None:
+    """Return what tells which tensors of a graph share memory."""
+    example = node.meta.get("example_value")
+    is_strided = isinstance(example, torch.Tensor) and example.layout == torch.strided
+    return example.untyped_storage()._cdata if is_strided else None
 
-    def may_write(node: torch.fx.Node) -> bool:
-        writes = is_in_place(node)
-        # The first operand of torch._foreach_add_ is a list.
-        operands = tree_iter(node.args[:1]) if writes and "out" not in node.kwargs else node.all_input_nodes
-        values = [n.meta.get("example_value") for n in operands if isinstance(n, torch.fx.Node)]
-        if node.op == "output" or not any(isinstance(v, torch.Tensor) and v.device.type == "cpu" for v in values):
-            return False
-        is_read = node.op == "call_method" or name_of(node) == "getitem" or is_total(node)
-        return writes or writes_statistics(node) or not is_read
 
-    return any(map(may_write, graph.nodes))
+def may_write(node: torch.fx.Node) -> list[torch.fx.Node]:
+    """Return the operands that a node may write."""
+    writes = is_in_place(node)
+    # The first operand of torch._foreach_add_ is a list.
+    operands = tree_iter(node.args[:1]) if writes and "out" not in node.kwargs else node.all_input_nodes
+    is_read = node.op == "call_method" or name_of(node) == "getitem" or is_total(node) or is_lookup(node)
+    if node.op == "output" or (is_read and not writes and not writes_statistics(node)):
+        return []
+    return [n for n in operands if isinstance(n, torch.fx.Node)]
+
+
+def may_be_written(graph: torch.fx.Graph, devices: Collection[str] = ("cpu",)) -> bool:
+    """
+    Return whether the graph may have written a tensor of ``devices`` by now that it did not make. Versions do not tell:
+    x.data has its own.
+    """
+    inputs = [storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")]
+
+    def is_of_graph(node: torch.fx.Node, operand: torch.fx.Node) -> bool:
+        return is_in_place(node) and name_of(node) != "set_" and storage_of(operand) not in (None, *inputs)
+
+    return any(is_on(n, devices) and not is_of_graph(node, n) for node in graph.nodes for n in may_write(node))
+
+
+def is_on(node: torch.fx.Node, devices: Collection[str]) -> bool:
+    example = node.meta.get("example_value")
+    return isinstance(example, torch.Tensor) and example.device.type in devices
+
+
+def is_lookup(node: torch.fx.Node) -> bool:
+    """Return whether a node looks up rows, and writes none. An embedding with a largest norm does."""
+    return indices_of(node) is not None and argument(node, 3, "max_norm", None) is None
 
 
 def indices(index: object) -> list[object]:
