@@ -197,7 +197,7 @@ class PathTest(BranchTestCase):
     def setUp(self):
         super().setUp()
         # Not what the host can know before the graph runs
-        self.hosts = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
+        self.hosts = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches._decide", lambda *args: None)
         self.hosts.start()
         self.addCleanup(self.hosts.stop)
         self.calls = [(torch.tensor(v),) for v in VALUES]
@@ -254,6 +254,29 @@ class PathTest(BranchTestCase):
                 return [t + 1 if t.sum() > 0 else t - 1 for t in (x, -x)]
 
         self.check(fn, self.calls, graphs=1)
+
+    def test_nothing_to_handle(self):
+        """A graph that does not raise may have a branch in a try statement, as in hooks that transformers adds."""
+
+        def fn(x):
+            BOX.step += 1
+            try:
+                y = x + 1 if x.sum() > 0 else x.sin()
+            finally:
+                BOX.step -= 1
+            return y
+
+        def behind_an_index(x):
+            try:
+                y = x + 1 if x.sum() > 0 else x.sin()
+            except IndexError:
+                y = x
+            return TABLE[y.long()]
+
+        BOX.step = 0
+        self.check(fn, self.calls, graphs=1)
+        self.check(behind_an_index, self.calls, graphs=None)
+        self.assertEqual(BOX.step, 0)
 
     def test_many_returns(self):
         """A chain of early returns is nested, and no branch nests deeply."""

@@ -5,7 +5,7 @@ Branches on tensors that do not break the graph.
 - Values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
 - Both paths run, and torch.where selects (paths.py, joins.py).
 - torch.cond runs one of two graphs (paths.py, conds.py).
-- Otherwise, and where the program handles exceptions, the graph breaks.
+- Otherwise the graph breaks.
 
 The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it. So does
 a number that is only compared with a constant and branched on, as in ``if x.item() > 0`` or ``if int(n) == 3``.
@@ -25,7 +25,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
-from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, nodes_after
+from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_raise, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
@@ -94,6 +94,8 @@ class Branches(Hosts, Breaks):
         # The slots of objects that have a join, and the branches that left a choice in one
         self.choices: list[Chosen] = []
         self.unread: OrderedSet[tuple[Any, int]] = OrderedSet()
+        # The branches in try statements
+        self.in_try: OrderedSet[tuple[Any, int]] = OrderedSet()
 
     def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         super().on_instruction(tx, inst)
@@ -291,6 +293,23 @@ class Branches(Hosts, Breaks):
         if self.choices:
             settle(tx, self.choices)
 
+    def breaks_in_try(self, tx: InstructionTranslatorBase) -> bool:
+        """Return whether a handler of exceptions could see one that the graph raises behind it, as far as is known."""
+        site = (tx.f_code, tx.indexof[tx.current_instruction])
+        reason = broken(site[0]).get(site[1])
+        if (reason is not None and reason.code is Code.IN_HANDLER) or any(map(may_raise, tx.output.graph.nodes)):
+            refuse(tx, Code.IN_HANDLER)
+            return True
+        self.in_try.add(site)
+        return False
+
+    def check_handlers(self, tx: InstructionTranslatorBase) -> None:
+        """Raises RestartAnalysis: the complete graph may raise for the values of its tensors."""
+        if self.in_try and any(map(may_raise, tx.output.graph.nodes)):
+            for function, place in self.in_try:
+                broken(function)[place] = Reason.of(Code.IN_HANDLER)
+            raise UnspecializeRestartAnalysis(restart_reason="a handler would not see an exception of the graph")
+
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
         """Raises RestartAnalysis: the complete graph tells a join from what it stands for."""
         if self.joins and (told := told_apart(tx.output.graph, self.joins)):
@@ -417,7 +436,7 @@ def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
         and example.numel() == 1
         # The host cannot read it.
         and example.device.type != "meta"
-        and not is_handled(tx)
+        and not (is_handled(tx) and output.extension.breaks_in_try(tx))
         and torch._C._functorch.peek_interpreter_stack() is None
         and not tx.symbolic_torch_function_state.in_torch_function_mode()
     )

@@ -139,6 +139,7 @@ class MendingFrame(Whiles, Lookups, Checks, Copies, Loops, PyGraphFrame):
         super().check_graph(tx)
         self.erase_draws(tx)
         self.check_joins(tx)
+        self.check_handlers(tx)
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:

@@ -146,14 +146,8 @@ class Effect:
 
     def allows(self, node: torch.fx.Node) -> bool:
         """Return whether a node may follow the call in the graph."""
-        if is_total(node):
-            return True
-        # A kernel that finds an index out of bounds raises nothing on the host. Later calls that need the GPU raise, so
-        # the effect must not read tensors.
-        if self.may_raise or self.texts:
-            return False
-        found = indices_of(node)
-        return bool(found) and all(i.meta["example_value"].is_cuda for i in found)
+        # Later calls that need the GPU raise if a kernel found an error. So the effect must not read tensors.
+        return is_total(node) or not (self.may_raise or self.texts or may_raise(node))
 
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
         """Change the complete graph for the call."""
@@ -258,6 +252,14 @@ class Effects(Breaks):
                 if text.value(written) is text.tensor and not node.users:
                     graph.erase_node(node)
         self.queue = []
+
+
+def may_raise(node: torch.fx.Node) -> bool:
+    """Return whether a node may raise on the host. A kernel that finds an index out of bounds raises nothing there."""
+    if is_total(node):
+        return False
+    found = indices_of(node)
+    return not found or not all(i.meta["example_value"].is_cuda for i in found)
 
 
 def check_nodes(effect: Effect, nodes: Iterable[torch.fx.Node], copies: OrderedSet[torch.fx.Node]) -> None:
