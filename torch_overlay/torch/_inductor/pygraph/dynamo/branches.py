@@ -7,6 +7,9 @@ Branches on tensors that do not break the graph.
 - torch.cond runs one of two graphs (paths.py, conds.py).
 - Otherwise the graph breaks.
 
+The graph runs behind the try statements that were traced. A branch in one therefore breaks the graph, unless nothing in
+the graph raises for the values of its tensors.
+
 The bool of a tensor, as of ``not x``, ``bool(x)`` or ``x.item()``, stays in the graph until something reads it. So does
 a number that is only compared with a constant and branched on, as in ``if x.item() > 0`` or ``if int(n) == 3``.
 """
