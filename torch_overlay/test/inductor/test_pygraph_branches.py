@@ -1090,19 +1090,19 @@ USES: dict[str, tuple[Callable[..., Any], int]] = {
     "return": (lambda x, flag: (x + 1, (flag, [flag])), 1),
     "none": (lambda x, flag: x + 1 if flag is not None else x - 1, 1),
     "isinstance": (lambda x, flag: x + 1 if isinstance(flag, bool) else x - 1, 1),
-    "is": (lambda x, flag: x + 1 if flag is True else x - 1, 2),
-    "equal": (lambda x, flag: x + 1 if flag == 1 else x - 1, 2),
-    "contains": (lambda x, flag: x + 1 if flag in (True,) else x - 1, 2),
-    "sequences": (lambda x, flag: x + 1 if (flag, 1) == (True, 1) else x - 1, 2),
-    "less": (lambda x, flag: x + 1 if flag < 1 else x - 1, 2),
-    "key": (lambda x, flag: x + {True: 1, False: 2}[flag], 2),
-    "operator": (lambda x, flag: x + 1 if operator.eq(flag, True) else x - 1, 2),
-    "index": (lambda x, flag: x + [True, False].index(flag), 2),
-    "add": (lambda x, flag: x + (flag + 1), 2),
-    "multiply": (lambda x, flag: x * flag, 2),
-    "format": (lambda x, flag: (x + 1, f"{flag}"), 2),
-    "keyword": (lambda x, flag: x.sum(0, keepdim=flag), 2),
-    "same": (lambda x, flag: x + 1 if flag is flag else x - 1, 2),
+    "is": (lambda x, flag: x + 1 if flag is True else x - 1, 3),
+    "equal": (lambda x, flag: x + 1 if flag == 1 else x - 1, 3),
+    "contains": (lambda x, flag: x + 1 if flag in (True,) else x - 1, 3),
+    "sequences": (lambda x, flag: x + 1 if (flag, 1) == (True, 1) else x - 1, 3),
+    "less": (lambda x, flag: x + 1 if flag < 1 else x - 1, 3),
+    "key": (lambda x, flag: x + {True: 1, False: 2}[flag], 3),
+    "operator": (lambda x, flag: x + 1 if operator.eq(flag, True) else x - 1, 3),
+    "index": (lambda x, flag: x + [True, False].index(flag), 3),
+    "add": (lambda x, flag: x + (flag + 1), 3),
+    "multiply": (lambda x, flag: x * flag, 3),
+    "format": (lambda x, flag: (x + 1, f"{flag}"), 3),
+    "keyword": (lambda x, flag: x.sum(0, keepdim=flag), 3),
+    "same": (lambda x, flag: x + 1 if flag is flag else x - 1, 3),
 }
 
 
@@ -1229,10 +1229,7 @@ class WhereTest(BranchTestCase):
 
     def setUp(self):
         super().setUp()
-        # Not what the host can know before the graph runs
-        self.hosts = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
-        self.hosts.start()
-        self.addCleanup(self.hosts.stop)
+        self.without_hosts()
 
     def calls(self, grad: bool) -> list[tuple[torch.Tensor]]:
         return [(torch.tensor(v, requires_grad=grad),) for v in VALUES + VALUES]

@@ -511,9 +511,7 @@ class HostTestCase(BranchTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        patch = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.without_hosts()
 
 
 class CondTest(HostTestCase):

@@ -7,7 +7,6 @@ import contextlib
 import itertools
 import operator
 from typing import Any
-from unittest import mock
 
 import torch
 import torch._dynamo
@@ -196,10 +195,7 @@ ADVANCED = (advanced_in_a_list, advanced_by_a_closure, advanced_by_an_object)
 class PathTest(BranchTestCase):
     def setUp(self):
         super().setUp()
-        # Not what the host can know before the graph runs
-        self.hosts = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches._decide", lambda *args: None)
-        self.hosts.start()
-        self.addCleanup(self.hosts.stop)
+        self.without_hosts()
         self.calls = [(torch.tensor(v),) for v in VALUES]
 
     @parametrize("make", [subtest(f, name=n) for n, f in ITERATORS.items()])

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 from typing import Any, TYPE_CHECKING
-from unittest import mock
 
 import torch
 from torch._dynamo.utils import counters
@@ -248,10 +247,7 @@ BREAKS += (none, raising)
 class StoreTest(BranchTestCase):
     def setUp(self) -> None:
         super().setUp()
-        # Not what the host can know before the graph runs
-        patch = mock.patch("torch._inductor.pygraph.dynamo.branches.Branches.decide", lambda *args: None)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.without_hosts()
 
     def observe(self, fn: Callable[..., Any], model: State, *, grad: bool) -> list[Any]:
         """Return results, gradients, the state, and which objects are those of before."""

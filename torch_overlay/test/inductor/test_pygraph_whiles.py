@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 from torch._inductor.pygraph.compile import conditionals
 from torch._inductor.pygraph.dynamo import whiles
-from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.graph.prelude import PreludeUnavailable
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
@@ -184,7 +183,7 @@ class WhileTest(BranchTestCase):
         # These tensors stand for tensors on a GPU.
         self.stack.enter_context(mock.patch.object(whiles, "is_on_gpu", lambda node: True))
         self.stack.enter_context(mock.patch.object(conditionals, "branch_kernel", lambda index: None))
-        self.stack.enter_context(mock.patch.object(Branches, "decide", lambda *args: None))
+        self.without_hosts()
         self.stack.enter_context(torch.no_grad())
         self.stack.enter_context(config.patch(pygraph_conditionals=True))
 

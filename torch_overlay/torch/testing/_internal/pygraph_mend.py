@@ -9,10 +9,12 @@ import logging
 import sys
 import warnings
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
+from torch._inductor.pygraph.dynamo.branches import Branches
 from torch.testing._internal.pygraph_common import DynamoTestCase
 
 
@@ -104,6 +106,12 @@ class BranchTestCase(DynamoTestCase):
     def setUp(self) -> None:
         super().setUp()
         counters.clear()
+
+    def without_hosts(self) -> None:
+        """Let no guard find which path is taken."""
+        patch = mock.patch.object(Branches, "_decide", lambda *args: None)
+        patch.start()
+        self.addCleanup(patch.stop)
 
     def check(
         self, fn: Callable[..., Any], calls: list[tuple[Any, ...]], *, graphs: int | None, **options: Any
