@@ -7,6 +7,8 @@ import contextlib
 import io
 import operator
 import os
+import sys
+import unittest
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
@@ -488,6 +490,7 @@ class HostTest(BranchTestCase):
         # Behind the loop, and in the function that calls it.
         self.assertEqual(len(counters["resumes"]), 2)
 
+    @unittest.skipIf(sys.version_info[:3] == (3, 13, 0), "stock does not see that an attribute of a layer changed")
     def test_changing_layers(self):
         """Graphs after the first of each layer count."""
 
