@@ -782,6 +782,23 @@ class TrainingTest(RecordTestCase):
                 del grad, grad_x
         self.assertGreater(counters["pygraph"]["staged_inputs"], 0)
 
+    def test_forwards_without_a_backward(self):
+        "Without no_grad, a program that only evaluates holds the last output when it asks for the next one."
+        weight, forward, held = self.randn(), None, None
+        for _ in range(40):
+            new_generation()
+            x = self.randn()
+            forward = forward or self.deploy_forward(x, weight)
+            out, a, _ = forward.call([x, weight])
+            expected = on_host(x) * on_host(weight)
+            self.assertEqual((on_host(out), on_host(a)), (expected.sin(), expected))
+            held = HeldByAutograd(a)
+            del out, a
+        self.assertEqual(on_host(held.activation()), expected)
+        # It is not recorded anew in each call.
+        self.assertEqual(counters["pygraph"]["bound_outputs"], controller.MAX_DROPPED_ON_PATH + 1)
+        self.assertLess(counters["pygraph"]["held_activations"], 40 // controller.MAX_DROPPED_ON_PATH)
+
     def test_skipped_backward_before_its_forward_is_recorded(self):
         from torch._inductor.cudagraph_utils import BoxedDeviceIndex
         from torch._inductor.output_code import maybe_handle_backward_generation

@@ -51,6 +51,10 @@ log = logging.getLogger(__name__)
 # At most so many recordings of a function on one path: of layers that share their code, or before a backward.
 MAX_TIMES_ON_PATH = 128
 
+# At most so many recordings of a forward on one path whose outputs died before any backward. Without no_grad, a program
+# that only evaluates holds its last output in each call, so that its path does not end.
+MAX_DROPPED_ON_PATH = 8
+
 # Other orders of a graph's calls are tried only if the calls take so many times their critical path.
 MIN_PARALLELISM = 1.1
 
@@ -156,12 +160,21 @@ class Controller:
         # No micro-batch is in flight where the program begins a step.
         is_pipelined = may_end and not _note_held_gradients(manager) and not is_marked and _is_backward(last)
         in_flight = not may_end or is_pipelined
-        if times_on_path(manager, self) >= (MAX_TIMES_ON_PATH if in_flight else 1):
+        most = MAX_TIMES_ON_PATH if in_flight else 1
+        if times_on_path(manager, self) >= most or self._dropped_on_path(manager) >= MAX_DROPPED_ON_PATH:
             counters["pygraph"]["held_activations"] += 1
             return False
         if may_end:
             manager.update_generation()
         return True
+
+    def _dropped_on_path(self, manager: CUDAGraphTreeManager) -> int:
+        """Return how many recordings of a forward have no live output on a path without a backward."""
+        path = [*current_path(manager)]
+        if self.spec.mode != "forward" or any(map(_is_backward, path)):
+            return 0
+        of_function = (node for node in path if node.wrapped_function.pygraph is self)
+        return sum(not any(map(is_live, node.outputs_weakrefs)) for node in of_function)
 
     def node_type(self) -> type[CUDAGraphNode]:
         return BoundGraphNode if self.binds_inputs else CopyGraphNode
