@@ -337,10 +337,52 @@ def masks_of_sizes(x, mask):
     return encoder(x, inverted), bool((inverted < 0).any())
 
 
+def viewed_twice(x, mask):
+    """The program asks, writes, and asks again. What it writes says nothing of what it asked before."""
+    flags = mask > 1
+    view = flags[1]
+    names = [f"{view.item()}"]
+    flags[1] = True
+    names += [f"{view.item()}", f"{flags.any().item()}"]
+    flags.logical_not_()
+    return x, [*names, f"{view.item()}"]
+
+
+def written_constant(x, mask):
+    flags = torch.zeros(3, dtype=torch.bool)
+    view = flags[0]
+    first = f"{view.item()}"
+    flags[0] = True
+    return x, first, f"{view.item()}"
+
+
+def written_by_relu(x, mask):
+    own = mask.float() - 1
+    torch.nn.functional.relu(input=own, inplace=True)
+    torch.nn.functional.leaky_relu(own, 0.5, True)
+    return x, f"{(own < 0).any().item()}"
+
+
+def written_by_method(x, mask):
+    own = mask * 1
+    own.__iadd__(1)
+    return x, f"{(own > 1).any().item()}"
+
+
+def row_behind_branch(x, mask):
+    """No guard reads the row of an index that the program has not found to be in bounds."""
+    name = "out of bounds"
+    if (mask < 2).all().item() is True:
+        name = f"{mask[:2][mask.long()].all().item()}"
+    return x, name
+
+
 # Each has the number of its graphs, and that of its breaks. A path that computes nothing has no graph.
 AT_BREAK: dict[Any, tuple[int, int]] = {encoder: (2, 0), called_encoder: (2, 0), written_mask: (2, 0)}
 AT_BREAK |= {selected_mask: (2, 0), refused_path: (1, 0), written_later: (2, 0), masks_of_sizes: (1, 0)}
-BREAKS = (written_input, written_alias, written_by_foreach, unknown_operator, out_of_bounds, asserted, in_try)
+AT_BREAK |= {viewed_twice: (2, 0), written_constant: (1, 0)}
+BREAKS = (written_by_relu, written_by_method)
+BREAKS += (written_input, written_alias, written_by_foreach, unknown_operator, out_of_bounds, asserted, in_try)
 
 
 class AtBreakTest(BranchTestCase):
@@ -372,6 +414,11 @@ class AtBreakTest(BranchTestCase):
     def test_inductor(self, fn):
         with self.inductor():
             self.check(fn, self.calls(True), graphs=AT_BREAK[fn][0])
+
+    def test_bounds(self):
+        """Out of bounds, a kernel of the guard would end the program."""
+        self.check(row_behind_branch, self.calls(False), graphs=None)
+        self.assertTrue(counters["resumes"])
 
     def test_loop(self):
         """The turns of a loop are not traced one by one."""

@@ -130,8 +130,9 @@ class MendingFrame(Whiles, Lookups, Checks, Copies, Loops, PyGraphFrame):
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
         super().check_subgraph(tx)
         self.check_copies(tx)
-        self.check_effects(tx, self.drawn_in_front(tx))
+        # Before effects change the graph
         self.guard_outcomes(tx)
+        self.check_effects(tx, self.drawn_in_front(tx))
         self.settle_stores(tx)
         self.report_breaks(tx)
 

@@ -48,13 +48,13 @@ from torch._inductor.pygraph.dynamo.operators import (
     storage_of,
 )
 from torch._inductor.pygraph.dynamo.outlining import ITEM
-from torch._inductor.pygraph.dynamo.ranges import is_untouched
+from torch._inductor.pygraph.dynamo.ranges import is_untouched, range_of
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -86,34 +86,53 @@ RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 WRITING = POINTWISE | {"masked_fill", "pad"}
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """
+    Attributes:
+        node: whose truth decided
+        last: the last node then that guards compute
+        truth: of the node
+    """
+
+    node: torch.fx.Node
+    last: torch.fx.Node
+    truth: bool
+
+
+class Differs(RuntimeError):  # noqa: N818
+    """A node is not as true as in the call that was traced."""
+
+
 @dataclasses.dataclass
 class Outcomes:
     """
     Attributes:
-        function: computes what decides, from a generator and the inputs
+        function: computes what decides, from a generator and the inputs, and returns its last value. Raises Differs.
         inputs: their expressions
         draws: it draws from the generator
-        expected: the truth of each result
     """
 
-    function: Callable[..., tuple[Any, ...]]
+    function: Callable[..., Any]
     inputs: list[str]
     draws: bool
-    expected: list[bool]
 
-    def finder(self, global_scope: dict[str, Any]) -> Callable[[Any], list[bool]]:
-        """Return what finds the truths in a call from its variables. The call's generator stays as it is."""
+    def finder(self, global_scope: dict[str, Any]) -> Callable[[Any], bool | None]:
+        """
+        Return what finds the last truth in a call from its variables, or None if an earlier one differs. The call's
+        generator stays as it is.
+        """
         scope = {**_get_closure_vars(), "G": global_scope}
         read = eval(f"lambda L: ({''.join(f'{name}, ' for name in self.inputs)})", scope)
 
-        def find(local_scope: Any) -> list[bool]:
+        def find(local_scope: Any) -> bool | None:
             generator = torch.default_generator.clone_state() if self.draws else None
             with torch.no_grad() if self.inputs else contextlib.nullcontext():
                 try:
-                    return [bool(value) for value in self.function(generator, *read(local_scope))]
+                    return bool(self.function(generator, *read(local_scope)))
                 except (IndexError, RuntimeError):
-                    # The program raises it where it computes the value.
-                    return []
+                    # An outcome differs, or the program raises it where it computes the value.
+                    return None
 
         return find
 
@@ -121,10 +140,8 @@ class Outcomes:
 class Hosts:
     def __init__(self) -> None:
         super().__init__()
-        # Nodes whose truth decided, in program order
-        self.decided: dict[torch.fx.Node, bool] = {}
-        # The truth of nodes that depend on no input
-        self.constants: dict[torch.fx.Node, bool] = {}
+        # In program order
+        self.decided: list[Decision] = []
         self.slice: OrderedSet[torch.fx.Node] = OrderedSet()
         # What branches read that have the same outcome whatever the numbers drawn
         self.certain: OrderedSet[torch.fx.Node] = OrderedSet()
@@ -140,16 +157,12 @@ class Hosts:
 
     def constant(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
         """Return the truth of a tensor of one element that depends on no input, or None."""
-        if node not in self.constants:
-            found = with_writes(node)
-            if not all(n.op != "placeholder" and is_known_at_break(n) for n in found) or is_autocast(found):
-                return None
-            nodes = [n for n in tx.output.graph.nodes if n in found]
-            outcomes = outcomes_of(nodes, {node: True}).finder(tx.output.global_scope)(tx.output.local_scope)
-            if not outcomes:
-                return None
-            (self.constants[node],) = outcomes
-        return self.constants[node]
+        if any(n.op == "placeholder" for n in ancestors_of(node)):
+            return None
+        found = with_writes(node)
+        if not all(n.op != "placeholder" and is_known_at_break(n) for n in found) or is_autocast(found):
+            return None
+        return outcomes_of(found, [], node).finder(tx.output.global_scope)(tx.output.local_scope)
 
     def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
         """Return the truth that a tensor of one element has in this call, or None if a graph cannot depend on it."""
@@ -166,8 +179,9 @@ class Hosts:
         ancestors: OrderedSet[torch.fx.Node],
         is_known: Callable[[torch.fx.Node], bool],
     ) -> bool | None:
-        if node in self.decided:
-            return self.decided[node]
+        for decision in self.decided:
+            if decision.node is node and with_writes(node) <= self.slice:
+                return decision.truth
         output = tx.output
         root = output.root_tx
         if (
@@ -180,25 +194,25 @@ class Hosts:
             or is_autocast(ancestors)
         ):
             return None
-        if sum(any(map(is_draw, ancestors_of(n))) for n in (*self.decided, node)) > MAX_DRAWS:
+        if sum(any(map(is_draw, ancestors_of(n))) for n in (*(d.node for d in self.decided), node)) > MAX_DRAWS:
             refuse(root.f_code, "too many branches on random numbers")
         if len(self.decided) == MAX_BRANCHES:
             refuse(root.f_code, "too many branches")
-        nodes = [n for n in output.graph.nodes if n in ancestors | self.slice]
-        outcomes = outcomes_of(nodes, {**self.decided, node: True})
-        found = outcomes.finder(output.global_scope)(output.local_scope)
-        if not found or found[:-1] != [*self.decided.values()]:
-            return None
-        self.slice |= ancestors
-        self.decided[node] = found[-1]
-        return found[-1]
+        found = ancestors | self.slice
+        truth = outcomes_of(found, self.decided, node).finder(output.global_scope)(output.local_scope)
+        if truth is not None:
+            last = next(n for n in reversed(output.graph.nodes) if n in found)
+            self.slice = found
+            self.decided.append(Decision(node, last, truth))
+        return truth
 
     def guard_outcomes(self, tx: InstructionTranslatorBase) -> None:
         """Guard on the branches that were decided, and let bytecode draw. Called before bytecode is made."""
-        nodes = [n for n in tx.output.graph.nodes if n in self.slice]
         if self.decided:
-            outcomes = outcomes_of(nodes, self.decided)
-            install_guard(Guard(GlobalStateSource(), functools.partial(guard_on, outcomes=outcomes)))
+            *earlier, last = self.decided
+            outcomes = outcomes_of(self.slice, earlier, last.node)
+            guard = functools.partial(guard_on, outcomes=outcomes, truth=last.truth)
+            install_guard(Guard(GlobalStateSource(), guard))
         if (module := first_turn_of(tx)) is not None:
             code = tx.output.root_tx.f_code
             install_guard(Guard(GlobalStateSource(), functools.partial(count_turn, code=code, module=id(module))))
@@ -311,8 +325,17 @@ def is_known_at_break(node: torch.fx.Node) -> bool:
         return False
     if not is_computed(node, example, MAX_ELEMENTS_AT_BREAK):
         return False
-    is_row = name == "getitem" and indices_of(node) is not None
+    is_row = name == "getitem" and has_bounds(node)
     return is_pure(node) or is_row or node.op == "placeholder" or (name in WRITING and is_total(node))
+
+
+def has_bounds(node: torch.fx.Node) -> bool:
+    """Return whether no index of ``getitem`` is out of bounds, on a GPU, where the guard would end the program."""
+    found = indices_of(node)
+    if found is None:
+        return False
+    size, ranges = min(node.args[0].meta["example_value"].shape), map(range_of, found)
+    return all(r is not None and bool(r.low >= 0) and bool(r.high < size) for r in ranges)
 
 
 def is_fill(node: torch.fx.Node) -> bool:
@@ -370,22 +393,36 @@ def is_on_gpu(node: torch.fx.Node) -> bool:
     return isinstance(example, torch.Tensor) and example.device.type not in ("cpu", "meta")
 
 
-def outcomes_of(nodes: list[torch.fx.Node], decided: dict[torch.fx.Node, bool]) -> Outcomes:
+def outcomes_of(found: OrderedSet[torch.fx.Node], decided: Sequence[Decision], last: torch.fx.Node) -> Outcomes:
+    """
+    Return what decides after ``decided``. What the program computes behind a branch is computed, and what it writes
+    there is written, only if the branch has its outcome.
+    """
+    nodes = [node for node in last.graph.nodes if node in found]
     graph = torch.fx.Graph()
     generator = graph.placeholder("generator")
     inputs = [node for node in nodes if node.op == "placeholder"]
     inside = {node: graph.placeholder(node.name) for node in inputs}
-    for node in nodes:
-        if node.op != "placeholder":
+    behind = iter(decided)
+    decision = next(behind, None)
+    for node in last.graph.nodes:
+        if node in found and node.op != "placeholder":
             inside[node] = graph.node_copy(node, inside.__getitem__)
             # Guards live longer than the examples.
             inside[node].meta.clear()
             if is_draw(node):
                 inside[node].update_kwarg("generator", generator)
-    graph.output(tuple(inside[node] for node in decided))
+        while decision is not None and decision.last is node:
+            graph.call_function(expect, (inside[decision.node], decision.truth))
+            decision = next(behind, None)
+    graph.output(inside[last])
     names = [node.meta["grapharg"].source.name for node in inputs]
-    function = torch.fx.GraphModule({}, graph).forward
-    return Outcomes(function, names, any(map(is_draw, nodes)), [*decided.values()])
+    return Outcomes(torch.fx.GraphModule({}, graph).forward, names, any(map(is_draw, nodes)))
+
+
+def expect(value: torch.Tensor, truth: bool) -> None:
+    if bool(value) is not truth:
+        raise Differs
 
 
 def plain(value: Any) -> Any:
@@ -400,11 +437,11 @@ def plain(value: Any) -> Any:
 # Guards
 
 
-def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes) -> None:
-    find, expected = outcomes.finder(builder.scope["G"]), outcomes.expected
+def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes, truth: bool) -> None:
+    find = outcomes.finder(builder.scope["G"])
     # The guards of the inputs come first.
     builder.guard_manager.root.add_epilogue_lambda_guard(
-        lambda local_scope: find(local_scope) == expected, ["the outcomes of branches"], None
+        lambda local_scope: find(local_scope) is truth, ["the outcomes of branches"], None
     )
 
 

@@ -92,7 +92,15 @@ def is_in_place(node: torch.fx.Node) -> bool:
     """Return whether a node writes its first operand, or the one that it is given as ``out``."""
     name = name_of(node)
     ends = name.endswith("_") and not name.endswith("__") and name not in ("and_", "or_", "not_")
-    return name in IN_PLACE or ends or "out" in node.kwargs
+    return plain_name(node) in IN_PLACE or ends or "out" in node.kwargs or is_asked_to_write(node)
+
+
+def is_asked_to_write(node: torch.fx.Node) -> bool:
+    """Return whether a node is a function such as relu, which writes its first operand with ``inplace=True``."""
+    code = getattr(node.target, "__code__", None)
+    if code is None or "inplace" not in code.co_varnames:
+        return False
+    return argument(node, code.co_varnames.index("inplace"), "inplace", False) is not False
 
 
 def is_total(node: torch.fx.Node) -> bool:
@@ -187,7 +195,8 @@ def may_write(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the operands that a node may write."""
     writes = is_in_place(node)
     # The first operand of torch._foreach_add_ is a list.
-    operands = tree_iter(node.args[:1]) if writes and "out" not in node.kwargs else node.all_input_nodes
+    is_first = writes and node.args and "out" not in node.kwargs
+    operands = tree_iter(node.args[:1]) if is_first else node.all_input_nodes
     is_read = node.op == "call_method" or name_of(node) == "getitem" or is_total(node) or is_lookup(node)
     if node.op == "output" or (is_read and not writes and not writes_statistics(node)):
         return []
