@@ -211,6 +211,7 @@ SLICES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool | None
     "ellipsis": (lambda x, n: x.sin()[..., : n + 0].cos(), True),
     "beside_others": (lambda x, n: x.sin()[x.sum(1) > 2, n : n + 1].cos(), True),
     "argument": (lambda x, n: torch.cat([x.sin(), x.cos()[:n]]), True),
+    "bool": (lambda x, n: x.sin()[n > 1 :].cos(), True),
     "branch": (lambda x, n: (x.sin()[n:] if x.dim() == 2 else x[:n]).cos(), True),
     "function_before_try": (sliced_in_function_before_try, True),
     "in_place": (sliced_in_place, None),

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
 # could not resume from there.
 BINARY = ("BINARY", "BUILD_CONST_KEY_MAP", "COMPARE", "CONTAINS", "DELETE_SUBSCR", "INPLACE", "IS_OP", "SET_ADD")
 MAPS = ("BUILD_MAP", "BUILD_SET", "BUILD_SLICE", "MAP_ADD", "STORE_SLICE", "STORE_SUBSCR")
+INDEXING = ("BINARY_SLICE", "BINARY_SUBSCR", "BUILD_SLICE", "DELETE_SUBSCR", "STORE_SLICE", "STORE_SUBSCR")
 UNARY = ("FORMAT", "GET_ITER", "LOAD_ATTR", "LOAD_METHOD", "UNARY_INVERT", "UNARY_NEGATIVE", "UNARY_POSITIVE")
 
 # Operands that are looked up, or are put into a set or into the keys of a dictionary
@@ -134,7 +135,9 @@ class Branches(Hosts, Breaks):
 
     def item(self, tx: InstructionTranslatorBase, tensor: variables.TensorVariable) -> VariableTracker | None:
         value = plain_tensor(tx, tensor)
-        if value is not None and value.as_proxy().node.meta["example_value"].dtype == torch.bool:
+        # An index and the bounds of a slice have to be numbers.
+        is_index = tx.current_instruction.opname in INDEXING
+        if value is not None and not is_index and value.as_proxy().node.meta["example_value"].dtype == torch.bool:
             return self.bool_of(tx, value)
         number = None if value is None else self.compared(tx, value)
         return super().item(tx, tensor) if number is None else number
