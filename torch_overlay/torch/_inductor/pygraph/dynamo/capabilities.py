@@ -1,7 +1,7 @@
 """
 What Dynamo does for PyGraph, as the capabilities of Inductor with ``config.pygraph``. The classes that extend the
-analysis of each frame are described in their modules. Branches, checks, copies, effects and bodies of loops need
-``config.pygraph_mend``.
+analysis of each frame are described in their modules. Branches, checks, copies, effects, fills and bodies of loops
+need ``config.pygraph_mend``.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.effects import nodes_after
+from torch._inductor.pygraph.dynamo.fills import Fills
 from torch._inductor.pygraph.dynamo.hosts import ancestors_of, is_draw
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
@@ -57,7 +58,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Whiles, Lookups, Checks, Copies, Loops, PyGraphFrame):
+class MendingFrame(Whiles, Lookups, Fills, Checks, Copies, Loops, PyGraphFrame):
     def __init__(self) -> None:
         super().__init__()
         # By code and instruction, the first value that decided there

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     import types
     from collections.abc import Sequence
 
+    from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
 
 
@@ -78,14 +79,23 @@ def make_slice(tx: InstructionTranslatorBase, items: Sequence[VariableTracker], 
 
 def indexed(tx: InstructionTranslatorBase) -> VariableTracker | None:
     """Return the value on the stack that the new slice, or a tuple with it, will index, None if that is not known."""
+    use = use_of(tx)
+    return None if use is None else tx.stack[-1 - use[0]].realize()
+
+
+def use_of(tx: InstructionTranslatorBase) -> tuple[int, Instruction] | None:
+    """
+    Return the number of values on the stack that will be in a tuple with the new slice, and the instruction that reads
+    the tuple or the slice. None if that is not known.
+    """
     # The number of stack entries from the slice on. It is not on tx.stack yet.
     height = 1
-    for inst in tx.instructions[tx.instruction_pointer :]:
+    following = tx.instructions[tx.instruction_pointer :]
+    for inst, after in zip(following, following[1:]):
         if inst.opname == "BUILD_TUPLE" and inst.arg >= height:
-            # The tuple has entries before the slice, too.
-            return tx.stack[height - inst.arg - 1].realize()
+            return inst.arg - height, after
         if inst.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") and height == 1:
-            return tx.stack[-1].realize()
+            return 0, inst
         if inst.opcode in JUMP_OPCODES:
             return None
         height += effect(inst, jump=False)

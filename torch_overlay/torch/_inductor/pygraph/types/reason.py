@@ -207,6 +207,7 @@ class Code(str, enum.Enum):
     SIZES_DECIDE = "sizes decide the branch, which Dynamo guards"
     HOST_DECIDES = "the host decides the branch before the graph runs"
     HOST_LOOKS_UP = "the host finds that the index is within bounds, and the graph takes a copy of the row"
+    FILLED_IN_GRAPH = "the graph fills the slice by a mask, which it computes from the bounds"
     BOTH_PATHS_RUN = "both paths of the branch run in the graph, and torch.where selects"
     COND_IN_GRAPH = "torch.cond runs the path that the branch takes"
     BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
