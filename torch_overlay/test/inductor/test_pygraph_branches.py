@@ -377,6 +377,25 @@ def row_behind_branch(x, mask):
     return x, name
 
 
+@torch.library.custom_op("streams::wait_of_test", mutates_args=())
+def wait(stream: int) -> None:
+    """As Dynamo's operators of streams and events"""
+
+
+wait.register_fake(lambda stream: None)
+
+
+def waits(x, mask):
+    """Another stream makes the mask."""
+    wait(0)
+    return encoder(x, mask)
+
+
+def copies(x, mask):
+    """Before the program reads the copy, it may synchronize."""
+    return x, f"{(mask > 1).to('cpu', non_blocking=True).any().item()}"
+
+
 # Each has the number of its graphs, and that of its breaks. A path that computes nothing has no graph.
 AT_BREAK: dict[Any, tuple[int, int]] = {encoder: (2, 0), called_encoder: (2, 0), written_mask: (2, 0)}
 AT_BREAK |= {selected_mask: (2, 0), refused_path: (1, 0), written_later: (2, 0), masks_of_sizes: (1, 0)}
@@ -415,10 +434,29 @@ class AtBreakTest(BranchTestCase):
         with self.inductor():
             self.check(fn, self.calls(True), graphs=AT_BREAK[fn][0])
 
-    def test_bounds(self):
-        """Out of bounds, a kernel of the guard would end the program."""
-        self.check(row_behind_branch, self.calls(False), graphs=None)
-        self.assertTrue(counters["resumes"])
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (row_behind_branch, waits, copies)])
+    def test_reads_early(self, fn):
+        """Out of bounds, a kernel of the guard would end the program. Too early, it reads what is not there."""
+        self.check(fn, self.calls(False), graphs=None)
+        self.assertTrue(sum(counters["graph_break"].values()))
+
+    @torch._dynamo.config.patch(error_on_recompile=True)
+    def test_error_on_recompile(self):
+        """Stock breaks the graph, and does not compile again."""
+        calls = [(torch.ones(3), torch.zeros(3)), (torch.ones(3), torch.ones(3))]
+        self.check(refused_path, calls, graphs=None)
+
+    def test_filtered_guards(self):
+        """A filter drops the guards that Dynamo has. It has none on the values of tensors."""
+
+        def fn(x):
+            return x + 1 if (torch.arange(x.shape[0]) > 5).any() else x - 1
+
+        options = {"pygraph": True, "guard_filter_fn": torch.compiler.keep_tensor_guards_unsafe}
+        for program, values in ((refused_path, (torch.zeros(3), torch.ones(3))), (fn, ())):
+            compiled = torch.compile(program, options={**options}, dynamic=True)
+            for args in [(torch.ones(3), v) for v in values] or [(torch.ones(n),) for n in (4, 9, 5)]:
+                self.assertEqual(compiled(*args), program(*args))
 
     def test_loop(self):
         """The turns of a loop are not traced one by one."""

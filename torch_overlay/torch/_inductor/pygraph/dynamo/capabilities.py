@@ -172,4 +172,14 @@ class PyGraphCapabilities(BackendCapabilities):
 
 
 PYGRAPH = PyGraphCapabilities(PyGraphFrame)
-MENDING = PyGraphCapabilities(MendingFrame)
+
+
+class MendingCapabilities(PyGraphCapabilities):
+    def wrap_callback(self, callback: Any, backend: Any) -> Any:
+        if callback.hooks.guard_filter_fn is not None:
+            # It drops guards on the outcomes of branches, and where stock has a graph break, nobody expects any.
+            backend.dynamo_capabilities = lambda: PYGRAPH
+        return super().wrap_callback(callback, backend)
+
+
+MENDING = MendingCapabilities(MendingFrame)

@@ -170,6 +170,9 @@ class Hosts:
 
     def decide_at_break(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
         """The same, where the graph breaks if it is None."""
+        if any(map(is_of_stream, node.graph.nodes)):
+            # The program waits until an input is complete. A guard would not.
+            return None
         return self._decide(tx, node, with_writes(node), is_known_at_break)
 
     def _decide(
@@ -187,6 +190,7 @@ class Hosts:
         if (
             root is None
             or output.package is not None
+            or torch._dynamo.config.error_on_recompile
             or context(root.f_code)[GRAPHS] >= MAX_GRAPHS
             or not all(map(is_known, ancestors))
             or not is_in_order(output.graph, ancestors | self.slice)
@@ -325,8 +329,17 @@ def is_known_at_break(node: torch.fx.Node) -> bool:
         return False
     if not is_computed(node, example, MAX_ELEMENTS_AT_BREAK):
         return False
+    if name in ("to", "cpu") and True in (*node.args, *node.kwargs.values()):
+        # The copy may not block.
+        return False
     is_row = name == "getitem" and has_bounds(node)
     return is_pure(node) or is_row or node.op == "placeholder" or (name in WRITING and is_total(node))
+
+
+def is_of_stream(node: torch.fx.Node) -> bool:
+    """Return whether a node waits for a stream or an event, or runs on a stream that the program chose."""
+    is_method = node.op == "call_method" and node.target in ("query", "synchronize", "wait_event", "wait_stream")
+    return is_method or str(node.target).startswith("streams.") or "stream" in node.meta.get("custom", {})
 
 
 def has_bounds(node: torch.fx.Node) -> bool:
