@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import math
+import unittest
 
 import torch
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.dynamo import fills
 from torch._inductor.pygraph.types.reason import Code
-from torch._inductor.test_case import run_tests
+from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs
 
 
@@ -79,6 +82,13 @@ def view(x, n, m):
     rows = y.t()
     rows[n:m] = 0
     return y, y.sum()
+
+
+def masks_of_columns(x, n, m):
+    y = x.new_ones(x.shape)
+    y[:, n:] = 0
+    y[n:-1, :m] = 2
+    return x * y
 
 
 def saved(x, n, m):
@@ -259,13 +269,30 @@ class FillTest(BranchTestCase):
         self.assertEqual([b.reason.code for b in report().breaks], [Code.DYNAMO])
 
 
-def masks_of_columns(x, n, m):
-    y = x.new_ones(x.shape)
-    y[:, n:] = 0
-    y[n:-1, :m] = 2
-    return x * y
+class CompiledTest(TestCase):
+    @unittest.skipIf(not HAS_CPU, "needs a compiler")
+    @parametrize("fn", (masks, beside_a_constant, element))
+    def test_values(self, fn):
+        compiled = torch.compile(fn, options={"pygraph": True}, fullgraph=True)
+        pairs = [(n, m) for n in BOUNDS for m in BOUNDS[:7]]
+        for args, same in zip(calls(pairs, requires_grad=True), calls(pairs, requires_grad=True)):
+            expected, found = fn(*args), compiled(*same)
+            self.assertEqual(found, expected)
+            expected.sum().backward()
+            found.sum().backward()
+            self.assertEqual(same[0].grad, args[0].grad)
+
+    @parametrize("device", ("cuda", "cpu"))
+    def test_on_a_gpu(self, device):
+        with fake_cuda() as graphs, torch.no_grad():
+            x, n = torch.randn(ROWS, SIZE, device="cuda"), torch.tensor(1, device=device)
+            torch.compile(both, options={"pygraph": True}, fullgraph=True)(x, n, n)
+        (graph,) = graphs
+        # A kernel in front of the captured ones brings the bounds from the CPU.
+        self.assertEqual([p.captured for p in graph.partitions], [False, True] if device == "cpu" else [True])
 
 
+instantiate_parametrized_tests(CompiledTest)
 instantiate_parametrized_tests(FillTest)
 
 if __name__ == "__main__":
