@@ -728,6 +728,22 @@ class LoopTest(TestCase):
         # Without the loop, the code before it, and that behind it
         self.assertLessEqual(self.num_graphs(), 3)
 
+    def test_raises_behind(self) -> None:
+        """Behind the loop, the program only raises."""
+
+        def program(x: torch.Tensor) -> torch.Tensor:
+            for _ in range(2):
+                if (x.sum() > 0).item():
+                    x = x - 1
+                else:
+                    break
+                x = x * 2
+            raise ValueError("behind")
+
+        for value in (1.0, -1.0):
+            with self.assertRaisesRegex(ValueError, "behind"):
+                torch.compile(program, options={"pygraph": True})(torch.full((3,), value))
+
     @parametrize("program", named((*BRANCHES,)))
     def test_branches(self, program: Callable[..., Any]) -> None:
         """A branch in a loop, and a loop in a path, are traced as they are alone."""
