@@ -443,9 +443,11 @@ class ControllerTest(SelectTestCase):
                 wrapped_function=types.SimpleNamespace(pygraph=controller),
                 parent=node,
                 all_outputs_are_dead=lambda: not live,
+                outputs_weakrefs=[],
             )
         self.manager = mock.Mock(current_node=node, in_recording=False, in_warmup=False)
         self.manager.can_start_new_generation.return_value = new_generation
+        self.manager.user_invoked_mark_step.return_value = False
         self.manager.configure_mock(**states)
         return self.controller.may_run(self.manager)
 
