@@ -22,6 +22,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch._dynamo
+
 from . import catalogue, smoke
 from .cgct_run import CpuValuesRun
 from .program import VARIANTS
@@ -133,6 +135,8 @@ def _serve(args: argparse.Namespace) -> None:
 
 
 def _run(args: argparse.Namespace, on_variant: Callable[[str], None], be_quiet: Callable[[bool], None]) -> CaseRun:
+    # The variants of a case, and the modules of a kind inside it, share code objects.
+    torch._dynamo.config.recompile_limit = 64
     (case,) = catalogue.select(args.suite, [args.worker])
     names = args.variants.split(",") if args.variants else catalogue.SUITES[args.suite].variants
     kind = CpuValuesRun if args.suite == "cgct" else CaseRun

@@ -154,8 +154,6 @@ class CaseRun:
         self.noise = 0.0
         # Of an operator in eager mode, before and after each timing
         self.eager_loop_us: list[float] = []
-        # The variants of a case, and the modules of a kind inside it, share code objects.
-        torch._dynamo.config.recompile_limit = 64
         if case.without_tf32:
             torch.backends.cudnn.allow_tf32 = False
         if case.without_cudnn_attention:
