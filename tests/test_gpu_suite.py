@@ -820,7 +820,7 @@ class FakeWorker:
         command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
         if command.startswith("compile_alone"):
-            # It has built the program before it names what it does.
+            # The worker builds the program first. Then it sends the name of the variant, and its time begins.
             self.named_at = self.now + 1.0
             self.now = self.named_at + ALONE["compile_s"]
             return {}

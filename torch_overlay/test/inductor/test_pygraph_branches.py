@@ -338,7 +338,7 @@ def masks_of_sizes(x, mask):
 
 
 def viewed_twice(x, mask):
-    """The program asks, writes, and asks again. What it writes says nothing of what it asked before."""
+    """The program reads a tensor, writes it, and reads it again. The write does not change the first answer."""
     flags = mask > 1
     view = flags[1]
     names = [f"{view.item()}"]
@@ -436,7 +436,7 @@ class AtBreakTest(BranchTestCase):
 
     @parametrize("fn", [subtest(f, name=f.__name__) for f in (row_behind_branch, waits, copies)])
     def test_reads_early(self, fn):
-        """Out of bounds, a kernel of the guard would end the program. Too early, it reads what is not there."""
+        """A guard would read an index out of bounds, which ends the program on a GPU, or data that is not complete yet."""
         self.check(fn, self.calls(False), graphs=None)
         self.assertTrue(sum(counters["graph_break"].values()))
 
@@ -447,7 +447,7 @@ class AtBreakTest(BranchTestCase):
         self.check(refused_path, calls, graphs=None)
 
     def test_filtered_guards(self):
-        """A filter drops the guards that Dynamo has. It has none on the values of tensors."""
+        """The program drops guards by a filter. A guard on the outcome of a branch would be dropped, too."""
 
         def fn(x):
             return x + 1 if (torch.arange(x.shape[0]) > 5).any() else x - 1

@@ -8,7 +8,6 @@ numpy and whose libraries choose kernels by size.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import ctypes
@@ -57,7 +56,7 @@ from torch.testing._internal.modelled_sizes import (
     symbols,
 )
 from torch.testing._internal.modelled_triton import NotModelled
-from torch.testing._internal.pygraph_common import ByPython
+from torch.testing._internal.pygraph_common import ByPython, run_programs
 from torch.testing._internal.pygraph_simulation import NoisySimulation
 
 
@@ -1017,23 +1016,8 @@ def incomplete(size_map: SizeMap) -> Iterator[tuple[str, SizeMap]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
     test = RandomProgramsTest()
-    totals: collections.Counter[str] = collections.Counter()
-    for seed in range(args.seed, args.seed + args.programs):
-        test.setUp()
-        try:
-            test.run_program(seed, totals)
-        except AssertionError as e:
-            raise AssertionError(f"seed {seed}") from e
-        finally:
-            test.doCleanups()
-        if seed % 20 == 19:
-            print(dict(totals), flush=True)
-    print(dict(totals))
+    run_programs(test, test.run_program)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # Owner(s): ["module: inductor"]
-"""Programs that could tell that Dynamo has traced both paths of a branch, and joined what they leave."""
+"""Dynamo traces both paths of a branch and joins their results. These programs could notice it."""
 
 from __future__ import annotations
 

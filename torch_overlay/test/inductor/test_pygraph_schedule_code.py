@@ -8,7 +8,6 @@ graph allows.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import random
@@ -35,6 +34,7 @@ from torch.testing._internal.modelled_sizes import (
     SizedDriver,
     SizedProgram,
 )
+from torch.testing._internal.pygraph_common import run_programs
 
 
 if TYPE_CHECKING:
@@ -147,7 +147,7 @@ class GeneratedProgramsTest(TestCase):
             totals["side by side"] += self.check_program(program, schedule, seed)
 
     def check_call(self, device: SizedDevice, program: SizedProgram, what: str) -> None:
-        """Compare results, inputs, and what is drawn next with those of an uncaptured call."""
+        """Compare a captured call with an uncaptured one: the results, the inputs, and the next random numbers."""
         (generator,) = torch.cuda.default_generators
         state = generator.get_state()
         given = program.make_inputs({})
@@ -196,21 +196,9 @@ instantiate_parametrized_tests(GeneratedProgramsTest)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
     test = GeneratedProgramsTest("test_random_programs_schedule_dag")
-    totals: collections.Counter[str] = collections.Counter()
-    for seed in range(args.seed, args.seed + args.programs):
-        test.setUp()
-        try:
-            test.run_program((DAG, *LANES)[seed % (1 + len(LANES))], seed, totals)
-        finally:
-            test.doCleanups()
-        if seed % 20 == 19:
-            print(dict(totals), flush=True)
-    print(dict(totals))
+    schedules = (DAG, *LANES)
+    run_programs(test, lambda seed, totals: test.run_program(schedules[seed % len(schedules)], seed, totals))
 
 
 if __name__ == "__main__":

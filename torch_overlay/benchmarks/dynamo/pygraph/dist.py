@@ -217,7 +217,8 @@ class Run:
         inputs = (x,) if dist.get_rank() == 0 else ()
         is_last = dist.get_rank() == RANKS - 1
         self.schedule.step(*inputs, target=x.detach() if is_last else None, losses=losses if is_last else None)
-        # The last stage keeps outputs until its next step. Those of stock's graphs would be alive while others are timed.
+        # The last stage keeps its outputs until its next step. Without this line, outputs of stock CUDA graphs would be
+        # alive while other variants are timed.
         self.schedule._stage.clear_runtime_states()
         return torch.stack(losses).mean() if losses else x.new_zeros(())
 

@@ -757,7 +757,7 @@ def figures(record: Row) -> str:
 
 
 def _of_sources(record: Row) -> str:
-    """Whether all results are of the same sources."""
+    """Return a sentence that says of which sources the results are, or of how many."""
     kinds = ("tests", *UPSTREAM_TESTS, "bindings")
     entries = [*record.get("cases", ()), *record.get("programs", ()), *(record[k] for k in kinds if k in record)]
     found = sorted({entry.get("sources", "-")[:12] for entry in entries})

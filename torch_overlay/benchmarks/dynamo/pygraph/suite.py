@@ -244,7 +244,7 @@ class _Run:
                 start = worker.clock()
                 row = worker.ask(f"compile_alone {variant}", self.deadline)
                 if "error" not in row:
-                    # A process that stands still while others are timed does not know of it.
+                    # A stopped process cannot tell that it was stopped, so this process measures the time.
                     row["compile_s"] = worker.clock() - worker.named_at
                     row |= worker.ask(f"settle_alone {variant}", self.deadline)
                 row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}

@@ -39,9 +39,9 @@ MAX_SLOWDOWN = 1.02
 MAX_WIDTH = 0.08
 # Of stock CUDA graphs' time, the range of its middle half of the rounds. Noisier cases are timed again, and marked.
 MAX_NOISE = 0.1
-# Of the time that a case may have the machine to itself: after it, no further variant is measured.
+# A case may have the machine to itself for some time. After this part of it, no further variant is measured.
 ENOUGH = 0.75
-# Of what is left of the budget: the last variant that is not essential begins to compile in it.
+# The part of the remaining budget in which variants that a row can do without begin to compile.
 PREPARE_SHARE = 0.6
 
 

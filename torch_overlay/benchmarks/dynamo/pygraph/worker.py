@@ -80,7 +80,7 @@ MAX_SUMMARY = 300
 MAX_TIMING_S = 3.0
 MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
-# Of the time that a case may have the machine to itself: after it, nothing is measured again.
+# After this part of the time that a case may have the machine to itself, nothing is measured again.
 AGAIN = 0.35
 # Calls of the loop that shows how fast the host is, and how often it runs
 HOST_CALLS, HOST_SAMPLES = 200, 9

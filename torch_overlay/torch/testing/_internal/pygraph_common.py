@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import collections
 import contextlib
 import unittest
 from typing import Any, TYPE_CHECKING
@@ -76,3 +78,29 @@ class DynamoTestCase(TestCase):
 
     def final_code(self, fn: Callable[..., Any]) -> Any:
         return _debug_get_cache_entry_list(fn.__code__)[0].code
+
+
+def run_programs(test: TestCase, run: Callable[[int, collections.Counter[str]], None]) -> None:
+    """
+    Run random programs on the command line, ``--programs NUMBER [--seed FIRST]``, and print what they counted.
+
+    Args:
+        test: is set up for each program
+        run: runs the program of a seed, and adds to the counts
+    """
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--programs", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args()
+    totals: collections.Counter[str] = collections.Counter()
+    for seed in range(args.seed, args.seed + args.programs):
+        test.setUp()
+        try:
+            run(seed, totals)
+        except AssertionError as e:
+            raise AssertionError(f"seed {seed}") from e
+        finally:
+            test.doCleanups()
+        if seed % 20 == 19:
+            print(dict(totals), flush=True)
+    print(dict(totals))

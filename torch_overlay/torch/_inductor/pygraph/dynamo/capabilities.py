@@ -177,7 +177,7 @@ PYGRAPH = PyGraphCapabilities(PyGraphFrame)
 class MendingCapabilities(PyGraphCapabilities):
     def wrap_callback(self, callback: Any, backend: Any) -> Any:
         if callback.hooks.guard_filter_fn is not None:
-            # It drops guards on the outcomes of branches, and where stock has a graph break, nobody expects any.
+            # The filter may drop guards on the outcomes of branches. Calls with other outcomes would run the wrong path.
             backend.dynamo_capabilities = lambda: PYGRAPH
         return super().wrap_callback(callback, backend)
 

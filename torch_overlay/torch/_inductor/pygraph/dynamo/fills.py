@@ -34,7 +34,7 @@ DTYPES = (*FLOATS, *INTEGERS, torch.bool)
 # The graph reads and writes what a slice without bounds would select.
 MAX_ELEMENTS = 2**20
 
-# Of a bound that is no tensor, far from where its sum with a size overflows
+# A bound that is a number is smaller. So its sum with a size does not overflow.
 MAX_BOUND = 2**62
 
 CPU = torch.device("cpu")

@@ -91,7 +91,7 @@ class Decision:
     """
     Attributes:
         node: whose truth decided
-        last: the last node then that guards compute
+        last: the last node that guards had to compute when it was decided
         truth: of the node
     """
 
@@ -100,15 +100,15 @@ class Decision:
     truth: bool
 
 
-class Differs(RuntimeError):  # noqa: N818
-    """A node is not as true as in the call that was traced."""
+class DiffersError(RuntimeError):
+    """A branch has another outcome than in the call that was traced."""
 
 
 @dataclasses.dataclass
 class Outcomes:
     """
     Attributes:
-        function: computes what decides, from a generator and the inputs, and returns its last value. Raises Differs.
+        function: computes what decides, from a generator and the inputs, and returns its last value. Raises DiffersError.
         inputs: their expressions
         draws: it draws from the generator
     """
@@ -321,7 +321,7 @@ def is_known_at_break(node: torch.fx.Node) -> bool:
     """Return whether the host can compute a node as the graph would, if it waits for the GPU."""
     name, example = plain_name(node), node.meta.get("example_value")
     if name == "setitem":
-        # What is written, it has looked at
+        # Its operands are among the nodes that are checked.
         return is_fill(node)
     if not isinstance(example, torch.Tensor) or type(example).__name__ != "FakeTensor":
         return False
@@ -408,8 +408,8 @@ def is_on_gpu(node: torch.fx.Node) -> bool:
 
 def outcomes_of(found: OrderedSet[torch.fx.Node], decided: Sequence[Decision], last: torch.fx.Node) -> Outcomes:
     """
-    Return what decides after ``decided``. What the program computes behind a branch is computed, and what it writes
-    there is written, only if the branch has its outcome.
+    Return the computation of ``last``, which is asked after ``decided``. It stops at the first branch whose outcome
+    differs. So it computes and writes nothing that the program reaches only by the traced outcome.
     """
     nodes = [node for node in last.graph.nodes if node in found]
     graph = torch.fx.Graph()
@@ -435,7 +435,7 @@ def outcomes_of(found: OrderedSet[torch.fx.Node], decided: Sequence[Decision], l
 
 def expect(value: torch.Tensor, truth: bool) -> None:
     if bool(value) is not truth:
-        raise Differs
+        raise DiffersError
 
 
 def plain(value: Any) -> Any:
@@ -459,6 +459,9 @@ def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes, truth: boo
 
 
 def count_turn(builder: GuardBuilder, guard: Guard, code: types.CodeType, module: int) -> None:
-    """Let config.recompile_limit not count the guards: it counts those that hold the same object as the variable."""
+    """
+    Keep the first graph of a layer out of config.recompile_limit. Dynamo counts graphs whose guards refer to the same
+    object as the frame's variable. These guards refer to the code object instead.
+    """
     context(code)[MODULES].add(module)
     builder.id_matched_objs[ITEM] = weakref.ref(code)

@@ -33,7 +33,7 @@ MAX_PARTS = 8
 # A part is at least so many times as large as what kernels use.
 MARGIN = 2
 
-# The size of a part, and what is known of a kernel's use, are multiples of this.
+# PyGraph rounds the size of a part, and the number of bytes that a kernel uses, up to a multiple of this.
 UNIT_BYTES = 64 << 10
 
 
