@@ -154,8 +154,9 @@ class Controller:
         # A backward may still need these outputs. Trees would end the path all the same, or go on along it.
         may_end = manager.can_start_new_generation()
         is_marked = may_end and manager.user_invoked_mark_step()
-        if is_marked and not _has_live_outputs(manager):
-            # Stock's outputs are overwritten in the next step, as they are without PyGraph.
+        if is_marked and times_on_path(manager, self) and not _has_live_outputs(manager):
+            # Stock's outputs are overwritten in the next step, as they are without PyGraph. Where this function is not
+            # on their path yet, it goes on behind them: it may read them.
             return True
         # No micro-batch is in flight where the program begins a step.
         is_pipelined = may_end and not _note_held_gradients(manager) and not is_marked and _is_backward(last)
