@@ -19,6 +19,7 @@ from hypothesis import given, HealthCheck, settings, strategies as st
 
 import torch
 import torch._dynamo
+from torch._dynamo.code_context import code_context
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph.dynamo import loops
 from torch._inductor.pygraph.dynamo.branches import Branches
@@ -617,6 +618,51 @@ def loop_in_path(x, n):
     return x
 
 
+def break_then_raise(x, n):
+    for _ in range(3):
+        if (x.sum() > n).item():
+            x = x - 1
+        else:
+            break
+        x = x * 2
+    raise ValueError(f"behind {x.sum()}")
+
+
+def store_break_then_raise(x, n):
+    k = 0
+    for i in range(3):
+        if (x.sum() > n).item():
+            k = i + 5
+            break
+        x = x * 2
+    raise ValueError(f"behind {x.sum()} {k}")
+
+
+def break_out_of_with_then_raise(x, n):
+    for _ in range(3):
+        with torch.no_grad():
+            x = x + 1
+            if (x.sum() > n).item():
+                break
+        x = x * 2
+    raise ValueError(f"behind {x.sum()} {torch.is_grad_enabled()}")
+
+
+def inner_break_then_raise(x, n):
+    for i in range(2):
+        for _ in range(3):
+            if (x.sum() > n).item():
+                break
+            x = x + i
+        else:
+            continue
+        raise ValueError(f"behind {x.sum()}")
+    return x
+
+
+# What follows these loops only raises.
+RAISE_BEHIND = (break_then_raise, store_break_then_raise, break_out_of_with_then_raise, inner_break_then_raise)
+
 # Programs with loops and branches on tensors, and the number of their graphs
 BRANCHES = {branch_in_turn: 3, break_in_branch: 4, break_in_else: 5, unrolled_in_path: 1, loop_in_path: 6}
 BRANCHES |= {item_of_bool: 4}
@@ -728,21 +774,12 @@ class LoopTest(TestCase):
         # Without the loop, the code before it, and that behind it
         self.assertLessEqual(self.num_graphs(), 3)
 
-    def test_raises_behind(self) -> None:
-        """Behind the loop, the program only raises."""
-
-        def program(x: torch.Tensor) -> torch.Tensor:
-            for _ in range(2):
-                if (x.sum() > 0).item():
-                    x = x - 1
-                else:
-                    break
-                x = x * 2
-            raise ValueError("behind")
-
-        for value in (1.0, -1.0):
-            with self.assertRaisesRegex(ValueError, "behind"):
-                torch.compile(program, options={"pygraph": True})(torch.full((3,), value))
+    @parametrize("program", named(RAISE_BEHIND))
+    def test_raises_behind(self, program: Callable[..., Any]) -> None:
+        """A break leads to code that only raises. It takes the iterator off the stack, and is not in the body."""
+        self.check(program, [(torch.full((3,), value), 2) for value in (-1.0, 0.5, 1.0)])
+        found = [*code_context.get_context(program.__code__)["pygraph_loops"].values()]
+        self.assertEqual([*map(type, found)], [types.CodeType])
 
     @parametrize("program", named((*BRANCHES,)))
     def test_branches(self, program: Callable[..., Any]) -> None:

@@ -118,9 +118,6 @@ def rewritten(code: types.CodeType, position: int) -> types.CodeType | str | Non
         return Outlining(flow, max(loops, key=lambda loop: len(loop.indices))).code()
     except StaysError as e:
         return str(e)
-    except AssertionError:
-        # Dynamo finds no size of the stack, as where a break leads to code that only raises.
-        return "its body cannot be assembled"
 
 
 def decides(flow: Flow, position: int) -> bool:

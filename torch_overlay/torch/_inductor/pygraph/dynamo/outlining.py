@@ -133,10 +133,16 @@ class Outlining:
             i = ahead.pop()
             handler = flow.handlers[i]
             following = flow.successors[i] if handler in (None, self.handler) else [*flow.successors[i], handler]
-            new = [s for s in following if s not in flow.returning and s not in found and s not in turn]
+            known = flow.returning | found | turn
+            new = [s for s in following if s not in known and not self._pops_iterator(s)]
             found.update(new)
             ahead += new
         return found
+
+    def _pops_iterator(self, i: int) -> bool:
+        """Return whether an instruction takes what the frame has on its stack around the loop, as ``break`` does."""
+        depths = self.flow.depths
+        return any(depths[s] < depths[self.header] for s in self.flow.successors[i])
 
     def _check_code(self) -> None:
         flow = self.flow
