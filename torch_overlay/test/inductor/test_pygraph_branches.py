@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import operator
 import os
@@ -574,6 +575,25 @@ class HostTest(BranchTestCase):
         self.assertEqual(number_of_graphs(), 12)
         # Behind the loop, and in the function that calls it.
         self.assertEqual(len(counters["resumes"]), 2)
+
+    def test_layers_die(self):
+        """Of a model that is no more, no layer is known: another may lie at its address."""
+        models = [NumberedEncoder(4), NumberedEncoder(4)]
+        contexts = []
+        context = hosts.context
+
+        def kept(code):
+            contexts.append(context(code))
+            return contexts[-1]
+
+        with mock.patch.object(hosts, "context", kept):
+            self.check_models(models[0], models[1], calls=20)
+        (layers,) = (found for c in {id(c): c for c in contexts}.values() if len(found := c[hosts.MODULES]))
+        self.assertEqual(len(layers), 4)
+        models.clear()
+        torch._dynamo.reset()
+        gc.collect()
+        self.assertEqual(len(layers), 0)
 
     @unittest.skipIf(sys.version_info[:3] == (3, 13, 0), "stock does not see that an attribute of a layer changed")
     def test_changing_layers(self):

@@ -50,6 +50,7 @@ from torch._inductor.pygraph.dynamo.operators import (
 from torch._inductor.pygraph.dynamo.outlining import ITEM
 from torch._inductor.pygraph.dynamo.ranges import is_untouched, range_of
 from torch.utils._ordered_set import OrderedSet
+from torch.utils.weak import WeakIdKeyDictionary
 
 
 if TYPE_CHECKING:
@@ -219,7 +220,8 @@ class Hosts:
             install_guard(Guard(GlobalStateSource(), guard))
         if (module := first_turn_of(tx)) is not None:
             code = tx.output.root_tx.f_code
-            install_guard(Guard(GlobalStateSource(), functools.partial(count_turn, code=code, module=id(module))))
+            guard = functools.partial(count_turn, code=code, module=weakref.ref(module))
+            install_guard(Guard(GlobalStateSource(), guard))
         for node in self.drawn_in_front(tx):
             tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
 
@@ -264,7 +266,7 @@ def context(code: types.CodeType) -> dict[str, Any]:
     found = code_context.get_context(code)
     found.setdefault(GRAPHS, 0)
     found.setdefault(IN_GRAPH, False)
-    found.setdefault(MODULES, OrderedSet())
+    found.setdefault(MODULES, WeakIdKeyDictionary())
     return found
 
 
@@ -275,7 +277,7 @@ def first_turn_of(tx: InstructionTranslatorBase) -> torch.nn.Module | None:
         return None
     item = tx.output.local_scope[ITEM]
     modules = [v for v in (item if isinstance(item, tuple) else (item,)) if isinstance(v, torch.nn.Module)]
-    return modules[0] if modules and id(modules[0]) not in context(code)[MODULES] else None
+    return modules[0] if modules and modules[0] not in context(code)[MODULES] else None
 
 
 # Nodes
@@ -458,10 +460,10 @@ def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes, truth: boo
     )
 
 
-def count_turn(builder: GuardBuilder, guard: Guard, code: types.CodeType, module: int) -> None:
+def count_turn(builder: GuardBuilder, guard: Guard, code: types.CodeType, module: weakref.ref) -> None:
     """
     Keep the first graph of a layer out of config.recompile_limit. Dynamo counts graphs whose guards refer to the same
     object as the frame's variable. These guards refer to the code object instead.
     """
-    context(code)[MODULES].add(module)
+    context(code)[MODULES][module()] = True
     builder.id_matched_objs[ITEM] = weakref.ref(code)
