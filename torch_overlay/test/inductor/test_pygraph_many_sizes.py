@@ -37,7 +37,7 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
-from torch._inductor.pygraph.select import many_sizes, store, timing
+from torch._inductor.pygraph.select import by_size, many_sizes, store, timing
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
@@ -174,6 +174,9 @@ class RandomProgram:
 
 @unittest.skipIf(cu is None, "requires cuda-bindings")
 class ManySizesTestCase(TestCase):
+    # How many sizes have recordings of their own.
+    few_sizes = 0
+
     def setUp(self) -> None:
         super().setUp()
         trees.reset_cudagraph_trees()
@@ -187,6 +190,7 @@ class ManySizesTestCase(TestCase):
         self.refused: list[Reason] = []
         note = lambda _, reason: self.refused.append(reason)  # noqa: E731
         self.stack.enter_context(mock.patch.object(many_sizes, "log_reason", note))
+        self.stack.enter_context(mock.patch.object(by_size, "FEW_SIZES", self.few_sizes))
 
     @classmethod
     def tearDownClass(cls) -> None:
@@ -824,7 +828,7 @@ def compiled_training(fn: Callable[..., Any], *shapes: tuple[int, ...]) -> list[
     return compiled(program)
 
 
-class TrainingTest(ManySizesTestCase):
+class TrainingTestCase(ManySizesTestCase):
     def programs(self, fn: Callable[..., Any], *shapes: tuple[int, ...], force: str | None = "node_update") -> None:
         device = self.device()
         forward, backward = compiled_training(fn, *shapes)
@@ -860,6 +864,8 @@ class TrainingTest(ManySizesTestCase):
         for entry in report():
             self.assertEqual((entry.calls, entry.captured_calls), (len(sizes) - 2, len(sizes) - 2))
 
+
+class TrainingTest(TrainingTestCase):
     def test_steps(self) -> None:
         """What a forward saves is an output with the sizes of the call, and the backward binds it."""
         self.programs(feed_forward, (16, 24), (24, 16))
@@ -945,6 +951,8 @@ class SimulatedDevice(NoisySimulation):
 
 
 class SelectionTest(ManySizesTestCase):
+    few_sizes = by_size.FEW_SIZES
+
     def captured_calls(self, sizes: Sequence[int]) -> list[int]:
         """Run a program at these sizes, one a call. Return the calls that a recording served."""
         simulation = SimulatedDevice(random.Random(0))
@@ -974,7 +982,68 @@ class SelectionTest(ManySizesTestCase):
                 captured = self.captured_calls(sizes)
                 # The call that records is none of them.
                 self.assertEqual(captured, [*range(captured[0], 100)])
-                self.assertLess(captured[0], 24)
+                self.assertLess(captured[0], 24 + self.few_sizes)
+                self.assertEqual([entry.sizes for entry in report()], [[]])
+
+    def test_sizes_that_take_turns(self) -> None:
+        """Few sizes have recordings of their own, which stay when further sizes come."""
+        with mock.patch.object(timing, "MAX_SAMPLES", timing.SAMPLES):
+            captured = self.captured_calls([30, 7, 12] * 100 + [5, 6, 8, 9] * 15 + [30, 7, 12] * 5)
+        found = [(entry.sizes, entry.choice, len(entry.buckets)) for entry in report()]
+        self.assertEqual(found, [([n], "node_update", 0) for n in (30, 7, 12)] + [([], "node_update", 1)])
+        # Of the recording for many sizes.
+        self.assertEqual(captured, [*range(captured[0], 360)])
+
+
+class FewSizesTest(ManySizesTestCase):
+    few_sizes = by_size.FEW_SIZES
+
+    def test_forced(self) -> None:
+        """The first sizes have recordings of their own. All others share one."""
+        self.check(self.program(mlp), (37, 5, 9) * 4 + (6, 6, 7, 8, 37, 5, 9, 33, 6))
+        self.assertEqual([str(r) for r in self.refused], [])
+        self.assertEqual([(entry.sizes, entry.buckets) for entry in report()], [([37], []), ([5], []), ([9], []), ([], [[64]])])
+        *_, shared = report()
+        self.assertEqual((shared.calls, shared.captured_calls, shared.num_sizes), (4, 4, 4))
+
+    def test_function_that_cannot_share(self) -> None:
+        """The report of each size says why it has a recording of its own, once sizes vary."""
+        self.check(self.program(lambda x: x.sort(0).values, (37, 8), force=None), (37, 5, 9) * 4)
+        self.assertEqual(self.refused, [])
+        self.check(self.program(lambda x: x.sort(0).values, (37, 8), force=None), (37, 5, 9, 6))
+        self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
+        self.assertIn("a recording for each size: what aten.sort", text.facts([*report()][-1]))
+
+    def test_given_up(self) -> None:
+        """If the recording for many sizes is given up, recordings of the first sizes stay."""
+        program = self.program(mlp)
+        self.check(program, (37, 5, 9) * 4 + (6, 6, 7, 8, 10))
+        device = program.device
+        device.undefined = lambda: len(device.driver.graphs[device.captured.handle])
+        self.check(program, (11, 6, 6, 6, 37, 5, 9))
+        self.assertEqual([r.code for r in self.refused], [Code.DIFFERS_AT_SIZES])
+        self.assertEqual([entry.sizes for entry in report()], [[37], [5], [9], [6]])
+        self.assertEqual([entry.choice for entry in report()], ["node_update"] * 4)
+
+
+class FewSizesTrainingTest(TrainingTestCase):
+    few_sizes = by_size.FEW_SIZES
+
+    def test_steps(self) -> None:
+        """Steps of the first sizes and of others take turns."""
+        self.programs(feed_forward, (16, 24), (24, 16))
+        self.check_steps((9, 5, 7) * 3 + (6, 6, 9, 8, 5, 6, 7, 33, 9, 64, 8, 5))
+        self.assertEqual([entry.sizes for entry in report()], [[9], [9], [5], [5], [7], [7], [], []])
+        self.assertEqual([len(entry.buckets) for entry in report()][-2:], [1, 1])
+
+    def test_selected(self) -> None:
+        """Steps of all sizes but the first few are selected for together."""
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 100, 10, 10)])
+        self.programs(feed_forward, (16, 24), (24, 16), force=None)
+        with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", lambda _: next(costs)):
+            self.check_steps([*range(30, 40)] * 3)
+        self.assertEqual([(entry.sizes, entry.choice) for entry in report()], [([], "node_update")] * 2)
 
 
 class PythonManySizesTest(ByPython, ManySizesTestCase):

@@ -1,5 +1,6 @@
 """
-Which sizes of a function are selected for, where each size has a recording of its own.
+Which sizes of a function are selected for, where each size has a recording of its own. A function that comes at few
+sizes has such recordings. Further ones share a recording, if the function can be recorded so: see many_sizes.py.
 
 Timing a size and recording it takes time, which a size that comes seldom does not gain back. So only the first size is
 selected for at once. Calls of further sizes run uncaptured and are counted. Selection begins for a size that came often
@@ -37,16 +38,21 @@ TIMED_PART = 4
 # If more sizes wait, the half of them that came least often is forgotten.
 MAX_WAITING = 2048
 
+# A function that comes at more sizes varies. A recording of its own replays faster where so few sizes take turns, its
+# memory is for these sizes alone, and its calls may run side by side.
+FEW_SIZES = 3
+
 
 class Sizes(dict[Any, "ModelType"]):
     """
-    What is deployed of a function, by sizes. Under None for all.
+    What is deployed of a function, by sizes. Under None for all others.
 
     Attributes:
         first: the Deployment of the first sizes, by which calls of waiting sizes run. None if no sizes are to wait
         min_calls: how often a size comes before it is selected for
         waiting: sizes that are not selected for yet
         timed: sizes that are not decided yet
+        num_sizes: how many sizes came for the first time
     """
 
     def __init__(self) -> None:
@@ -55,10 +61,16 @@ class Sizes(dict[Any, "ModelType"]):
         self.min_calls: float = MIN_CALLS
         self.waiting: dict[Any, Waiting] = {}
         self.timed: dict[Any, Selection] = {}
+        self.num_sizes = 0
+
+    @property
+    def vary(self) -> bool:
+        return self.num_sizes > FEW_SIZES
 
     def add(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
         """Return what is to be called for sizes that came for the first time. ``start`` deploys them."""
-        if self.first is None:
+        self.num_sizes += 1
+        if self.first is None or (self.vary and self.first.may_share(inputs)):
             return self._start(sizes, inputs, start)
         if len(self.waiting) >= MAX_WAITING:
             self._forget()
@@ -66,7 +78,10 @@ class Sizes(dict[Any, "ModelType"]):
         return waiting
 
     def _start(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
-        self[sizes] = fn = start(inputs=inputs)
+        fn = start(inputs=inputs)
+        if None in self:
+            return fn
+        self[sizes] = fn
         if isinstance(fn, selection.Selection) and not fn.is_forced:
             self.timed[sizes] = fn
         return fn
@@ -106,11 +121,24 @@ class Sizes(dict[Any, "ModelType"]):
         stalled = next((sizes for sizes, timed in [*self.timed.items()] if timed.entered < waiting.since), None)
         if stalled is None:
             return False
-        timed = self.timed.pop(stalled, None)
-        if timed is not None and timed.state.recordings == 0 and self.get(stalled) is timed:
-            del self[stalled]
-            journal.drop([timed.report])
+        self._drop_timed(stalled)
         return True
+
+    def _drop_timed(self, sizes: Any) -> None:
+        timed = self.timed.pop(sizes, None)
+        if timed is not None and timed.state.recordings == 0 and self.get(sizes) is timed:
+            del self[sizes]
+            journal.drop([timed.report])
+
+    def share(self, fn: ModelType) -> None:
+        """Let one function run all sizes but those that have a recording or were decided on."""
+        self._note_decisions()
+        for sizes in [*self.timed]:
+            self._drop_timed(sizes)
+        for sizes in [*self.waiting]:
+            self.pop(sizes, None)
+        self.waiting.clear()
+        self[None] = fn
 
     def _forget(self) -> None:
         by_calls = sorted(self.waiting.values(), key=lambda waiting: waiting.calls)

@@ -102,7 +102,7 @@ def deploy(
     )
     if not has_trees():
         return deployment.wait()
-    if fns is not None and many_sizes.may_record(deployment, inputs):
+    if fns is not None and fns.vary and many_sizes.may_record(deployment, inputs):
         return many_sizes.start(deployment, fns)
     fn = deployment.start(inputs)
     # Ranks select in the same calls.
@@ -198,6 +198,12 @@ class Deployment:
             pool_bytes=self._pool_bytes,
         )
         return self.selection
+
+    def may_share(self, inputs: Sequence[InputType]) -> bool:
+        """Return whether a recording of the function may serve many sizes, and report why not."""
+        may = many_sizes.may_record(self, inputs)
+        self.controller.report.by_size = many_sizes.why_not(self.model)
+        return may
 
     def is_remembered(self, inputs: Sequence[InputType]) -> bool:
         """Return whether an earlier process decided on the function at these sizes."""

@@ -1,6 +1,6 @@
 """
-A function that is recorded for many sizes together: its calls of all sizes are one function for
-selection. Where the function cannot be recorded so, each set of sizes is a function of its own.
+A function that is recorded for many sizes together: its calls of all sizes but the first few (by_size.py) are one
+function for selection. Where the function cannot be recorded so, each set of sizes is a function of its own.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
     from torch._inductor.pygraph.capture.sized import KeptSizes
+    from torch._inductor.pygraph.select.by_size import Sizes
     from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
@@ -132,15 +133,11 @@ def may_record(deployment: Any, inputs: Sequence[InputType]) -> bool:
     return model not in _reasons
 
 
-def start(deployment: Any, fns: dict[Any, ModelType]) -> ModelType:
-    """Return what is to be called for all sizes."""
-
-    def replace(fn: ModelType) -> None:
-        fns.clear()
-        fns[None] = fn
-
-    deployment.replace, deployment.sizes = replace, []
-    fns[None] = first = deployment.start((), ManySizes(deployment, fns))
+def start(deployment: Any, fns: Sizes) -> ModelType:
+    """Return what is to be called for all sizes that are not deployed yet."""
+    deployment.replace, deployment.sizes = functools.partial(fns.__setitem__, None), []
+    first = deployment.start((), ManySizes(deployment, fns))
+    fns.share(first)
     return first
 
 
@@ -149,7 +146,7 @@ class ManySizes:
     """Records a function for many sizes, and replays it, in the place of its Deployment. ``fns`` is what is deployed."""
 
     deployment: Any
-    fns: dict[Any, ModelType]
+    fns: Sizes
 
     def __post_init__(self) -> None:
         self.spec, self.model = self.deployment.spec, self.deployment.model
@@ -480,7 +477,7 @@ class ManySizes:
 
     def _give_up(self, reason: Reason) -> None:
         self._drop(self.recordings)
-        self.fns.clear()
+        self.fns.pop(None, None)
         journal.drop([self.report])
         _reasons[self.model] = reason
         log_reason(self.spec, reason)
