@@ -24,7 +24,7 @@ from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import selection, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
-from torch._inductor.pygraph.verify import kept
+from torch._inductor.pygraph.verify import kept, proof
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -585,6 +585,11 @@ class MemoryTest(RecordTestCase):
             self.randn(), self.randn(3)
         self.assertEqual(own_pool.nbytes, 44)
         self.assertEqual(self.device.nbytes, 0)
+
+    def test_fingerprints_wait_on_the_host(self):
+        for t in (self.randn(3000), self.randn(0), self.randn(5).view(torch.int32)):
+            mark = proof.fingerprint(t)
+            self.assertEqual({s.device.type for s in (mark.bits, *mark.sums.values())}, {"cpu"})
 
     @parametrize("most", (1 << 20, 0))
     def test_outputs_wait_on_the_host(self, most):

@@ -2,7 +2,7 @@
 Proof that a graph computes what the uncaptured function does. The graph, which was captured at poisoned placeholders
 and moved to the inputs of the call, has to reproduce the rehearsal: outputs, mutated inputs, and no trace on the
 poisoned pages. Runs are compared by fingerprints of at most 64 KiB a tensor, so that outputs can be freed before the
-capture.
+capture. Fingerprints wait on the host: on the device they would lie in the segments that outputs are freed from.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fingerprint:
     """
-    Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over.
+    Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over. They are on the host.
 
     Attributes:
         bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight depends on the place: the
@@ -75,14 +75,14 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
     if body != flat.numel():
         pieces.append(flat[body:].view(-1, 1))
     if not pieces:
-        return Fingerprint(torch.empty(0, dtype=torch.int64, device=t.device))
+        return Fingerprint(torch.empty(0, dtype=torch.int64, device="cpu"))
     as_bits = _BITS[flat.element_size()]
     # An 8-byte element is two int32.
     weights = _weights(2 * pieces[0].shape[1], t.device)
     bits = _sums(pieces, lambda p: (b := p.view(as_bits).long()).mul_(weights[: b.shape[1]]).sum(1))
     tolerance = TOLERANCE.get(flat.dtype)
     if tolerance is None:
-        return Fingerprint(bits)
+        return Fingerprint(bits.cpu())
     total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
     signs = weights.sign().to(flat.dtype)
     signed = _sums(pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64))
@@ -92,6 +92,9 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
     if of_element.numel():
         # The median, since a mask may hold a few elements that stand for minus infinity.
         norm = norm + counts.sqrt() * of_element.median()
+    # One copy to the host.
+    bits, *sums = torch.stack([bits, *(s.view(torch.int64) for s in (total, signed, norm))]).cpu()
+    total, signed, norm = (s.view(torch.float64) for s in sums)
     return Fingerprint(bits, {"total": total, "signed": signed, "norm": norm}, tolerance)
 
 
