@@ -24,7 +24,7 @@ from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import selection, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
-from torch._inductor.pygraph.verify import kept, proof
+from torch._inductor.pygraph.verify import kept, proof, rehearsal
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -579,6 +579,62 @@ class MemoryTest(RecordTestCase):
         self.assertEqual({entry.choice for entry in report()}, {"node_update" if stays else "no_graph"})
         # Eight activations, temporary tensors of the backward, and fingerprints fit. A second set of activations does not.
         self.assertLess(self.device.peak, 14 * size * 4)
+
+    @parametrize("is_large", (False, True))
+    def test_peak_of_a_function_that_writes_its_inputs(self, is_large):
+        "Copies of them wait on the host, unless they are large."
+        size, fn = 1 << 15, None
+        body = "p, m = args; args.clear(); launch(add, m, m, p); launch(add, p, p, m); a = new(); launch(sin, a, p[:8]); return (a,)"
+        with (
+            mock.patch.object(rehearsal, "MAX_BYTES", 0 if is_large else 1 << 30),
+            mock.patch.object(proof, "MAX_ELEMENTS", 1 << 11),
+        ):
+            for _ in range(5):
+                inputs = [self.randn(size), self.randn(size)]
+                fn = fn or self.deploy(body, inputs, mutated=(0, 1))
+                p, m = map(on_host, inputs)
+                expected = [(2 * p + m)[:8].sin(), 2 * p + m, p + m]
+                self.assertEqual(self.values([*fn(*inputs), *inputs]), expected)
+                del inputs, p, m
+        self.assertEqual(report()[0].choice, "node_update")
+        self.assertEqual(self.device.peak > 3 * size * 4, is_large)
+
+    @parametrize("is_large", (False, True))
+    def test_peak_of_a_backward_that_writes_over_activations(self, is_large):
+        size, names = 1 << 15, "abcdefgh"
+        new = f"{ALLOCATOR}(({size},), (1,), torch.float32)"
+        sines = " ".join(f"{b} = {new}; launch(sin, {b}, {a});" for a, b in itertools.pairwise(f"x{names}"))
+        products = " ".join(f"launch(mul, {a}, t, {a}); t = {a};" for a in reversed(names))
+        saved = ", ".join(names)
+        forward = backward = None
+        with (
+            mock.patch.object(rehearsal, "MAX_BYTES", 0 if is_large else 1 << 30),
+            mock.patch.object(proof, "MAX_ELEMENTS", 1 << 11),
+        ):
+            for _ in range(6):
+                new_generation()
+                x, t = self.randn(size), self.randn(size)
+                expected = on_host(t).clone()
+                forward = forward or self.deploy(
+                    f"x, = args; args.clear(); {sines} return ({saved})", [x], mode="forward", returned=()
+                )
+                inputs = [*forward.call([x]), t]
+                for a in inputs[:-1]:
+                    expected *= on_host(a)
+                del x, t, a
+                backward = backward or self.deploy(
+                    f"{saved}, t = args; args.clear(); {products} g = {new}; launch(mul, g, t, t); return (g,)",
+                    inputs,
+                    mode="backward",
+                    names=[*names, "tangents_1"],
+                    reused=range(8),
+                )
+                (g,) = backward.call(inputs)
+                self.assertEqual(on_host(g), expected * expected)
+                del g
+        self.assertEqual({entry.choice for entry in report()}, {"node_update"})
+        # Eight activations, the inputs and the gradient.
+        self.assertEqual(self.device.peak > 12 * size * 4, is_large)
 
     def test_rehearsal_gives_its_memory_back(self):
         with memory.OwnPool(0) as own_pool:

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.graph.memory import PoolRanges
 
-# Larger outputs stay on the device: the host may have little memory.
-MAX_BYTES = 1 << 30
+# Tensors that take more together stay on the device: the host may have little memory.
+MAX_BYTES = 4 << 30
 
 
 class KeptOutputs:

@@ -12,13 +12,13 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, PoolRanges
 from torch._inductor.pygraph.graph.placeholder import storage_extent, UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.verify.kept import KeptOutputs
+from torch._inductor.pygraph.verify.kept import KeptOutputs, MAX_BYTES
 from torch._inductor.pygraph.verify.proof import mark_unwritten, Proof
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
@@ -44,8 +44,9 @@ def write(t: torch.Tensor, values: torch.Tensor) -> None:
 class SavedInput:
     """A copy of an input's memory. An expanded or overlapping tensor cannot be written as a tensor."""
 
-    def __init__(self, t: torch.Tensor) -> None:
-        self.memory = self._memory(t).clone()
+    def __init__(self, t: torch.Tensor, *, on_host: bool = False) -> None:
+        memory = self._memory(t)
+        self.memory = memory.to("cpu", copy=True) if on_host else memory.clone()
 
     @staticmethod
     def _memory(t: torch.Tensor) -> torch.Tensor:
@@ -57,6 +58,12 @@ class SavedInput:
 
     def restore(self, t: torch.Tensor) -> None:
         write(self._memory(t), self.memory)
+
+
+def save_inputs(inputs: Sequence[Any], idxs: Collection[int]) -> dict[int, SavedInput]:
+    """Return copies of inputs. They wait on the host: the program may fill the device with these inputs."""
+    on_host = sum(storage_extent(inputs[i]) for i in idxs) <= MAX_BYTES
+    return {i: SavedInput(inputs[i], on_host=on_host) for i in idxs}
 
 
 class RngState:
@@ -139,7 +146,7 @@ class Rehearsal:
         self.inputs = [None if i in managed else t for i, t in enumerate(inputs)]
         self.mutated = mutated
         self.rng = RngState(device_index, inputs)
-        self.before = {i: SavedInput(inputs[i]) for i in written}  # type: ignore[arg-type]
+        self.before = save_inputs(inputs, written)
         # (outputs, mutated inputs, generators) after the run, if there is no further run
         self.kept: tuple[KeptOutputs, dict[int, SavedInput], RngState] | None = None
         # The mutated inputs before any run.
@@ -184,7 +191,7 @@ class Rehearsal:
         )
         self.kept = (
             KeptOutputs(apart(outputs, reused), PoolRanges(keep_from.pool), self.device_index),
-            {i: SavedInput(inputs[i]) for i in self.mutated},  # type: ignore[arg-type]
+            save_inputs(inputs, self.mutated),
             RngState(self.device_index, inputs),
         )
 
