@@ -28,6 +28,7 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
+from torch._dynamo import mark_dynamic
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import bound
@@ -46,6 +47,7 @@ from torch._inductor.pygraph.select.timing import MIN_NODE_US
 from torch._inductor.pygraph.types.calls import CallInfo, NOTE, Operand, RANDOM
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, DAG, LANES, SCHEDULES
 from torch._inductor.pygraph.types.partition import Collective, PartitionInfo
+from torch._inductor.pygraph.types.sizes import SizeMap
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.virtualized import V
 from torch.testing._internal import pygraph_functions
@@ -86,6 +88,22 @@ def branches(compile: Callable[..., Any]) -> None:
         compile(f)(*(torch.randn(16, 16, device="cuda") for _ in range(3)))
 
 
+def branches_of_training(compile: Callable[..., Any]) -> None:
+    """Buffers of the backward take the place of what the forward saved."""
+
+    def f(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = ((t @ w).sin().softmax(-1) @ w for t in (x, y))
+        return a * b
+
+    x, y, w = (torch.randn(16, 16, device="cuda", requires_grad=True) for _ in range(3))
+    for t in (x, y):
+        mark_dynamic(t, 0)
+    compile(f)(x, y, w).sum().backward()
+
+
+OWN_PROGRAMS = {"branches": branches, "branches_of_training": branches_of_training}
+
+
 class CallsTest(TestCase):
     def compile(self, name: str, **options: Any) -> tuple[list[Any], list[Any]]:
         """Return what Inductor made of a program, and the scheduler's nodes of each function."""
@@ -108,7 +126,8 @@ class CallsTest(TestCase):
             mock.patch.object(describe, "describe_calls", described),
         ):
             warnings.simplefilter("ignore")
-            {**PROGRAMS_TO_COMPILE, "branches": branches}[name](functools.partial(torch.compile, options={"pygraph": True, **options}))
+            program = {**PROGRAMS_TO_COMPILE, **OWN_PROGRAMS}[name]
+            program(functools.partial(torch.compile, options={"pygraph": True, **options}))
         return [*graphs], nodes
 
     def unbound(self, code: str, reuses: bool) -> list[str]:
@@ -171,6 +190,17 @@ class CallsTest(TestCase):
         # The first line has the number of the compilation.
         self.assertEqual(lines[1:], comparable(without.source).splitlines()[1:])
         self.assertEqual((bool(apart), bool(with_it.info.functions[0].calls)), (name == "branches",) * 2)
+
+    def test_what_else_is_known_of_a_function(self):
+        "Which inputs its code writes over, and how it depends on its sizes: the same with notes as without."
+        (with_it, without), _ = zip(*(
+            self.compile("branches_of_training", pygraph_sizes=True, pygraph_schedules=on) for on in (True, False)
+        ))
+        backward = with_it[1].info.functions[0]
+        self.assertTrue(backward.calls and backward.reused_input_idxs)
+        self.assertIsInstance(backward.sizes, SizeMap)
+        for a, b in zip(with_it, without, strict=True):
+            self.assertEqual([dataclasses.replace(f, calls=()) for f in a.info.functions], [*b.info.functions])
 
     def test_a_buffer_in_the_place_of_a_dead_one_begins(self):
         (graph, *_), _ = self.compile("branches", pygraph_schedules=True)

@@ -71,17 +71,14 @@ class NoteLine(codegen.WrapperLine):
 
 
 @dataclasses.dataclass
-class ApartLine(codegen.WrapperLine):
+class ApartLine(codegen.ReuseLine):
     """Lets a buffer take the place of a dead one, or allocates it where a recording decides which calls share memory."""
 
-    wrapper: codegen.PythonWrapperCodegen
-    reuse: codegen.ReuseLine
-
     def codegen(self, code: IndentedBuffer) -> None:
-        old, new = self.reuse.node, self.reuse.reused_as
-        reuse = self.wrapper.make_buffer_reuse(old, new, self.reuse.delete_old)
+        old, new = self.node, self.reused_as
+        reuse = self.wrapper.make_buffer_reuse(old, new, self.delete_old)
         allocate = self.wrapper.make_buffer_allocation(new)
-        if self.reuse.delete_old and old.get_name() not in V.graph.get_output_names():
+        if self.delete_old and old.get_name() not in V.graph.get_output_names():
             allocate = f"{self.wrapper.make_buffer_free(old)}; {allocate}"
         code.writeline(f"if {NOTE} is None or {NOTE}.reuses: {reuse}")
         code.writeline(f"else: {allocate}")
@@ -98,7 +95,7 @@ def note_calls(wrapper: codegen.PythonWrapperCodegen) -> None:
         # Operators that work in place have such lines, too.
         if type(line) is codegen.ReuseLine and line.reused_as.get_name() not in wrapper.reuses and not line.comm_buffer:
             new.add(line.reused_as.get_name())
-            line = ApartLine(wrapper, line)
+            line = ApartLine(wrapper, line.node, line.reused_as, line.delete_old)
         lines.append(line)
         if isinstance(line, CALL_LINES):
             call = _describe(line, places, new)
