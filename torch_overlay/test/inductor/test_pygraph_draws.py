@@ -146,9 +146,11 @@ class DrawTest(TestCase):
             is_left_out = re.search(calls, runner) is not None
             self.assertEqual(is_left_out, kernel == "efficient" and dropout > 0)
         if kernel == "efficient" and not dropout and not nested:
-            # The forward's seed and offset are on the CPU in calls that are not captured.
+            # The forward's seed and offset are on the CPU in calls that are not captured. A checkpoint would notice.
             (info,) = graphs[1].info.functions
             self.assertEqual(len(info.saved_input_idxs), 3)
+            _, _, returned = graphs[0].source.rpartition("return (")
+            self.assertEqual(returned.partition(")")[0].count("buf"), 4, returned)
 
 
 instantiate_parametrized_tests(DrawTest)

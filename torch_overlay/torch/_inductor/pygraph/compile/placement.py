@@ -70,7 +70,6 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     # Plain torch.compile runs this pass, too. The pass does not update fake tensors.
     updater = FakeTensorUpdater(graph)
     ConstructorMoverPass(get_gpu_type())(graph)
-    drop_unused_seeds(graph)
     updater.incremental_update()
     callers = graph.owning_module.meta.get(CALLERS)
     if callers is not None and not analysis.INLINES_GRAPHS.isdisjoint(callers):
@@ -86,18 +85,27 @@ def place_cpu_values(graph: torch.fx.Graph) -> None:
     graph.eliminate_dead_code(lambda node: node not in placement.computed)
 
 
-def drop_unused_seeds(graph: torch.fx.Graph) -> None:
-    """Without dropout, let no backward of memory-efficient attention read a seed, which may be on the CPU."""
+def drop_unused_seeds(graph: torch.fx.Graph) -> int:
+    """
+    Without dropout, let no backward of memory-efficient attention read the forward's seed. The seed is on the CPU unless
+    the forward is captured, and a checkpoint refuses a saved tensor that moves. Return the number of changed nodes.
+    """
+    count = 0
     for op in analysis.MEMORY_EFFICIENT_ATTENTION:
         unused = [i for i, argument in enumerate(op._schema.arguments) if argument.name.startswith("philox")]
         for node in graph.find_nodes(op="call_function", target=op):
             if not unused or dropout_of(node):
                 continue
-            options = {"dtype": torch.long, "device": node.args[0].meta["val"].device}
+            grad = node.args[0].meta["val"]
             with graph.inserting_before(node):
-                empty = graph.call_function(aten.empty.memory_format, ([],), options)
+                empty = graph.call_function(
+                    aten.empty.memory_format, ([],), {"dtype": torch.long, "device": grad.device}
+                )
+            empty.meta["val"] = grad.new_empty((), dtype=torch.long)
             for i in unused:
                 node.update_arg(i, empty)
+            count += 1
+    return count
 
 
 class Placement:
