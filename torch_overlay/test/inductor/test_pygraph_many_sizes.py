@@ -1014,6 +1014,13 @@ class FewSizesTest(ManySizesTestCase):
         self.assertEqual([r.code for r in self.refused], [Code.CALL_AT_OTHER_SIZES])
         self.assertIn("a recording for each size: what aten.sort", text.facts([*report()][-1]))
 
+    def test_sizes_to_capture(self) -> None:
+        """Where the program names the sizes to capture, each has a recording, and no other size is captured."""
+        sizes = (37, 5, 9, 6)
+        with config.patch({"triton.cudagraph_capture_sizes": sizes}):
+            self.check(self.program(mlp), (*sizes * 3, 7, 7, 7))
+        self.assertEqual([entry.sizes for entry in report()], [[n] for n in sizes])
+
     def test_given_up(self) -> None:
         """If the recording for many sizes is given up, recordings of the first sizes stay."""
         program = self.program(mlp)

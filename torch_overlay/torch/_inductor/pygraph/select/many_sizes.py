@@ -122,10 +122,13 @@ def log_reason(spec: FunctionSpec, reason: Reason) -> None:
 
 
 def may_record(deployment: Any, inputs: Sequence[InputType]) -> bool:
-    """Return whether a function may be recorded for many sizes together. If not, log why once."""
+    """Return whether a function may be recorded for many sizes together. Log once if the function is the reason."""
     spec, model = deployment.spec, deployment.model
     # Without config.pygraph_sizes nothing is known of the sizes.
     if spec.info.sizes is None or deployment.force not in (None, NODE_UPDATE):
+        return False
+    # A recording for many sizes would capture others, too.
+    if torch._inductor.config.triton.cudagraph_capture_sizes is not None:
         return False
     if model not in _reasons and (reason := not_for_many_sizes(spec, inputs)) is not None:
         _reasons[model] = reason
