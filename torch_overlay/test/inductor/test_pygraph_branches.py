@@ -435,6 +435,32 @@ class AtBreakTest(BranchTestCase):
         with self.inductor():
             self.check(fn, self.calls(True), graphs=AT_BREAK[fn][0])
 
+    @parametrize("fails", (False, True))
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (encoder, written_mask, viewed_twice)])
+    def test_guard_is_compiled(self, fn, fails):
+        """The backend compiles what the guard of each graph computes. If it fails, the guard runs eagerly."""
+        guards, calls = [], []
+
+        def backend(wrapper, gm, inputs):
+            if not any("grapharg" in node.meta for node in gm.graph.nodes):
+                guards.append(gm)
+                if fails:
+                    raise AssertionError("not compiled")
+                return lambda *args: calls.append(args) or gm(*args)
+            return gm.forward
+
+        with mock.patch.object(torch._TorchCompileInductorWrapper, "__call__", backend):
+            self.check(fn, self.calls(False), graphs=AT_BREAK[fn][0])
+        self.assertEqual(len(guards), AT_BREAK[fn][0])
+        self.assertEqual(bool(calls), not fails)
+
+    def test_strides(self):
+        """A mask of a size, but of many strides, is read eagerly."""
+        wide = [torch.zeros(2, n)[:, :3] for n in (3, 4, 5, 6)]
+        wide[2][1, 2] = wide[3][0, 0] = 2
+        with self.inductor():
+            self.check(lambda x, mask: encoder(x, mask.sum(0)), [(torch.randn(3), mask) for mask in wide], graphs=None)
+
     @parametrize("fn", [subtest(f, name=f.__name__) for f in (row_behind_branch, waits, copies)])
     def test_reads_early(self, fn):
         """A guard would read an index out of bounds, which ends the program on a GPU, or data that is not complete yet."""

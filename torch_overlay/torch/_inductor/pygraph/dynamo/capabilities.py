@@ -19,12 +19,13 @@ from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.effects import nodes_after
 from torch._inductor.pygraph.dynamo.fills import Fills
-from torch._inductor.pygraph.dynamo.hosts import ancestors_of, is_draw
+from torch._inductor.pygraph.dynamo.hosts import ancestors_of
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
 from torch._inductor.pygraph.dynamo.lookups import Lookups
 from torch._inductor.pygraph.dynamo.loops import iterates_tensors, Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
+from torch._inductor.pygraph.dynamo.operators import is_draw
 from torch._inductor.pygraph.dynamo.sharded import release_gathered
 from torch._inductor.pygraph.dynamo.slices import make_slice
 from torch._inductor.pygraph.dynamo.whiles import Whiles

@@ -20,7 +20,6 @@ found once, when Dynamo traces the branch.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import weakref
 from typing import Any, TYPE_CHECKING
@@ -29,13 +28,14 @@ import torch
 import torch.fx
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import UnspecializeRestartAnalysis
-from torch._dynamo.guards import _get_closure_vars, install_guard
+from torch._dynamo.guards import install_guard
 from torch._dynamo.source import GlobalStateSource
 from torch._guards import Guard
 from torch._inductor.pygraph.dynamo.operators import (
     draws,
     indices,
     indices_of,
+    is_draw,
     is_in_place,
     is_of_torch,
     is_pure,
@@ -47,6 +47,7 @@ from torch._inductor.pygraph.dynamo.operators import (
     POINTWISE,
     storage_of,
 )
+from torch._inductor.pygraph.dynamo.outcomes import Decision, guard_on, outcomes_of
 from torch._inductor.pygraph.dynamo.outlining import ITEM
 from torch._inductor.pygraph.dynamo.ranges import is_untouched, range_of
 from torch.utils._ordered_set import OrderedSet
@@ -55,7 +56,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from torch._dynamo.guards import GuardBuilder
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -81,61 +82,9 @@ GRAPHS = "pygraph_graphs_of_outcomes"
 MODULES = "pygraph_modules_of_turns"
 IN_GRAPH = "pygraph_draws_in_graph"
 
-DRAWS = frozenset(("rand", "randn", "randint"))
 RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 # Operators that compute elements, or write them in place
 WRITING = POINTWISE | {"masked_fill", "pad"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """
-    Attributes:
-        node: whose truth decided
-        last: the last node that guards had to compute when it was decided
-        truth: of the node
-    """
-
-    node: torch.fx.Node
-    last: torch.fx.Node
-    truth: bool
-
-
-class DiffersError(RuntimeError):
-    """A branch has another outcome than in the call that was traced."""
-
-
-@dataclasses.dataclass
-class Outcomes:
-    """
-    Attributes:
-        function: computes what decides, from a generator and the inputs, and returns its last value. Raises DiffersError.
-        inputs: their expressions
-        draws: it draws from the generator
-    """
-
-    function: Callable[..., Any]
-    inputs: list[str]
-    draws: bool
-
-    def finder(self, global_scope: dict[str, Any]) -> Callable[[Any], bool | None]:
-        """
-        Return what finds the last truth in a call from its variables, or None if an earlier one differs. The call's
-        generator stays as it is.
-        """
-        scope = {**_get_closure_vars(), "G": global_scope}
-        read = eval(f"lambda L: ({''.join(f'{name}, ' for name in self.inputs)})", scope)
-
-        def find(local_scope: Any) -> bool | None:
-            generator = torch.default_generator.clone_state() if self.draws else None
-            with torch.no_grad() if self.inputs else contextlib.nullcontext():
-                try:
-                    return bool(self.function(generator, *read(local_scope)))
-                except (IndexError, RuntimeError):
-                    # An outcome differs, or the program raises it where it computes the value.
-                    return None
-
-        return find
 
 
 class Hosts:
@@ -216,7 +165,8 @@ class Hosts:
         if self.decided:
             *earlier, last = self.decided
             outcomes = outcomes_of(self.slice, earlier, last.node)
-            guard = functools.partial(guard_on, outcomes=outcomes, truth=last.truth)
+            backend = tx.output.compiler_fn if self.is_compiled() else None
+            guard = functools.partial(guard_on, outcomes=outcomes, truth=last.truth, backend=backend)
             install_guard(Guard(GlobalStateSource(), guard))
         if (module := first_turn_of(tx)) is not None:
             code = tx.output.root_tx.f_code
@@ -224,6 +174,12 @@ class Hosts:
             install_guard(Guard(GlobalStateSource(), guard))
         for node in self.drawn_in_front(tx):
             tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
+
+    def is_compiled(self) -> bool:
+        """Return whether the backend compiles what guards compute: where they wait, and inputs have a single layout."""
+        examples = [node.meta["example_value"] for node in self.slice if node.op == "placeholder"]
+        is_static = all(type(stride) is int for example in examples for stride in example.stride())
+        return is_static and not all(map(is_known, self.slice)) and not any(map(is_draw, self.slice))
 
     def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:
         """Return the draws that bytecode makes."""
@@ -385,11 +341,9 @@ def is_autocast(nodes: Iterable[torch.fx.Node]) -> bool:
     """Return whether autocast may change what nodes compute."""
     nodes = [*nodes]
     enter = torch.amp.autocast_mode._enter_autocast
-    return any(map(torch.is_autocast_enabled, devices_of(nodes))) or any(n.target is enter for n in nodes[0].graph.nodes)
-
-
-def is_draw(node: torch.fx.Node) -> bool:
-    return node.op == "call_function" and name_of(node) in DRAWS and is_of_torch(node)
+    return any(map(torch.is_autocast_enabled, devices_of(nodes))) or any(
+        n.target is enter for n in nodes[0].graph.nodes
+    )
 
 
 def is_in_order(graph: torch.fx.Graph, drawn_in_front: OrderedSet[torch.fx.Node]) -> bool:
@@ -408,38 +362,6 @@ def is_on_gpu(node: torch.fx.Node) -> bool:
     return isinstance(example, torch.Tensor) and example.device.type not in ("cpu", "meta")
 
 
-def outcomes_of(found: OrderedSet[torch.fx.Node], decided: Sequence[Decision], last: torch.fx.Node) -> Outcomes:
-    """
-    Return the computation of ``last``, which is asked after ``decided``. It stops at the first branch whose outcome
-    differs. So it computes and writes nothing that the program reaches only by the traced outcome.
-    """
-    nodes = [node for node in last.graph.nodes if node in found]
-    graph = torch.fx.Graph()
-    generator = graph.placeholder("generator")
-    inputs = [node for node in nodes if node.op == "placeholder"]
-    inside = {node: graph.placeholder(node.name) for node in inputs}
-    behind = iter(decided)
-    decision = next(behind, None)
-    for node in last.graph.nodes:
-        if node in found and node.op != "placeholder":
-            inside[node] = graph.node_copy(node, inside.__getitem__)
-            # Guards live longer than the examples.
-            inside[node].meta.clear()
-            if is_draw(node):
-                inside[node].update_kwarg("generator", generator)
-        while decision is not None and decision.last is node:
-            graph.call_function(expect, (inside[decision.node], decision.truth))
-            decision = next(behind, None)
-    graph.output(inside[last])
-    names = [node.meta["grapharg"].source.name for node in inputs]
-    return Outcomes(torch.fx.GraphModule({}, graph).forward, names, any(map(is_draw, nodes)))
-
-
-def expect(value: torch.Tensor, truth: bool) -> None:
-    if bool(value) is not truth:
-        raise DiffersError
-
-
 def plain(value: Any) -> Any:
     """Return arguments without the types of a graph."""
     if isinstance(value, dict):
@@ -450,14 +372,6 @@ def plain(value: Any) -> Any:
 
 
 # Guards
-
-
-def guard_on(builder: GuardBuilder, guard: Guard, outcomes: Outcomes, truth: bool) -> None:
-    find = outcomes.finder(builder.scope["G"])
-    # The guards of the inputs come first.
-    builder.guard_manager.root.add_epilogue_lambda_guard(
-        lambda local_scope: find(local_scope) is truth, ["the outcomes of branches"], None
-    )
 
 
 def count_turn(builder: GuardBuilder, guard: Guard, code: types.CodeType, module: weakref.ref) -> None:

@@ -30,7 +30,9 @@ VIEWS = frozenset(
     contiguous cpu expand flatten getattr getitem permute reshape squeeze t transpose unflatten unsqueeze view
     """.split()
 )
-CONSTRUCTORS = frozenset("arange full full_like new_full new_ones new_zeros ones ones_like tensor zeros zeros_like".split())
+CONSTRUCTORS = frozenset(
+    "arange full full_like new_full new_ones new_zeros ones ones_like tensor zeros zeros_like".split()
+)
 OTHERS = frozenset(
     """
     acos acosh addcdiv addcmul addmm argmax argmin as_strided asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm
@@ -46,6 +48,9 @@ TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS
 # Functions of Python that write their first operand
 IN_PLACE = frozenset(("iadd", "iand", "ifloordiv", "ilshift", "imatmul", "imod", "imul", "ior", "ipow", "irshift"))
 IN_PLACE |= frozenset(("isub", "itruediv", "ixor", "setitem"))
+
+# Functions whose draws the host can make
+DRAWS = frozenset(("rand", "randn", "randint"))
 
 # Functions that draw by operators of other names.
 DRAWING = frozenset(
@@ -151,6 +156,10 @@ def draws(node: torch.fx.Node) -> bool:
             torch.Tag.nondeterministic_seeded in getattr(operator, overload).tags for overload in operator.overloads()
         )
     )
+
+
+def is_draw(node: torch.fx.Node) -> bool:
+    return node.op == "call_function" and name_of(node) in DRAWS and is_of_torch(node)
 
 
 def argument(node: torch.fx.Node, place: int, name: str, default: Any) -> Any:
