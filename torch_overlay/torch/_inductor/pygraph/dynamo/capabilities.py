@@ -22,6 +22,7 @@ from torch._inductor.pygraph.dynamo.fills import Fills
 from torch._inductor.pygraph.dynamo.hosts import ancestors_of
 from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
+from torch._inductor.pygraph.dynamo.leaves import Leaves
 from torch._inductor.pygraph.dynamo.lookups import Lookups
 from torch._inductor.pygraph.dynamo.loops import iterates_tensors, Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
@@ -59,7 +60,7 @@ class PyGraphFrame(Items):
             raise SkipFrame("a frame that may run eagerly does not compile") from error
 
 
-class MendingFrame(Whiles, Lookups, Fills, Checks, Copies, Loops, PyGraphFrame):
+class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGraphFrame):
     def __init__(self) -> None:
         super().__init__()
         # By code and instruction, the first value that decided there

@@ -208,6 +208,7 @@ class Code(str, enum.Enum):
     HOST_DECIDES = "the host decides the branch before the graph runs"
     HOST_LOOKS_UP = "the host finds that the index is within bounds, and the graph takes a copy of the row"
     FILLED_IN_GRAPH = "the graph fills the slice by a mask, which it computes from the bounds"
+    LEAF_IN_GRAPH = "no result depends on whether the tensor requires a gradient"
     BOTH_PATHS_RUN = "both paths of the branch run in the graph, and torch.where selects"
     COND_IN_GRAPH = "torch.cond runs the path that the branch takes"
     BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
@@ -241,6 +242,10 @@ class Code(str, enum.Enum):
     JOIN_IS_SEEN = (
         "the branch leaves a tensor as it was, and the program tells it from a copy: {why}",
         "Return, write and compare results of operators instead of that tensor.",
+    )
+    LEAF_IS_SEEN = (
+        "the program makes a leaf of a tensor: {why}",
+        "Set requires_grad in front of the compiled function.",
     )
     BOOL_IS_READ = (
         "the program needs the bool of a tensor as a value: {why}",
