@@ -332,6 +332,34 @@ def appends(x, n):
     return found
 
 
+def list_of_turn(x, n):
+    while x.sum() < n:
+        found = []
+        for k in range(3):
+            found.append(x * k)
+        x = x + sum(found)
+    return x + n
+
+
+def appends_to_alias(x, n):
+    kept = []
+    while x.sum() < n:
+        x = x + 4
+        found = kept
+        found.append(x)
+    return kept
+
+
+def appends_or_begins(x, n):
+    found = []
+    while x.sum() < n:
+        x = x + 4
+        if len(found) > 1:
+            found = []
+        found.append(x)
+    return x
+
+
 def mutates(x, n):
     while x.sum() < n:
         x += 1
@@ -691,7 +719,7 @@ COMPILED = (
     + (reads_deleted, swaps, returns_argument, nested_loops, while_in_for, two_loops, loop_before, object_items)
     + (iterator_goes_on, calls, items, mutates, closure, in_call, without_gradient, return_without_gradient)
     + (gradient_inside, changes_gradient, draws, prints, raises_in_operator, raises_in_item, catches_inside)
-    + (comprehension, comprehension_behind)
+    + (comprehension, comprehension_behind, list_of_turn)
 )
 
 # Programs that run as without PyGraph, as far as their loops go.
@@ -700,10 +728,12 @@ STAY = (no_turn, generator_items, zipped, stores_attribute, stores_cell, catches
     suppresses,
     maybe_unbound,
     filtered,
+    appends_to_alias,
+    appends_or_begins,
 )
 
 # Programs whose turns differ in numbers or floats only.
-TURNS = (while_below, clock, while_with_number, while_true, while_with_floats, for_break_first)
+TURNS = (while_below, clock, while_with_number, while_true, while_with_floats, for_break_first, list_of_turn)
 
 
 def named(programs: tuple[Callable[..., Any], ...]) -> list[Any]:

@@ -55,6 +55,9 @@ STORES_CELL = ("STORE_DEREF", "DELETE_DEREF", "MAKE_CELL")
 # Methods that add to a list or a dictionary: Dynamo guards its length and its keys, and each turn would be compiled.
 GROWS = ("append", "appendleft", "extend", "insert", "setdefault")
 
+# Instructions that leave a new container on the stack.
+MAKES = ("BUILD_LIST", "BUILD_MAP", "LIST_EXTEND", "BUILD_CONST_KEY_MAP")
+
 # Instructions that add to a container on the stack, and the number of values that they add.
 ADDS = {"LIST_APPEND": 1, "SET_ADD": 1, "MAP_ADD": 2}
 
@@ -160,8 +163,17 @@ class Outlining:
                 raise StaysError("a handler leaves it")
             if inst.opname in ADDS and flow.depths[i] - ADDS[inst.opname] - inst.arg < flow.depths[self.header]:
                 raise StaysError("it is a comprehension")
-            if inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in GROWS:
+            grows = inst.opname in ("LOAD_ATTR", "LOAD_METHOD") and inst.argval in GROWS
+            if grows and not self._is_made_in_turn(i - 1):
                 raise StaysError(f"it calls {inst.argval}, after which each turn would be compiled")
+
+    def _is_made_in_turn(self, i: int) -> bool:
+        """Return whether an instruction loads a variable that holds a container made in the same turn."""
+        flow = self.flow
+        if flow.instructions[i].opname != "LOAD_FAST" or flow.local(i) & flow.live[self.header]:
+            return False
+        stores = [j for j in self.inside if flow.instructions[j].opname == "STORE_FAST" and flow.local(j) == flow.local(i)]
+        return all(flow.instructions[j - 1].opname in MAKES for j in stores)
 
     # How a turn can end
 
