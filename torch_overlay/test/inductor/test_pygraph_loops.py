@@ -336,7 +336,7 @@ def list_of_turn(x, n):
     while x.sum() < n:
         found = []
         for k in range(3):
-            found.append(x * k)
+            found.append(x * k + 1)
         x = x + sum(found)
     return x + n
 

@@ -14,7 +14,15 @@ import torch
 from torch import nn
 
 from .case import adding, Inputs, normal, sized, Suite
-from .models.breaking import AssertedLoss, CheckedLoss, FlowPolicy, GreedyGeneration, LayerDropEncoder, LoggedLoss
+from .models.breaking import (
+    AdaptiveOde,
+    AssertedLoss,
+    CheckedLoss,
+    FlowPolicy,
+    GreedyGeneration,
+    LayerDropEncoder,
+    LoggedLoss,
+)
 from .models.hub import token_inputs, transformers_model
 from .models.language import Decoder
 
@@ -61,8 +69,21 @@ def _generation(small: bool) -> nn.Module:
 CHUNK = sized(normal((1, 50, 32), (1, 50, 1024)), normal((1, 5, 32), (1, 5, 64)))
 OWN: dict[str, tuple[Any, ...]] = {
     # Each has the module, its inputs, the mode, the reason of the graph break, and other fields of Case.
-    "flow_clock": (_policy(True), CHUNK, "inference", "the loop asks a tensor", {"min_gain_over_stock": 8.0}),
-    "flow_counter": (_policy(False), CHUNK, "inference", "none: flow_clock with a counter in Python", {}),
+    "flow_clock": (_policy(True), CHUNK, "inference", "the loop asks a tensor", {"dtype": torch.bfloat16}),
+    "flow_counter": (
+        _policy(False),
+        CHUNK,
+        "inference",
+        "none: flow_clock with a counter in Python",
+        {"dtype": torch.bfloat16},
+    ),
+    "adaptive_ode": (
+        lambda small: AdaptiveOde(8, 16) if small else AdaptiveOde(128, 512),
+        sized(normal((64, 128)), normal((4, 8))),
+        "inference",
+        "the solver stops on a tensor",
+        {"min_gain_over_stock": 8.0},
+    ),
     "greedy_generation": (
         _generation,
         sized(lambda: ((torch.randint(3, 32000, (4, 1)),), {}), lambda: ((torch.randint(3, 64, (2, 1)),), {})),
