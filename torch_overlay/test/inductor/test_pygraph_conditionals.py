@@ -215,6 +215,16 @@ class CodegenTest(TestCase):
                     torch.compile(gated, options={"pygraph": True})(x, w, v, torch.ones((), dtype=torch.bool, device="cuda"))
         self.assertEqual([p.captured for p in graphs[0].partitions], [True, False, True])
 
+    def test_no_driver(self):
+        """The same where cuda-bindings or the driver's library is missing."""
+        for error in (ImportError("No module named 'cuda'"), RuntimeError("Failed to dlopen libcuda.so.1")):
+            torch._dynamo.reset()
+            with fake_cuda() as graphs, config.patch(pygraph_conditionals=True), torch.no_grad():
+                x, w, v = (torch.randn(16, 16, device="cuda") for _ in range(3))
+                with mock.patch.object(torch._inductor.pygraph.graph.prelude, "bindings", side_effect=error):
+                    torch.compile(gated, options={"pygraph": True})(x, w, v, torch.ones((), dtype=torch.bool, device="cuda"))
+            self.assertEqual([p.captured for p in graphs[0].partitions], [True, False, True])
+
 
 @unittest.skipIf(cu is None, "requires cuda-bindings")
 class ConditionalTest(TestCase):

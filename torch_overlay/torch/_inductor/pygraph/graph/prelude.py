@@ -245,8 +245,12 @@ def copy_kernel(device_index: int) -> Any:
 
 def branch_kernel(device_index: int) -> Any:
     """Return the CUfunction that sets a condition: (handle, address of a bool). Raises PreludeUnavailable."""
-    cu = bindings()
-    if min(cu.CUDA_VERSION, check(cu.cuDriverGetVersion())) < BRANCH_DRIVER_VERSION:
+    try:
+        version = min(bindings().CUDA_VERSION, check(bindings().cuDriverGetVersion()))
+    except (ImportError, RuntimeError) as e:
+        # cuda-bindings or libcuda is missing where code is compiled.
+        raise PreludeUnavailable(f"there is no driver: {e}") from e
+    if version < BRANCH_DRIVER_VERSION:
         raise PreludeUnavailable("the driver has no conditional nodes with two bodies")
     return _kernels(device_index, True)[BRANCH]
 
