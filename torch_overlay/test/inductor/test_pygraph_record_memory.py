@@ -636,6 +636,95 @@ class MemoryTest(RecordTestCase):
         # Eight activations, the inputs and the gradient.
         self.assertEqual(self.device.peak > 12 * size * 4, is_large)
 
+    @parametrize("hidden", (None, 0))
+    @parametrize("lends", (True, False))
+    def test_peak_of_a_backward_with_temporary_tensors(self, hidden, lends):
+        "Its rehearsal takes the memory that the forward's have left in the pool. So may what the call returns."
+        size, forward, backward = 1 << 12, None, None
+        new = f"{ALLOCATOR}(({size},), (1,), torch.float32)"
+        temporary = "".join(f"{b} = {new}; launch(sin, {b}, {a}); " for a, b in itertools.pairwise("xabcd"))
+        sums = f"s = {new}; launch(add, s, a, b); launch(add, s, s, c); launch(add, s, s, d)"
+        products = "".join(f"{b} = {new}; launch(mul, {b}, {a}, s); " for a, b in itertools.pairwise("tabcd"))
+        with mock.patch.object(memory, "MIN_LENT_BYTES", size if lends else 1 << 30):
+            for _ in range(7):
+                new_generation()
+                x, t = self.randn(size), self.randn(size)
+                forward = forward or self.deploy(
+                    f"x, = args; args.clear(); {temporary}{sums}; return (s,)", [x], mode="forward", returned=()
+                )
+                inputs = [*forward.call([x]), t]
+                s, expected = on_host(inputs[0]).clone(), on_host(t).clone()
+                powers = [expected := expected * s for _ in "abcd"]
+                del x, t
+                backward = backward or self.deploy(
+                    f"s, t = args; args.clear(); {products}launch(add, a, a, c); return (d, a, b)",
+                    inputs,
+                    mode="backward",
+                    names=["saved", "tangents_1"],
+                )
+                with hiding(hidden):
+                    gradients = backward.call(inputs)
+                a, b, c, d = powers
+                self.assertEqual(self.values(gradients), [d, a + c, b])
+                del gradients, inputs
+        self.assertEqual([entry.choice for entry in report()], ["node_update", "copy" if hidden == 0 else "node_update"])
+        if hidden is None:
+            # The inputs, the forward's memory, and the gradients on their way to the host.
+            self.assertEqual(self.device.peak < 11 * size * 4, lends)
+
+    @mock.patch.object(memory, "MIN_LENT_BYTES", 1)
+    def test_result_of_a_rehearsal_in_the_pool_proves_nothing(self):
+        "The graph leaves its result out, and has it where the rehearsal had it."
+        size, forward, backward = 1 << 12, None, None
+        new = f"{ALLOCATOR}(({size},), (1,), torch.float32)"
+        for _ in range(4):
+            new_generation()
+            x, t = self.randn(size), self.randn(size)
+            forward = forward or self.deploy(
+                f"x, = args; args.clear(); a = {new}; launch(sin, a, x); s = {new}; launch(sin, s, a); return (s,)",
+                [x],
+                mode="forward",
+                returned=(),
+            )
+            inputs = [*forward.call([x]), t]
+            del x, t
+            backward = backward or self.deploy(
+                f"s, t = args; args.clear(); g = {new}; u = {new}; launch(add, u, s, t)\n"
+                "torch.cuda.is_current_stream_capturing() or launch(mul, g, s, t); return (g, u)",
+                inputs,
+                mode="backward",
+                names=["saved", "tangents_1"],
+            )
+            backward.call(inputs)
+            del inputs
+        self.assertIn("differs", report()[1].reason)
+
+    @mock.patch.object(memory, "MIN_LENT_BYTES", 1)
+    def test_free_memory_of_a_pool_is_lent(self):
+        pool = self.device.new_pool()
+        # A graph has it.
+        self.device.uses[pool] += 1
+        with self.device.allocate_to_pool(0, pool, None):
+            tensors = [self.randn(n) for n in (256, 1024, 512)]
+        known = tensors.pop()
+        addresses = [t.data_ptr() for t in tensors]
+        del tensors
+        free = memory.FreeMemory(pool, 0)
+        like = torch.empty(130, device="meta")
+        # The smallest gap first, then parts of a larger one.
+        lent = [free.lend(like) for _ in range(2)]
+        self.assertEqual([t.data_ptr() for t in lent], [addresses[0], addresses[1]])
+        lent.append(free.lend(like))
+        self.assertEqual(lent[2].data_ptr(), addresses[1] + 1024)
+        self.assertIsNone(free.lend(torch.empty(1024, device="meta")))
+        del lent[1]
+        self.assertEqual(free.lend(like).data_ptr(), addresses[1])
+        self.assertEqual(free.nbytes, 3 * 1024)
+        before = on_host(known).clone()
+        free.mark()
+        self.assertTrue(proof.is_unwritten(lent[0]))
+        self.assertEqual(on_host(known), before)
+
     def test_rehearsal_gives_its_memory_back(self):
         with memory.OwnPool(0) as own_pool:
             self.randn(), self.randn(3)

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.graph.memory import FreeMemory
     from torch._inductor.pygraph.types.partition import PartitionInfo
     from torch._inductor.utils import InputType
 
@@ -101,11 +102,12 @@ def with_allocator(model: ModelType, info: PartitionInfo, allocate: Callable[...
 class AllocationTrace:
     """
     Allocate as the wrapper does, mark the memory, and remember the order. ``pooled`` are storages that the graph needs
-    in its pool. They are all known once the function ran.
+    in its pool. They are all known once the function ran. ``free`` is memory to use before any other.
     """
 
-    def __init__(self, pooled: Collection[StorageWeakRef] = ()) -> None:
+    def __init__(self, pooled: Collection[StorageWeakRef] = (), free: FreeMemory | None = None) -> None:
         self.pooled = pooled
+        self.free = free
         self.begin()
 
     def begin(self) -> None:
@@ -115,11 +117,14 @@ class AllocationTrace:
         self.ordinals: dict[StorageWeakRef, int] = {}
 
     def __call__(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        t = empty_strided_cuda(size, stride, dtype)
+        allocation = Allocation(tuple(size), tuple(stride), dtype)
+        t = None if self.free is None else self.free.lend(allocation.like())
+        if t is None:
+            t = empty_strided_cuda(size, stride, dtype)
         # As the graph's is.
         mark_unwritten(t)
         self.ordinals[StorageWeakRef(t.untyped_storage())] = len(self.allocations)
-        self.allocations.append(Allocation(tuple(size), tuple(stride), dtype))
+        self.allocations.append(allocation)
         return t
 
     def holds(self, t: torch.Tensor) -> bool:

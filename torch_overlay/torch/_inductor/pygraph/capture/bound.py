@@ -28,7 +28,7 @@ from torch._inductor.pygraph.capture.library import Scratch
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.copies import replace_copies
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import PoolRanges, room
+from torch._inductor.pygraph.graph.memory import FreeMemory, PoolRanges, room
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
@@ -157,8 +157,12 @@ class BoundGraphNode(CopyGraphNode):
     def _rehearse(self, inputs: list[InputType]) -> None:
         function, request = self.wrapped_function, self.request
         collectives = self.collectives
-        trace = allocation.AllocationTrace(() if collectives is None else collectives.operands)
         branches = self.branches
+        managed = self.cudagraph_managed_idxs
+        # The proof overwrites managed inputs. Of collectives and branches, graph and function run again after it.
+        is_rerun = (collectives or branches) is not None
+        free = FreeMemory(self.cuda_graphs_pool, self.device) if managed and not is_rerun else None
+        trace = allocation.AllocationTrace(() if collectives is None else collectives.operands, free)
         traced = with_branches(allocation.with_allocator(function.model, request.spec.info, trace), branches)
         self.scheduled = scheduled = ScheduledRecording(
             request, self.device, self.cuda_graphs_pool, has_managed=bool(self.cudagraph_managed_idxs)
@@ -188,9 +192,7 @@ class BoundGraphNode(CopyGraphNode):
             )
             return trace.others_of(outputs)
 
-        managed = self.cudagraph_managed_idxs
-        if (collectives or branches) is not None and managed:
-            # The proof overwrites managed inputs, and then the call runs the graph again.
+        if is_rerun and managed:
             self.saved_managed = {i: SavedInput(inputs[i]) for i in managed}  # type: ignore[arg-type]
             inputs = [self.saved_managed[i].like(t) if i in managed else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
             managed = []
@@ -205,6 +207,7 @@ class BoundGraphNode(CopyGraphNode):
                 managed=OrderedSet(managed),
                 mutated=list(function.mutated_input_idxs),
                 reused=request.spec.reused_input_idxs,
+                free=free,
             )
 
         paths = [dict(choice) for choice in request.spec.info.paths]

@@ -23,7 +23,8 @@ from torch._inductor.pygraph.trees.manager import empty_capture, without_trees
 from torch._inductor.pygraph.types.function import RecordingFacts, RecordingRequest, Refused
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.values.deliver import CapturedValues
-from torch._inductor.pygraph.verify.rehearsal import apart, HostGenerators, Rehearsal
+from torch._inductor.pygraph.verify.kept import apart
+from torch._inductor.pygraph.verify.rehearsal import HostGenerators, Rehearsal
 from torch.utils._ordered_set import OrderedSet
 
 

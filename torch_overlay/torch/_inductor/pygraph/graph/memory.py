@@ -13,12 +13,13 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor.pygraph.graph.binding import read_host_memory
 from torch._inductor.pygraph.graph.driver import bindings
-from torch._inductor.pygraph.graph.placeholder import tensor_at
+from torch._inductor.pygraph.graph.placeholder import round_up, storage_extent, tensor_at, UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from typing_extensions import Self
 
@@ -105,6 +106,70 @@ def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
             if block["state"] == "inactive":
                 like = torch.empty(block["size"] // 8, dtype=torch.int64, device="meta")
                 tensor_at(block["address"], like, device_index).fill_(word)
+
+
+# The allocator takes smaller tensors from small segments. Addresses are multiples of the other number.
+MIN_LENT_BYTES, LENT_ALIGNMENT = 1 << 20, 512
+
+
+class FreeMemory:
+    """
+    The memory of a graphs' pool that no tensor lies in, lent to runs of a function before its capture. The graph will
+    take its memory from there, too.
+
+    Attributes:
+        nbytes: the most that was lent at a time
+        addresses: of all tensors that it was lent to
+    """
+
+    def __init__(self, pool: _POOL_HANDLE, device_index: int) -> None:
+        self.device_index = device_index
+        self.blocks: list[tuple[int, int]] = sorted(
+            (block["address"], block["size"])
+            for segment in segments_of(pool)
+            for block in segment["blocks"]
+            if block["state"] == "inactive" and block["size"] >= MIN_LENT_BYTES
+        )
+        self.largest = max((nbytes for _, nbytes in self.blocks), default=0)
+        self.nbytes = 0
+        self.addresses: set[int] = set()
+        # (address, bytes) by storage
+        self.lent: dict[StorageWeakRef, tuple[int, int]] = {}
+
+    def _gaps(self) -> Iterator[tuple[int, int]]:
+        """Yield (bytes, address) of what is not lent."""
+        self.lent = {ref: lent for ref, lent in self.lent.items() if not ref.expired()}
+        taken = iter(sorted(self.lent.values()))
+        lent = next(taken, None)
+        for address, nbytes in self.blocks:
+            end = address + nbytes
+            while lent is not None and lent[0] < end:
+                start, length = lent
+                yield start - address, address
+                address = start + length
+                lent = next(taken, None)
+            yield end - address, address
+
+    def lend(self, like: torch.Tensor) -> torch.Tensor | None:
+        """Return a tensor in the smallest gap that holds it, or None. It is lent until its storage is gone."""
+        nbytes = round_up(storage_extent(like), LENT_ALIGNMENT)
+        if not MIN_LENT_BYTES <= nbytes <= self.largest:
+            return None
+        gap = min((gap for gap in self._gaps() if gap[0] >= nbytes), default=None)
+        if gap is None:
+            return None
+        _, address = gap
+        t = tensor_at(address, like, self.device_index)
+        self.lent[StorageWeakRef(t.untyped_storage())] = address, nbytes
+        self.addresses.add(address)
+        self.nbytes = max(self.nbytes, sum(length for _, length in self.lent.values()))
+        return t
+
+    def mark(self) -> None:
+        """Mark it as unwritten. A graph that leaves a result out must not find it there."""
+        for address, nbytes in self.blocks if self.addresses else ():
+            like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+            tensor_at(address, like, self.device_index).fill_(UNWRITTEN)
 
 
 class OwnPool:

@@ -32,7 +32,7 @@ from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, NO_GRAPH, 
 from torch._inductor.pygraph.types.function import FunctionSpec
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.report import FunctionReport
-from torch._inductor.pygraph.verify.rehearsal import apart
+from torch._inductor.pygraph.verify.kept import apart
 from torch._inductor.utils import align_inputs_from_check_idxs, remove_unaligned_input_idxs
 from torch.utils._ordered_set import OrderedSet
 

@@ -9,7 +9,7 @@ from torch._inductor.pygraph.graph.placeholder import tensor_at
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Sequence
 
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.graph.memory import PoolRanges
@@ -18,21 +18,36 @@ if TYPE_CHECKING:
 MAX_BYTES = 4 << 30
 
 
+def apart(outputs: OutputType, addresses: Container[int]) -> OutputType:
+    """
+    Return the outputs of an uncaptured run, copied where they lie in the graphs' pool, at ``addresses``: a gradient may
+    be written over an activation, which is dead to trees then.
+    """
+    return [
+        o.clone() if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in addresses else o for o in outputs
+    ]
+
+
 class KeptOutputs:
     """
     Args:
         outputs: of the run
         ranges: memory that was allocated for the run. Outputs outside of it are kept as they are
+        lent: addresses of memory that the graph will write, and that the run had
     """
 
-    def __init__(self, outputs: Sequence[Any], ranges: PoolRanges, device_index: int) -> None:
-        self.outputs = list(outputs)
+    def __init__(
+        self, outputs: Sequence[Any], ranges: PoolRanges, device_index: int, lent: Container[int] = ()
+    ) -> None:
         self.device_index = device_index
         # Copies on the host would lose that a tensor is a lazy conjugate or negative.
         own = {
             i: t
             for i, t in enumerate(outputs)
-            if isinstance(t, torch.Tensor) and t.is_cuda and t.data_ptr() in ranges and not (t.is_conj() or t.is_neg())
+            if isinstance(t, torch.Tensor)
+            and t.is_cuda
+            and (t.data_ptr() in ranges or t.untyped_storage().data_ptr() in lent)
+            and not (t.is_conj() or t.is_neg())
         }
         # By address: outputs may share memory.
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in own.values())}
@@ -40,14 +55,14 @@ class KeptOutputs:
         # (address of the storage, dtype, size, stride, offset) by output
         self.places: dict[int, tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
         if sum(storages.values()) > MAX_BYTES:
-            return
+            own, storages = {}, {}
+        self.outputs = apart([None if i in own else t for i, t in enumerate(outputs)], lent)
         for address, nbytes in storages.items():
             like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
             self.on_host[address] = tensor_at(address, like, device_index).cpu()
         for i, t in own.items():
             address = t.untyped_storage().data_ptr()
             self.places[i] = address, t.dtype, tuple(t.shape), t.stride(), t.storage_offset()
-            self.outputs[i] = None
 
     def on_device(self) -> OutputType:
         """Return the outputs. Those that share memory still do."""

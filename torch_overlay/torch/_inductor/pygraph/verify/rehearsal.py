@@ -12,7 +12,7 @@ from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, PoolRanges
 from torch._inductor.pygraph.graph.placeholder import storage_extent, UNWRITTEN
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.verify.kept import KeptOutputs, MAX_BYTES
+from torch._inductor.pygraph.verify.kept import apart, KeptOutputs, MAX_BYTES
 from torch._inductor.pygraph.verify.proof import mark_unwritten, Proof
 from torch.utils._ordered_set import OrderedSet
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
+    from torch._inductor.pygraph.graph.memory import FreeMemory
     from torch._inductor.utils import InputType
 
 
@@ -99,16 +100,6 @@ class HostGenerators(RngState):
         return [key for *_, key in self.states] == [key for *_, key in other.states]
 
 
-def apart(outputs: OutputType, addresses: frozenset[int]) -> OutputType:
-    """
-    Return the outputs of an uncaptured run, copied where they lie in inputs of the pool, at ``addresses``: a gradient
-    may be written over an activation, which is dead to trees then.
-    """
-    return [
-        o.clone() if isinstance(o, torch.Tensor) and o.untyped_storage().data_ptr() in addresses else o for o in outputs
-    ]
-
-
 class Rehearsal:
     """
     One uncaptured run, and further ones where a question needs them. Afterwards inputs and generators are as before.
@@ -119,6 +110,7 @@ class Rehearsal:
         managed: inputs that an earlier graph of the path left in the pool. No further run comes after the replay
         mutated: inputs that the program sees written
         reused: inputs whose memory the code may use again
+        free: memory of the graphs' pool that ``run`` may use, if there are managed inputs. No later run uses it
 
     Attributes:
         inputs: of the call, None for those that are managed
@@ -138,6 +130,7 @@ class Rehearsal:
         managed: OrderedSet[int],
         mutated: Sequence[int],
         reused: OrderedSet[int],
+        free: FreeMemory | None = None,
     ) -> None:
         written = OrderedSet(mutated) | OrderedSet(i for i in reused if isinstance(inputs[i], torch.Tensor))
         self.model = model
@@ -161,12 +154,14 @@ class Rehearsal:
                 if managed:
                     self.others = self.other_runs(inputs)
                     self._restore(inputs)
-                self._first_run(inputs, inspect, own_pool if managed else None)
+                self._first_run(inputs, inspect, own_pool if managed else None, free)
                 if not host.equals(HostGenerators()) and self._draws_from(host, inputs):
                     raise RefusedError(Reason.of(Code.HOST_RANDOM), is_capturable=False)
         finally:
             self._restore(inputs)
-        self.needed_bytes = own_pool.nbytes
+            if free is not None:
+                free.mark()
+        self.needed_bytes = own_pool.nbytes + (free.nbytes if free is not None else 0)
         if self.kept is not None:
             self.before.clear()
 
@@ -176,7 +171,11 @@ class Rehearsal:
             saved.restore(inputs[i])
 
     def _first_run(
-        self, inputs: list[InputType], inspect: Callable[[OutputType], list[int]], keep_from: OwnPool | None
+        self,
+        inputs: list[InputType],
+        inspect: Callable[[OutputType], list[int]],
+        keep_from: OwnPool | None,
+        free: FreeMemory | None,
     ) -> None:
         outputs = self.run(list(inputs))
         self.unmarked = inspect(outputs)
@@ -184,13 +183,14 @@ class Rehearsal:
         if keep_from is None:
             return
         # An output in the memory of a managed input must neither be restored with the input nor keep it alive.
-        reused = frozenset(
+        reused = {
             t.untyped_storage().data_ptr()
             for t, kept in zip(inputs, self.inputs)
             if isinstance(t, torch.Tensor) and kept is None
-        )
+        }
+        lent = () if free is None else free.addresses
         self.kept = (
-            KeptOutputs(apart(outputs, reused), PoolRanges(keep_from.pool), self.device_index),
+            KeptOutputs(apart(outputs, reused), PoolRanges(keep_from.pool), self.device_index, lent),
             save_inputs(inputs, self.mutated),
             RngState(self.device_index, inputs),
         )
