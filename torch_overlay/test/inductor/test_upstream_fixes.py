@@ -200,6 +200,22 @@ def f(x):
             self.assertEqual(compiled(x), -model[0](x))
         self.assertEqual(compiled(x), model(x))
 
+    @parametrize("container", (dict, list))
+    def test_items_that_are_not_read(self, container: type) -> None:
+        """The program changes an item of a dictionary or a list. Other items may have any value."""
+
+        def f(x, seen):
+            seen[0] = True
+            return x + 1
+
+        compiled = torch.compile(f, backend="eager")
+        counters.clear()
+        for other in (False, True, False):
+            seen = {0: False, 1: other} if container is dict else [False, other]
+            self.assertEqual(compiled(torch.ones(3), seen), torch.full((3,), 2.0))
+            self.assertEqual([seen[0], seen[1]], [True, other])
+        self.assertEqual(counters["stats"]["unique_graphs"], 1)
+
 
 class PartitionTest(FixesTestCase):
     """What is generated for stock CUDA graphs."""
@@ -400,6 +416,7 @@ class CUDAGraphTreesTest(FixesTestCase):
         self.assertEqual(printed.split(), ["3", "3"])
 
 
+instantiate_parametrized_tests(DynamoTest)
 instantiate_parametrized_tests(FloatTest)
 instantiate_parametrized_tests(CondTest)
 
