@@ -56,6 +56,29 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(n), x.new_empty(n, dtype=torch.int64)
 
 
+def views(n: int, *offsets: int, size: int = 4) -> tuple[torch.Tensor, ...]:
+    """Return views of a new tensor with n elements."""
+    base = torch.arange(n, dtype=torch.float32)
+    return tuple(base[offset : offset + size] for offset in offsets)
+
+
+# Offsets of two views, with the number of elements of their base. Without, each has a base.
+LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "none_then_overlap": ((), (8, 0, 2)),
+    "overlap_then_none": ((8, 0, 2), ()),
+    "disjoint_then_overlap": ((8, 0, 4), (8, 0, 2)),
+    "overlap_then_disjoint": ((8, 0, 2), (8, 0, 4)),
+    "one_moves": ((8, 0, 2), (8, 0, 1)),
+    "both_move": ((8, 0, 2), (8, 1, 3)),
+    "other_base": ((8, 0, 2), (20, 0, 2)),
+}
+
+
+def double_and_add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    a.mul_(2)
+    return a + b
+
+
 class Config:
     def __init__(self) -> None:
         self.layers = 2
@@ -352,6 +375,92 @@ class CondTest(FixesTestCase):
         self.assertNotIn("del ", branches[0])
 
 
+class OverlapTest(FixesTestCase):
+    """Inputs that a graph mutates, and that overlap each other in some calls."""
+
+    def check(
+        self,
+        fn: Callable[..., torch.Tensor],
+        compiled: Callable[..., torch.Tensor],
+        inputs: Callable[[], tuple[torch.Tensor, ...]],
+    ) -> None:
+        actual, expected = inputs(), inputs()
+        self.assertEqual(compiled(*actual), fn(*expected))
+        self.assertEqual(actual, expected)
+
+    @parametrize("backend", ("aot_eager", "inductor"))
+    @parametrize("dynamic", (False, True))
+    @parametrize("name", sorted(LAYOUTS))
+    def test_overlap_is_guarded(self, backend, dynamic, name) -> None:
+        compiled = torch.compile(double_and_add, backend=backend, dynamic=dynamic)
+        for layout in LAYOUTS[name]:
+            self.check(double_and_add, compiled, lambda: views(*layout) if layout else views(4, 0) + views(4, 0))
+
+    def test_input_that_is_not_mutated_overlaps(self) -> None:
+        """The graph of a base has the offsets of all views of the base's memory."""
+
+        def fn(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            a.add_(1)
+            return a.sum() + b * c
+
+        compiled = torch.compile(fn, backend="aot_eager")
+        for inputs in (
+            lambda: views(12, 0, 2, 8),
+            lambda: views(12, 0, 2, 7),
+            lambda: views(12, 0, 2) + views(4, 0),
+        ):
+            self.check(fn, compiled, inputs)
+
+    def test_overlap_is_in_the_key_of_the_cache(self) -> None:
+        for layout in ((8, 0, 2), (8, 0, 1), (8, 0, 4), (9, 0, 2)):
+            torch._dynamo.reset()
+            self.check(double_and_add, torch.compile(double_and_add), lambda: views(*layout))
+        self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], 0)
+        # An entry brings its guards.
+        torch._dynamo.reset()
+        compiled = torch.compile(double_and_add)
+        for layout in ((8, 0, 2), (8, 0, 1)):
+            self.check(double_and_add, compiled, lambda: views(*layout))
+        self.assertEqual(counters["aot_autograd"]["autograd_cache_hit"], 2)
+
+    def test_graph_without_overlap_is_not_compiled_again(self) -> None:
+        compiled = torch.compile(double_and_add, backend="aot_eager", dynamic=False)
+        for inputs in (lambda: views(8, 0, 4), lambda: views(12, 5, 1), lambda: views(4, 0) + views(4, 0)):
+            self.check(double_and_add, compiled, inputs)
+        self.assertEqual(counters["stats"]["unique_graphs"], 1)
+
+    @parametrize("backend", ("aot_eager", "inductor"))
+    def test_view_of_a_merged_input(self, backend) -> None:
+        def fn(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            a.add_(100)
+            return b[0], b.view(-1), b.t()
+
+        def inputs() -> tuple[torch.Tensor, ...]:
+            a = torch.arange(24.0).view(4, 6)
+            return a, a[1:]
+
+        self.check(fn, torch.compile(fn, backend=backend), inputs)
+
+    def test_overlap_that_cannot_be_merged(self) -> None:
+        def inputs() -> tuple[torch.Tensor, ...]:
+            a = torch.ones(4, requires_grad=True) * 2
+            return a, a.detach()
+
+        self.check(double_and_add, torch.compile(double_and_add, backend="aot_eager"), inputs)
+
+    @parametrize("dynamic", (False, True))
+    def test_views_that_autograd_does_not_know(self, dynamic) -> None:
+        compiled = torch.compile(double_and_add, dynamic=dynamic)
+        with torch.inference_mode():
+            self.check(double_and_add, compiled, lambda: views(8, 0, 2))
+
+    def test_size_of_views_varies(self) -> None:
+        """No tensor that the graph takes has this size."""
+        compiled = torch.compile(double_and_add)
+        for offsets, size in (((3, 4), 4), ((4, 6), 4), ((4, 6), 5)):
+            self.check(double_and_add, compiled, lambda: views(12, *offsets, size=size))
+
+
 class ObjectTest(FixesTestCase):
     def test_dict_of_an_object(self) -> None:
         """It has the attributes that the frame has set."""
@@ -419,6 +528,7 @@ class CUDAGraphTreesTest(FixesTestCase):
 instantiate_parametrized_tests(DynamoTest)
 instantiate_parametrized_tests(FloatTest)
 instantiate_parametrized_tests(CondTest)
+instantiate_parametrized_tests(OverlapTest)
 
 if __name__ == "__main__":
     if HAS_CPU:
