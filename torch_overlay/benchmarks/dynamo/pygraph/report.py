@@ -276,8 +276,6 @@ TITLES = {
     "forced_copy": "copies",
     "forced_node_update": "node update",
     "forced_prelude": "prelude",
-    # A binding that was measured, and dropped since: docs/design.md.
-    "forced_table": "table",
     "hand_written": "hand-written",
     "jax": "JAX",
 }
@@ -295,7 +293,7 @@ SMALL_COLUMNS: Columns = {
     **_times("no_cg", "stock_cg", "pygraph"),
     "x best": _ratio_to_best,
     **HOST,
-    **_times("gpu", "forced_copy", "forced_node_update", "forced_prelude", "forced_table", "hand_written", "jax"),
+    **_times("gpu", "forced_copy", "forced_node_update", "forced_prelude", "hand_written", "jax"),
     "best": lambda row: row.get("best") or "-",
     "choice": lambda row: row.get("choice") or "-",
     "copied": lambda row: _of(row.get("copied_bytes"), row.get("stock_copied_bytes"), bytes_text),

@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 # Calls until a variant is in its steady state. Selection takes 20 to 410.
 SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled=65, many_sizes=65)
-SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude", "forced_table"), 10)
+SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 440
 # Selection times up to four more candidates.

@@ -14,7 +14,7 @@ import functools
 from typing import Any, TYPE_CHECKING
 
 from torch._dynamo.utils import counters
-from torch._inductor.pygraph.select.selection import Selection
+from torch._inductor.pygraph.select.selection import Selection, TimedAgain
 from torch._inductor.pygraph.select.timing import Cost, Estimate
 from torch._inductor.pygraph.types.candidate import BINDINGS, COPY, NO_GRAPH, UNDECIDED
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -127,8 +127,8 @@ class RankSelection(Selection):
         self.is_recorded_by_all = self._exchange(binding, same) in ([COPY], *([b] for b in BINDINGS))
         return self.is_recorded_by_all
 
-    def _rounds_beside(self) -> int:
-        return self._exchange(super()._rounds_beside(), min)
+    def _timed_again(self) -> TimedAgain:
+        return TimedAgain(self._exchange(super()._timed_again(), min))
 
     def _joins(self) -> Generator[ModelType, None, bool]:
         # Neighbours may be decided at another time on each rank.

@@ -16,6 +16,7 @@ The next process gets the decision from store.py and times nothing.
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import threading
 import weakref
@@ -97,6 +98,16 @@ def end_call(controller: Controller, outputs: OutputType) -> None:
         if isinstance(t := outputs[i], torch.Tensor)
     ]
     _gradients[controller] = generation, kept
+
+
+class TimedAgain(enum.IntEnum):
+    """What is timed a second time. Ranks agree on the least."""
+
+    # The memory of both does not fit. A graph that seems to lose is dropped.
+    NOTHING = 0
+    # The uncaptured function would take much memory beside the graph.
+    GRAPH = 1
+    BOTH = 2
 
 
 @dataclasses.dataclass(eq=False)
@@ -259,9 +270,9 @@ class Selection:
         graph = yield from self._time()
         stays, *reasons = timing.judge(graph, uncaptured)
         is_doubtful = not stays or timing.depends_on_host(graph, uncaptured)
-        if is_doubtful and (rounds := self._rounds_beside()):
+        if is_doubtful and (again := self._timed_again()):
             graph = yield from self._time()
-            if rounds > 1:
+            if again is TimedAgain.BOTH:
                 uncaptured = yield from self._time(NO_GRAPH)
             stays, *reasons = timing.judge(graph, uncaptured)
         if not stays and timing.costs_nothing(graph, uncaptured):
@@ -346,18 +357,16 @@ class Selection:
     def _is_captured(self) -> bool:
         return self.state.is_capturable
 
-    def _rounds_beside(self) -> int:
-        """
-        Return how many of graph and uncaptured function, in this order, may be timed again. It is 0 if the memory of
-        both does not fit: a graph that seems to lose is then dropped. It is 1 if both take much more than the graph.
-        """
+    def _timed_again(self) -> TimedAgain:
+        """Return what is timed again in doubt, given the memory of the uncaptured function beside the graph's."""
         needed = self.state.needed_bytes
         if not needed:
-            return 2
+            return TimedAgain.BOTH
         if room(self.device_index) < needed:
-            return 0
+            return TimedAgain.NOTHING
         reserved = torch.cuda.memory_reserved(self.device_index)
-        return 2 if needed <= max(MIN_BESIDE_BYTES, PART_BESIDE * reserved) else 1
+        fits_easily = needed <= max(MIN_BESIDE_BYTES, PART_BESIDE * reserved)
+        return TimedAgain.BOTH if fits_easily else TimedAgain.GRAPH
 
     def _time(self, choice: str | None = None) -> Generator[ModelType, None, timing.Cost]:
         """Time a candidate: the graph if no choice is given. It may be unbound meanwhile."""
