@@ -2,12 +2,11 @@
 """
 Random programs for each binding, on the modelled device.
 
-    python test_pygraph_bindings.py --programs 2000 [--binding prelude] [--seed 0]
+    python test_pygraph_bindings.py --programs 2000 [--seed 0]
 """
 
 from __future__ import annotations
 
-import argparse
 import collections
 import dataclasses
 import random
@@ -19,6 +18,7 @@ from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.pygraph_common import run_programs
 from torch.testing._internal.pygraph_functions import RecordTestCase
 
 
@@ -142,23 +142,13 @@ instantiate_parametrized_tests(BindingProgramsTest)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, required=True)
-    parser.add_argument("--binding", choices=BINDINGS)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for binding in [args.binding] if args.binding else BINDINGS:
-        test = BindingProgramsTest()
-        chosen: collections.Counter[str] = collections.Counter()
-        # A device for some at a time: it keeps the nodes of all graphs.
-        for start in range(args.seed, args.seed + args.programs, PROGRAMS):
-            test.setUp()
-            try:
-                seeds = range(start, min(start + PROGRAMS, args.seed + args.programs))
-                chosen += test.run_programs(binding, seeds)
-            finally:
-                test.doCleanups()
-            print(f"{binding}: {sum(chosen.values())} programs equal, chosen {dict(chosen)}", flush=True)
+    test = BindingProgramsTest()
+
+    def run(seed: int, totals: collections.Counter[str]) -> None:
+        binding = BINDINGS[seed % len(BINDINGS)]
+        totals[f"{binding}: {test.run_program(binding, seed)}"] += 1
+
+    run_programs(test, run)
 
 
 if __name__ == "__main__":

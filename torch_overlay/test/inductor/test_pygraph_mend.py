@@ -7,7 +7,6 @@ Random programs with effects and checks: what they return, print, log, raise and
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import random
 import re
@@ -20,6 +19,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch._dynamo
 from torch._inductor.test_case import run_tests
+from torch.testing._internal.pygraph_common import run_programs
 from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
 
@@ -140,19 +140,11 @@ class ProgramTest(MendTestCase):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    wrong = 0
-    for start in range(args.seed, args.seed + args.programs, PROGRAMS):
-        test = ProgramTest("test_random_programs")
-        test.setUp()
-        try:
-            wrong += test.run_programs(range(start, min(start + PROGRAMS, args.seed + args.programs)))
-        finally:
-            test.doCleanups()
-        print(f"{start + PROGRAMS - args.seed} programs, {wrong} of them wrong in stock, too", flush=True)
+    test = ProgramTest("test_random_programs")
+    run_programs(
+        test,
+        lambda seed, totals: totals.update(programs=1, wrong_in_stock_too=test.run_programs(range(seed, seed + 1))),
+    )
 
 
 if __name__ == "__main__":

@@ -3,12 +3,11 @@
 Calls of a captured graph side by side: what code generation tells of calls, the order that follows
 from it, and random programs whose nodes run in any order that the graph allows.
 
-    python test_pygraph_schedule.py --programs 2000 [--schedule dag] [--seed 0]
+    python test_pygraph_schedule.py --programs 2000 [--seed 0]
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import collections
 import contextlib
@@ -55,6 +54,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.modelled_nodes import KernelNode, PreludeNode
 from torch.testing._internal.modelled_operators import on_host
+from torch.testing._internal.pygraph_common import run_programs
 from torch.testing._internal.pygraph_functions import hiding, new_generation, RecordTestCase
 
 
@@ -1083,23 +1083,9 @@ instantiate_parametrized_tests(ScheduleProgramsTest)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--programs", type=int, required=True)
-    parser.add_argument("--schedule", choices=(DAG, *LANES))
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    for schedule in [args.schedule] if args.schedule else (DAG, *LANES):
-        test = ScheduleProgramsTest()
-        found: collections.Counter[str] = collections.Counter()
-        # A device for some at a time: it keeps the nodes of all graphs.
-        for start in range(args.seed, args.seed + args.programs, PROGRAMS):
-            test.setUp()
-            try:
-                for seed in range(start, min(start + PROGRAMS, args.seed + args.programs)):
-                    found += test.run_program(schedule, seed)
-            finally:
-                test.doCleanups()
-            print(f"{schedule}: {start + PROGRAMS - args.seed} programs equal, edges {dict(found)}", flush=True)
+    test = ScheduleProgramsTest()
+    schedules = (DAG, *LANES)
+    run_programs(test, lambda seed, totals: totals.update(test.run_program(schedules[seed % len(schedules)], seed)))
 
 
 if __name__ == "__main__":
