@@ -137,7 +137,7 @@ class Outlining:
             handler = flow.handlers[i]
             following = flow.successors[i] if handler in (None, self.handler) else [*flow.successors[i], handler]
             known = flow.returning | found | turn
-            new = [s for s in following if s not in known and not self._pops_iterator(s)]
+            new = [s for s in following if s not in known and s != self.header and not self._pops_iterator(s)]
             found.update(new)
             ahead += new
         return found
