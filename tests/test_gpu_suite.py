@@ -1252,10 +1252,13 @@ MANY_SIZES = {
             {},
             ["2.30 x as fast as no_cg with recordings for many sizes, not 2.5"],
         ),
+        # In the ring stock has a recording of each size.
+        ({}, {"ratios": {**MANY_SIZES["ratios"], "many_sizes": [1.9, 2.0, 2.1]}}, []),
+        ({}, {"sweep": {"stock_cg": {"us": 20.0, "calls": 1000}, "many_sizes": {"us": 5.0, "calls": 1000}}}, []),
         (
             {},
-            {"ratios": {**MANY_SIZES["ratios"], "many_sizes": [1.9, 2.0, 2.1]}},
-            ["0.91 x as fast as stock_cg with recordings for many sizes, not 0.99"],
+            {"sweep": {"stock_cg": {"us": 4.0, "calls": 80}, "many_sizes": {"us": 5.0, "calls": 1000}}},
+            ["0.80 x as fast as stock_cg over 80 random sizes, not 0.99"],
         ),
         ({}, {"many_sizes": []}, ["0% of the calls captured, not 90%"]),
         ({"is_by_size": True}, {"many_sizes": []}, []),

@@ -38,7 +38,7 @@ class Case:
     min_gain_over_stock: float | None = None
     # Of PyGraph with schedules.
     min_scheduled_gain: float | None = None
-    # Of one recording for many sizes, over no CUDA graphs.
+    # Of one recording for many sizes: over no CUDA graphs, and over stock's in calls of random sizes.
     min_sizes_gain: float | None = None
     min_saved_mib: float = 0.0
     # Graph breaks that PyGraph may leave.

@@ -233,6 +233,12 @@ def _parallelism(row: Row) -> float | None:
     return sum(s["calls_us"] for s in known) / sum(s["critical_us"] for s in known) if known else None
 
 
+def sweep_gain(row: Row, other: str) -> float | None:
+    """How many times as fast PyGraph with recordings for many sizes was as another over random sizes."""
+    times = [row.get("sweep", {}).get(name, {}).get("us") for name in (other, "many_sizes")]
+    return times[0] / times[1] if all(times) else None
+
+
 def captured_share(row: Row) -> float | None:
     """Of the calls of functions that are recorded for many sizes, once they are recorded."""
     known = [f for f in row.get("many_sizes", ()) if f["calls"]]
@@ -380,6 +386,8 @@ SIZE_COLUMNS: Columns = {
     **_times("no_cg", "stock_cg", "pygraph", "many_sizes"),
     "/ no CG": lambda row: _number(speedup(row, "many_sizes", "no_cg")),
     "/ stock": lambda row: _number(speedup(row, "many_sizes", "stock_cg")),
+    "random / no CG": lambda row: _number(sweep_gain(row, "no_cg")),
+    "random / stock": lambda row: _number(sweep_gain(row, "stock_cg")),
     "calls captured": lambda row: "-" if (share := captured_share(row)) is None else f"{share:.0%}",
     "recordings": lambda row: str(sum(len(f["buckets"]) for f in row.get("many_sizes", ()))),
     "start-up s": lambda row: _of(start_up(row, "many_sizes"), start_up(row, "no_cg"), _seconds),
@@ -450,7 +458,8 @@ SECTIONS = (
     (
         "Sizes that vary",
         "Each call of 40 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
-        "one graph for many sizes. `/ no CG` and `/ stock` are its speed-ups. `calls captured` is the share of calls that such "
+        "one graph for many sizes. `/ no CG` and `/ stock` are its speed-ups; `random` is that over 1,000 further calls of random "
+        "sizes, whose recordings count, at most 6 seconds of each variant. `calls captured` is the share of calls that such "
         "a recording served. Start-up is that of `many sizes` and of no CUDA graphs, memory that of `many sizes` and of one "
         "recording of the largest size of the ring, each alone in a process.",
         SIZE_COLUMNS,

@@ -112,7 +112,7 @@ sizes(
     dtype=torch.float16,
     about="own; two layers of BERT base, 4 sentences, padded to 16 to 256 tokens",
     obstacle="a size for each length",
-    min_sizes_gain=2.0,
+    min_sizes_gain=2.5,
 )
 sizes(
     "graph_edges",

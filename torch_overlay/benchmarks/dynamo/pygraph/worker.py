@@ -65,6 +65,8 @@ MIN_WARM_UP_CALLS = 5
 # More than select.py makes before it gives back what the last decision leaves unused.
 CALLS_AFTER_DECISION = 10
 CHECKS = 4
+# Each has a size of its own.
+CHECKS_OF_SIZES = 32
 # Calls that no CUDA graphs gets to differ from itself in, where PyGraph does: atomics
 # change an order of additions only now and then.
 REPEATS = 24
@@ -80,6 +82,10 @@ MAX_SUMMARY = 300
 MAX_TIMING_S = 3.0
 MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
+# Calls of random sizes, the most seconds that they take, and after how many the clock is read.
+SWEEP_CALLS = 1000
+MAX_SWEEP_S = 6.0
+CALLS_OF_SWEEP = 20
 # After this part of the time that a case may have the machine to itself, nothing is measured again.
 AGAIN = 0.35
 # Calls of the loop that shows how fast the host is, and how often it runs
@@ -338,6 +344,7 @@ class CaseRun:
         succeeded = all(name in timings and name not in self.failed for name in asked)
         right = [name for name in timings if name in self.programs and name not in self.failed]
         to_profile = self.suite.profiled if self.device.type == "cuda" else ()
+        swept = self._sweep([name for name in right if name != "eager"]) if self.suite.dynamic else {}
         launches = self._launched([name for name in to_profile if name in right], ring[:2])
         times = {
             name: round(timings[name].median_us, 2)
@@ -364,6 +371,7 @@ class CaseRun:
             **({"many_sizes": [_sizes(entry) for entry in of_many_sizes]} if of_many_sizes else {}),
             "graphs": entries,
             "counters": counts,
+            **({"sweep": swept} if swept else {}),
             **({"launches": launches} if launches else {}),
             **self._circumstances(),
             "failed": self.failed,
@@ -476,7 +484,7 @@ class CaseRun:
 
     def _check(self, names: list[str]) -> dict[str, Difference]:
         """New inputs in each call; no CUDA graphs is also compared with itself."""
-        return self._compare_all("no_cg", ["no_cg", *names], CHECKS)
+        return self._compare_all("no_cg", ["no_cg", *names], CHECKS_OF_SIZES if self.suite.dynamic else CHECKS)
 
     def _check_with_eager(self, names: list[str]) -> dict[str, str]:
         """Where variants are further from eager than other kernels may be."""
@@ -614,6 +622,25 @@ class CaseRun:
         """Whether Dynamo made as many graphs of programs as of the reference."""
         traced = [self.programs[name].frames for name in (reference, *names) if name in self.programs]
         return len({(frames.breaks, frames.graphs) for frames in traced}) == 1
+
+    def _sweep(self, names: list[str]) -> dict[str, Row]:
+        """
+        Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew. What new sizes
+        cost is part of it: stock's recordings, and the kernels that a library loads.
+        """
+        inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
+        found: dict[str, Row] = {}
+        for name in names:
+            with self._noting(name), self._quiet():
+                loop = self._program(name).loop(inputs)
+                self._synchronize()
+                calls, start = 0, time.perf_counter()
+                while calls < len(inputs) and time.perf_counter() - start < MAX_SWEEP_S:
+                    loop(CALLS_OF_SWEEP)
+                    calls += CALLS_OF_SWEEP
+                self._synchronize()
+                found[name] = {"us": round((time.perf_counter() - start) / calls * 1e6, 2), "calls": calls}
+        return found
 
     def _traced(self) -> Row:
         """Dynamo's graphs and graph breaks of the programs that were measured."""
