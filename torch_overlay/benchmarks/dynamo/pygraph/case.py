@@ -123,6 +123,8 @@ class Suite:
     # Compiled for all sizes at once. A round goes once around the ring, whose inputs differ in size, and no timing is
     # repeated: sizes come too seldom for a recording of each.
     dynamic: bool = False
+    # Dynamo breaks the graph at other places in the variants.
+    breaks_graphs: bool = False
     # Seconds that a round of a variant takes at least.
     round_s: float = 0.02
 
