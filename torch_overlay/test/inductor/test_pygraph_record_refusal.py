@@ -109,33 +109,6 @@ class RefusalTest(CollectiveTestCase):
             self.assertEqual(value(out), expected)
             del out
 
-    def test_operator_that_keeps_memory(self):
-        "What it keeps in the graphs' pool does not disturb later recordings, nor does the pool's exchange live outputs."
-        kept = []
-
-        def keep() -> None:
-            if self.device.captured is not None:
-                kept.append(self.device.empty_strided((8,), (1,), torch.float32))
-
-        body = "x, = args; args.clear(); {} a = new(); sin(a, x); return (a,)"
-        x = self.randn()
-        saves = self.deploy(body.format(""), [x], mode="forward", returned=())
-        keeps = self.deploy(body.format("keep();"), [x], mode="forward")
-        keeps.model.__globals__["keep"] = keep
-        later = self.deploy(body.format(""), [x], mode="forward")
-        held = []
-        for _ in range(4):
-            for fn in (keeps, later):
-                x = self.randn()
-                (saved,) = saves(x)
-                held.append((saved, x))
-                self.assertEqual(on_host(fn(x)[0]), on_host(x).sin())
-                for t, given in held:
-                    self.assertEqual(on_host(t), on_host(given).sin())
-                del saved, t, given
-                del held[:-1]
-        self.assertEqual([entry.choice for entry in report()], ["node_update", "no_graph", "node_update"])
-
     @parametrize(
         "failure, choice",
         (

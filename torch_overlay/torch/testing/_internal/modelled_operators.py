@@ -207,11 +207,9 @@ class _Operators:
             return made[-1]
 
         results = self._returned(call(*likes, device="meta"), likes, tensors, new)
-        # The node keeps no result alive.
-        count = len(made)
 
         def compute(*hosted: torch.Tensor) -> None:
-            outputs, given = hosted[:count], hosted[count:]
+            outputs, given = hosted[: len(made)], hosted[len(made) :]
             found: list[Any] = []
             _replace(call(*given), found.append)
             fresh = [r for r in found if isinstance(r, torch.Tensor) and not any(r is g for g in given)]

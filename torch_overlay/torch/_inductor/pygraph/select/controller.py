@@ -16,14 +16,7 @@ from torch._inductor.cudagraph_trees import ExecutionState, is_live
 from torch._inductor.pygraph.capture.bound import BoundGraphNode
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.trees.manager import (
-    current_path,
-    drop,
-    has_unknown_memory,
-    leave_pool,
-    renew_pool,
-    times_on_path,
-)
+from torch._inductor.pygraph.trees.manager import current_path, drop, renew_pool, times_on_path
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import (
     BINDINGS,
@@ -419,9 +412,7 @@ def _note_held_gradients(manager: CUDAGraphTreeManager) -> bool:
 
 def _leave_recording(manager: CUDAGraphTreeManager) -> None:
     """Put a manager into the state before a recording that failed."""
-    if has_unknown_memory(manager):
-        leave_pool(manager)
-    elif manager.current_node is not None:
+    if manager.current_node is not None:
         # The allocator knows by now what the path left alive, and cannot be told twice.
         manager.path_state = ExecutionState.RECORDING
     elif not any(manager.roots.values()):

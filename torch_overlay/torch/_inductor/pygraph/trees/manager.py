@@ -232,36 +232,6 @@ def empty_capture(device_index: int, stream: torch.cuda.Stream, pool: _POOL_HAND
     return graph
 
 
-# Graphs that own pools in which outputs of dropped recordings may be alive.
-_left: weakref.WeakKeyDictionary[CUDAGraphTreeManager, list[torch.cuda.CUDAGraph]] = weakref.WeakKeyDictionary()
-
-
-def has_unknown_memory(manager: CUDAGraphTreeManager) -> bool:
-    """Return whether memory is alive in the pool that is no output of the current path, behind a recording that failed."""
-    last = manager.current_node
-    live = [] if last is None else [*last.path_live_weakrefs()]
-    try:
-        cudagraph_trees.check_memory_pool(manager.device_index, manager.cuda_graphs_thread_pool, live)
-    except (AssertionError, RuntimeError):
-        return True
-    return False
-
-
-def leave_pool(manager: CUDAGraphTreeManager) -> None:
-    """
-    Drop all recordings with their pool, in which an operator keeps memory. Trees raise an error for such memory when
-    they record again.
-    """
-    last = manager.current_node
-    if last is not None and not last.all_outputs_are_dead():
-        # The program has them, or a backward that runs from now on without a path reads them.
-        _left.setdefault(manager, []).append(manager.graph)
-    manager.current_node = None
-    for function_id in [*manager.roots]:
-        drop(manager, function_id)
-    renew_pool(manager)
-
-
 def renew_pool(manager: CUDAGraphTreeManager) -> None:
     """Exchange a pool in which dropped graphs or a failed recording left segments, so that they can be freed."""
     pool = torch.cuda.graph_pool_handle()
