@@ -165,7 +165,7 @@ if "layers" in parts:
         table = {}
         for b in main:
             for v, ls in samples[b].items():
-                # Other processes of the host only add time, to more than half of the rounds on some machines.
+                # Other processes of the host can only add time.
                 low = {l: statistics.quantiles([x for xs in blocks for x in xs], n=10)[0] for l, blocks in ls.items()}
                 order = [l for l in ls if l != "total"]
                 below = 0.0

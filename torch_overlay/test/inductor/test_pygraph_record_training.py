@@ -549,7 +549,7 @@ class TrainingTest(RecordTestCase):
 
     def of_stock_graphs(self) -> Callable[[torch.Tensor], Any]:
         "Return a function that stock CUDA graphs run. Its outputs lie in the pool."
-        # The modelled allocator did not make what trees take away.
+        # Trees free these outputs by functions of CUDA's allocator. The model has none.
         patch = mock.patch.object(torch._C, "_free_And_Remove_DeleterFn")
         patch.start()
         self.addCleanup(patch.stop)

@@ -96,7 +96,8 @@ def build(case: Case, device: torch.device, small: bool) -> nn.Module:
         module = case.module(small)
     if not SUITES[case.suite].dropout:
         for part in module.modules():
-            # One that drops nothing stays as it is: at 1e-30 eager mode drops the largest random number, 1.0.
+            # A layer that drops nothing stays as it is. Eager mode and compiled code draw different numbers, and at 1e-30
+            # either may drop an element.
             if isinstance(part, nn.Dropout) and part.p:
                 part.p = 1e-30
     module.train(case.mode == "training")

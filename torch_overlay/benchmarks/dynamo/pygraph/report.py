@@ -357,8 +357,8 @@ COST_COLUMNS: Columns = {
 ABOUT_COLUMNS: Columns = {
     "workload": label,
     "mode": lambda row: row.get("mode", "-"),
-    "what runs": lambda row: row.get("about", "-"),
-    "what is in the way of CUDA graphs": lambda row: row.get("obstacle") or "-",
+    "program": lambda row: row.get("about", "-"),
+    "obstacle for stock": lambda row: row.get("obstacle") or "-",
 }
 
 BREAK_COLUMNS: Columns = {

@@ -159,7 +159,8 @@ class BoundGraphNode(CopyGraphNode):
         collectives = self.collectives
         branches = self.branches
         managed = self.cudagraph_managed_idxs
-        # The proof overwrites managed inputs. Of collectives and branches, graph and function run again after it.
+        # The proof overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
+        # needs copies of these inputs.
         is_rerun = (collectives or branches) is not None
         free = FreeMemory(self.cuda_graphs_pool, self.device) if managed and not is_rerun else None
         trace = allocation.AllocationTrace(() if collectives is None else collectives.operands, free)

@@ -92,7 +92,7 @@ class Outcomes:
         read = self.reader(global_scope)
         mode = FakeTensorMode(shape_env=ShapeEnv())
         inputs = [mode.from_tensor(t.detach(), static_shapes=True) for t in read(local_scope)]
-        graph, earlier = self.of_truths()
+        graph, earlier = self.with_all_truths()
         with preserve_rng_state(), tracing(TracingContext(mode)), torch.no_grad():
             function = backend(torch.fx.GraphModule({}, graph), inputs)
         innermost = innermost_fn(function)
@@ -115,7 +115,7 @@ class Outcomes:
         scope = {**_get_closure_vars(), "G": global_scope}
         return eval(f"lambda L: ({''.join(f'{name}, ' for name in self.inputs)})", scope)
 
-    def of_truths(self) -> tuple[torch.fx.Graph, list[bool]]:
+    def with_all_truths(self) -> tuple[torch.fx.Graph, list[bool]]:
         """Return a graph of the inputs that returns all truths in one tensor, and those expected before the last."""
         graph = torch.fx.Graph()
         last = graph.graph_copy(self.graph, {})

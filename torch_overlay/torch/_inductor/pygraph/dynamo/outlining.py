@@ -130,14 +130,15 @@ class Outlining:
     def _raising(self, turn: OrderedSet[int]) -> OrderedSet[int]:
         """Return the instructions that a turn reaches and from which the code only raises, as the ends of handlers."""
         flow = self.flow
+        known = flow.returning | turn | OrderedSet([self.header])
         found = OrderedSet[int]()
         ahead = [*turn]
         while ahead:
             i = ahead.pop()
             handler = flow.handlers[i]
             following = flow.successors[i] if handler in (None, self.handler) else [*flow.successors[i], handler]
-            known = flow.returning | found | turn
-            new = [s for s in following if s not in known and s != self.header and not self._pops_iterator(s)]
+            new = [s for s in following if s not in known and not self._pops_iterator(s)]
+            known.update(new)
             found.update(new)
             ahead += new
         return found

@@ -108,18 +108,20 @@ def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
                 tensor_at(block["address"], like, device_index).fill_(word)
 
 
-# The allocator takes smaller tensors from small segments. Addresses are multiples of the other number.
-MIN_LENT_BYTES, LENT_ALIGNMENT = 1 << 20, 512
+# The allocator keeps tensors of fewer bytes in segments of their own, which FreeMemory leaves alone.
+MIN_LENT_BYTES = 1 << 20
+# The allocator's addresses are multiples of so many bytes.
+LENT_ALIGNMENT = 512
 
 
 class FreeMemory:
     """
-    The memory of a graphs' pool that no tensor lies in, lent to runs of a function before its capture. The graph will
-    take its memory from there, too.
+    Unused memory of a graphs' pool. A rehearsal puts tensors there, so that it needs no further segments beside the
+    pool. The graph that is captured next will use the same memory.
 
     Attributes:
-        nbytes: the most that was lent at a time
-        addresses: of all tensors that it was lent to
+        nbytes: the largest sum of bytes that tensors took at a time
+        addresses: where tensors were put
     """
 
     def __init__(self, pool: _POOL_HANDLE, device_index: int) -> None:
@@ -137,7 +139,7 @@ class FreeMemory:
         self.lent: dict[StorageWeakRef, tuple[int, int]] = {}
 
     def _gaps(self) -> Iterator[tuple[int, int]]:
-        """Yield (bytes, address) of what is not lent."""
+        """Yield the size in bytes and the address of each range that no tensor was put into."""
         self.lent = {ref: lent for ref, lent in self.lent.items() if not ref.expired()}
         taken = iter(sorted(self.lent.values()))
         lent = next(taken, None)
@@ -151,7 +153,7 @@ class FreeMemory:
             yield end - address, address
 
     def lend(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor in the smallest gap that holds it, or None. It is lent until its storage is gone."""
+        """Return a tensor in the smallest range that holds it, or None. The range is free again once the storage is gone."""
         nbytes = round_up(storage_extent(like), LENT_ALIGNMENT)
         if not MIN_LENT_BYTES <= nbytes <= self.largest:
             return None
@@ -166,7 +168,7 @@ class FreeMemory:
         return t
 
     def mark(self) -> None:
-        """Mark it as unwritten. A graph that leaves a result out must not find it there."""
+        """Overwrite the memory. A graph that does not write a result would otherwise find the rehearsal's result there."""
         for address, nbytes in self.blocks if self.addresses else ():
             like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
             tensor_at(address, like, self.device_index).fill_(UNWRITTEN)

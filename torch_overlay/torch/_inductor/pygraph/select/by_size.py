@@ -1,6 +1,7 @@
 """
-Which sizes of a function are selected for, where each size has a recording of its own. A function that comes at few
-sizes has such recordings. Further ones share a recording, if the function can be recorded so: see many_sizes.py.
+Which sizes of a function are selected for, where each size has a recording of its own. A program may call a function at
+few sizes: each has such a recording. Once there are more sizes, the new ones share a recording, if PyGraph can record
+the function for many sizes (many_sizes.py).
 
 Timing a size and recording it takes time, which a size that comes seldom does not gain back. So only the first size is
 selected for at once. Calls of further sizes run uncaptured and are counted. Selection begins for a size that came often
@@ -38,14 +39,14 @@ TIMED_PART = 4
 # If more sizes wait, the half of them that came least often is forgotten.
 MAX_WAITING = 2048
 
-# A function that comes at more sizes varies. A recording of its own replays faster where so few sizes take turns, its
-# memory is for these sizes alone, and its calls may run side by side.
+# Up to so many sizes have recordings of their own. Such a recording sets no sizes in a replay, takes memory for one size
+# alone, and its calls may run side by side.
 FEW_SIZES = 3
 
 
 class Sizes(dict[Any, "ModelType"]):
     """
-    What is deployed of a function, by sizes. Under None for all others.
+    What the program's calls of a function run, by sizes. The entry of None runs all sizes that have no entry.
 
     Attributes:
         first: the Deployment of the first sizes, by which calls of waiting sizes run. None if no sizes are to wait
@@ -64,13 +65,13 @@ class Sizes(dict[Any, "ModelType"]):
         self.num_sizes = 0
 
     @property
-    def vary(self) -> bool:
+    def are_many(self) -> bool:
         return self.num_sizes > FEW_SIZES
 
     def add(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
         """Return what is to be called for sizes that came for the first time. ``start`` deploys them."""
         self.num_sizes += 1
-        if self.first is None or (self.vary and self.first.may_share(inputs)):
+        if self.first is None or (self.are_many and self.first.may_share(inputs)):
             return self._start(sizes, inputs, start)
         if len(self.waiting) >= MAX_WAITING:
             self._forget()
@@ -131,7 +132,7 @@ class Sizes(dict[Any, "ModelType"]):
             journal.drop([timed.report])
 
     def share(self, fn: ModelType) -> None:
-        """Let one function run all sizes but those that have a recording or were decided on."""
+        """Run ``fn`` at all sizes, except at those that have a recording or a decision."""
         self._note_decisions()
         for sizes in [*self.timed]:
             self._drop_timed(sizes)

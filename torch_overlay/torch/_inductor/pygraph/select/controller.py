@@ -154,7 +154,8 @@ class Controller:
         # A backward may still need these outputs. Trees would end the path all the same, or go on along it.
         may_end = manager.can_start_new_generation()
         is_marked = may_end and manager.user_invoked_mark_step()
-        if is_marked and times_on_path(manager, self) and not _has_live_outputs(manager):
+        times = times_on_path(manager, self)
+        if is_marked and times and not _has_live_outputs(manager):
             # Stock's outputs are overwritten in the next step, as they are without PyGraph. Where this function is not
             # on their path yet, it goes on behind them: it may read them.
             return True
@@ -162,7 +163,7 @@ class Controller:
         is_pipelined = may_end and not _note_held_gradients(manager) and not is_marked and _is_backward(last)
         in_flight = not may_end or is_pipelined
         most = MAX_TIMES_ON_PATH if in_flight else 1
-        if times_on_path(manager, self) >= most or self._dropped_on_path(manager) >= MAX_DROPPED_ON_PATH:
+        if times >= most or self._dropped_on_path(manager) >= MAX_DROPPED_ON_PATH:
             counters["pygraph"]["held_activations"] += 1
             return False
         if may_end:

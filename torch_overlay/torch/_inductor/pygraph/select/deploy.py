@@ -102,7 +102,7 @@ def deploy(
     )
     if not has_trees():
         return deployment.wait()
-    if fns is not None and fns.vary and many_sizes.may_record(deployment, inputs):
+    if fns is not None and fns.are_many and many_sizes.may_record(deployment, inputs):
         return many_sizes.start(deployment, fns)
     fn = deployment.start(inputs)
     # Ranks select in the same calls.

@@ -137,7 +137,7 @@ def may_record(deployment: Any, inputs: Sequence[InputType]) -> bool:
 
 
 def start(deployment: Any, fns: Sizes) -> ModelType:
-    """Return what is to be called for all sizes that are not deployed yet."""
+    """Start selection for all sizes together that have no recording or decision. Return what their calls run."""
     deployment.replace, deployment.sizes = functools.partial(fns.__setitem__, None), []
     first = deployment.start((), ManySizes(deployment, fns))
     fns.share(first)

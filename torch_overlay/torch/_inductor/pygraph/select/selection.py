@@ -358,7 +358,10 @@ class Selection:
         return self.state.is_capturable
 
     def _timed_again(self) -> TimedAgain:
-        """Return what is timed again in doubt, given the memory of the uncaptured function beside the graph's."""
+        """
+        Return what selection times again if the first times are close. That depends on the memory: while the uncaptured
+        function runs, the graph keeps its own.
+        """
         needed = self.state.needed_bytes
         if not needed:
             return TimedAgain.BOTH

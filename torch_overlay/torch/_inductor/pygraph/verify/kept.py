@@ -33,7 +33,7 @@ class KeptOutputs:
     Args:
         outputs: of the run
         ranges: memory that was allocated for the run. Outputs outside of it are kept as they are
-        lent: addresses of memory that the graph will write, and that the run had
+        lent: addresses of tensors that the run put into the graphs' pool, which the graph will write
     """
 
     def __init__(

@@ -62,7 +62,10 @@ class SavedInput:
 
 
 def save_inputs(inputs: Sequence[Any], idxs: Collection[int]) -> dict[int, SavedInput]:
-    """Return copies of inputs. They wait on the host: the program may fill the device with these inputs."""
+    """
+    Return copies of inputs: on the host, since the program may fill the device with these inputs, or on the device if the
+    copies take more than MAX_BYTES.
+    """
     on_host = sum(storage_extent(inputs[i]) for i in idxs) <= MAX_BYTES
     return {i: SavedInput(inputs[i], on_host=on_host) for i in idxs}
 
