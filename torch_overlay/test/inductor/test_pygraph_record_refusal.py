@@ -23,7 +23,7 @@ from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.capture import agreement, bound, collectives, copying
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.types.reason import Code
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify import diagnose, rehearsal
 from torch._inductor.pygraph.verify.rehearsal import HostGenerators
 from torch._inductor.test_case import run_tests
@@ -141,6 +141,31 @@ class RefusalTest(CollectiveTestCase):
         ready = True if failure == "deploy" else None
         both = [(("0",), "capture", True), (("0",), "deploy", ready)]
         self.assertEqual(asked, both[:1] if failure == "capture" else both)
+
+    @parametrize("is_interrupt", (False, True))
+    def test_recording_with_collectives_ends(self, is_interrupt):
+        """
+        Other ranks learn of it, also from an interrupt. The graph is destroyed, whatever holds it: its process group could
+        not be destroyed before.
+        """
+        asked, graphs = [], []
+
+        def agree(groups, name, value):
+            asked.append((name.rpartition("/")[2], value))
+            return value
+
+        def fail(node, graph):
+            graphs.append(graph)
+            raise KeyboardInterrupt if is_interrupt else RefusedError(Reason.of(Code.LAUNCH_FAILED, error=""))
+
+        with (
+            mock.patch.object(agreement, "agree", agree),
+            mock.patch.object(bound.BoundGraphNode, "_prove", fail),
+            self.assertRaises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(),
+        ):
+            self.check_collectives("in_between")
+        self.assertEqual(asked, [("capture", True), ("deploy", None)])
+        self.assertEqual([graph.is_destroyed for graph in graphs], [True])
 
     @parametrize("repeats, adds_atomically", ((True, False), (False, False), (True, True)))
     def test_results_that_are_only_close(self, repeats, adds_atomically):

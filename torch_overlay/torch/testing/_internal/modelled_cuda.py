@@ -76,6 +76,7 @@ class ModelledGraph:
         self.device = device
         self.handle = device.driver.add_graph()
         self.executable: int | None = None
+        self.is_destroyed = False
         self.keeps_graph = keep_graph
 
     @property
@@ -94,7 +95,9 @@ class ModelledGraph:
         self.context.__exit__(None, None, None)
 
     def reset(self) -> None:
-        pass
+        # Neither can be launched any more.
+        self.executable = None
+        self.is_destroyed = True
 
     def instantiate(self) -> None:
         self.executable = self.device.driver.instantiate(self.handle)

@@ -227,11 +227,15 @@ class BoundGraphNode(CopyGraphNode):
         self, reason: Reason, inputs: list[InputType], *, is_capturable: bool = True, **kwargs: Any
     ) -> NoReturn:
         if self.collectives is not None:
-            self.collectives.refuse()
             is_capturable = is_capturable and self.collectives.is_retryable
         if self.rehearsal is not None:
             kwargs["rerun"] = self.rehearsal.rerun
         super()._refuse(reason, inputs, is_capturable=is_capturable, **kwargs)
+
+    def _abandon(self) -> None:
+        if self.collectives is not None:
+            self.collectives.refuse()
+        super()._abandon()
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         if idx not in self.bound_input_idxs:

@@ -305,10 +305,10 @@ class Collectives:
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
 
     def refuse(self) -> None:
-        """Tell the other ranks that this one does not go on."""
+        """Tell the other ranks that this one does not go on, unless that is known."""
         if self.to_agree_on and self.groups:
             agreement.agree(self.groups, self.to_agree_on[0], None)
-        self.to_agree_on.clear()
+        self.to_agree_on = []
 
     def _agree(self) -> bool:
         # The groups of several dimensions of a mesh.
@@ -316,10 +316,9 @@ class Collectives:
         if not are_known or self.model in _not_agreed:
             self.refuse()
             return False
-        is_agreed = agreement.agree(self.groups, self.to_agree_on.pop(0), True)
-        if not is_agreed:
-            self.to_agree_on.clear()
-        return bool(is_agreed)
+        is_agreed = bool(agreement.agree(self.groups, self.to_agree_on[0], True))
+        self.to_agree_on = self.to_agree_on[1:] if is_agreed else []
+        return is_agreed
 
     def _enable(self, executable: int, nodes: dict[int, Any], *, enabled: bool) -> None:
         cu = bindings()

@@ -19,7 +19,7 @@ from torch._inductor.pygraph.capture.branches import CapturedBranches, Rehearsed
 from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
-from torch._inductor.pygraph.trees.manager import empty_capture, without_trees
+from torch._inductor.pygraph.trees.manager import destroy_graph, empty_capture, without_trees
 from torch._inductor.pygraph.types.function import RecordingFacts, RecordingRequest, Refused
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.values.deliver import CapturedValues
@@ -65,11 +65,16 @@ class CopyGraphNode(CUDAGraphNode):
     binds_values = False
 
     # While it is recorded.
+    graph: torch.cuda.CUDAGraph | None = None
     branches: RehearsedBranches | CapturedBranches | None = None
 
     def __init__(self, *args: Any) -> None:
-        with without_trees():
-            super().__init__(*args)
+        try:
+            with without_trees():
+                super().__init__(*args)
+        except BaseException:
+            self._abandon()
+            raise
         if self.non_static_input_idx and torch.is_inference_mode_enabled():
             # Later calls could else copy their inputs only in inference mode.
             with torch.inference_mode(False):
@@ -79,6 +84,10 @@ class CopyGraphNode(CUDAGraphNode):
                     else t
                     for t in self.reconstructed_inputs
                 ]
+
+    def _abandon(self) -> None:
+        """Called when there is no recording, for whatever reason."""
+        destroy_graph(self)
 
     @property
     def policy(self) -> GraphPolicy:

@@ -191,11 +191,21 @@ def policies_around(manager: CUDAGraphTreeManager, function_id: FunctionID) -> O
     )
 
 
+def destroy_graph(node: CUDAGraphNode) -> None:
+    """
+    Destroy the graph of a node that is not replayed any more, whoever holds the node or the graph: a process group
+    whose collectives it has captured cannot be destroyed before.
+    """
+    graph, node.graph = node.graph, None
+    if graph is not None:
+        graph.reset()
+
+
 def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
     """Drop the recordings of a function while none of them is on the current path."""
     for node in recordings(manager, function_id):
         node.remove_node_cached_tensors()
-        node.graph = None
+        destroy_graph(node)
         siblings = manager.roots if node.parent is None else node.parent.children
         siblings.pop(function_id, None)
 
