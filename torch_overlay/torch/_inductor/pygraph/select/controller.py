@@ -38,7 +38,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Collection, Mapping
 
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID
@@ -266,6 +266,17 @@ class Controller:
             report.reasons = [reason]
             log.info("%s", report.line("decided anew", reason))
             self.reselect()
+
+    def is_in(self, groups: Collection[str]) -> bool:
+        info = self.spec.info
+        # No groups: they are not known.
+        return bool(info.collectives) and (not info.groups or any(group in groups for group in info.groups))
+
+    def left_group(self) -> None:
+        self.state.is_capturable = False
+        if self.report.choice not in (UNDECIDED, NO_GRAPH):
+            self.reselect = None
+            self.decide(NO_GRAPH, Reason.of(Code.GROUP_DESTROYED))
 
     def _apply(self, facts: RecordingFacts) -> None:
         state, report = self.state, self.report

@@ -25,7 +25,7 @@ from torch._inductor.pygraph.select.ranks import by_all_ranks
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
-from torch._inductor.pygraph.trees.manager import forget, has_trees, manager_of, policies_around, state_of
+from torch._inductor.pygraph.trees.manager import forget, has_trees, manager_of, policies_around, state_of, watch_groups
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.calls import NOTE
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, NO_GRAPH, NODE_UPDATE
@@ -90,6 +90,7 @@ def deploy(
         key = info.groups, spec.rank_name
         _numbers[key] += 1
         spec = dataclasses.replace(spec, number=_numbers[key])
+        watch_groups()
     deployment = Deployment(
         spec,
         model,

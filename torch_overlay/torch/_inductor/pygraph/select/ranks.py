@@ -109,7 +109,7 @@ class RankSelection(Selection):
             self._decide_alone()
 
     def _decide_alone(self) -> None:
-        if self.is_recorded_by_all:
+        if self.is_recorded_by_all and self.state.is_capturable:
             self._decide(self.state.binding, Reason.of(Code.COLLECTIVES_NOT_TIMED))
             return
         if self.replay is not None:

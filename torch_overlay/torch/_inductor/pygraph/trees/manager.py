@@ -19,7 +19,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Collection, Iterator, Mapping
 
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID
@@ -58,6 +58,12 @@ class GraphPolicy(Protocol):
 
     def copied(self, nbytes: int) -> None:
         """A replay copied so many bytes of inputs."""
+
+    def is_in(self, groups: Collection[str]) -> bool:
+        """Return whether the function may have collectives of these process groups."""
+
+    def left_group(self) -> None:
+        """A process group of the function's collectives is destroyed."""
 
 
 class NoTrees(dict[int, Any]):
@@ -208,6 +214,42 @@ def drop(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
         destroy_graph(node)
         siblings = manager.roots if node.parent is None else node.parent.children
         siblings.pop(function_id, None)
+
+
+def leave_groups(groups: Collection[str]) -> None:
+    """
+    Destroy the graphs with collectives of process groups, which are about to be destroyed: NCCL waits for these graphs.
+    Their functions run uncaptured from now on.
+    """
+    for manager, state in [*_states.items()]:
+        functions = [f for f in manager.ids_to_funcs.values() if f.pygraph is not None and f.pygraph.is_in(groups)]
+        # If another thread uses the graphs, it uses the groups, too.
+        if not functions or manager.roots is None or not state.acquire():
+            continue
+        try:
+            for function in functions:
+                function.pygraph.left_group()
+                _destroy_recordings(manager, function.id)
+        finally:
+            state.release()
+
+
+def _destroy_recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> None:
+    """Destroy the graphs of a function, which does not run captured again, and all behind them. Outputs stay alive."""
+    found = recordings(manager, function_id)
+    for node in found:
+        node.remove_node_cached_tensors()
+        destroy_graph(node)
+    if manager.current_node in found:
+        # What follows is recorded again.
+        manager.current_node.children.clear()
+
+
+def watch_groups() -> None:
+    """Let ``leave_groups`` be called when a process group is destroyed."""
+    hooks = torch.distributed.distributed_c10d._shutdown_hooks
+    if leave_groups not in hooks:
+        hooks.append(leave_groups)
 
 
 def forget(manager: CUDAGraphTreeManager, function_id: FunctionID) -> bool:

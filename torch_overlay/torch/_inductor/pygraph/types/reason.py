@@ -104,6 +104,7 @@ class Code(str, enum.Enum):
     COLLECTIVE_AFTER_GRAPH = "collectives follow an earlier graph's output"
     RANKS_DISAGREE_ON_CAPTURE = "not all ranks capture its collectives"
     RANKS_DISAGREE = "its ranks took no decision together"
+    GROUP_DESTROYED = "the process group of its collectives was destroyed"
     RANKS_DISAGREE_ON_DEPLOY = "not all ranks deploy the graph of its collectives"
 
     # Proof
