@@ -276,6 +276,12 @@ def selected_mask(x, mask):
     return encoder(x, mask[torch.arange(3)][:, None].expand(3, 5)[..., 0] + 1)
 
 
+def mask_of_positions(x, mask):
+    """As transformers select from a mask by rows and columns"""
+    rows, columns = torch.arange(2)[:, None], torch.arange(3)[None]
+    return encoder(x, mask.expand(2, 3)[rows, columns][-1])
+
+
 def refused_path(x, mask):
     """A path that torch.cond cannot run"""
     if (mask == 0).all():
@@ -378,6 +384,11 @@ def row_behind_branch(x, mask):
     return x, name
 
 
+def column_behind_branch(x, mask):
+    """Columns that may be out of bounds, where rows of their numbers exist"""
+    return x, f"{mask.expand(5, 3)[torch.arange(2), torch.arange(4)[:2]].all().item()}"
+
+
 @torch.library.custom_op("streams::wait_of_test", mutates_args=())
 def wait(stream: int) -> None:
     """As Dynamo's operators of streams and events"""
@@ -400,7 +411,7 @@ def copies(x, mask):
 # Each has the number of its graphs, and that of its breaks. A path that computes nothing has no graph.
 AT_BREAK: dict[Any, tuple[int, int]] = {encoder: (2, 0), called_encoder: (2, 0), written_mask: (2, 0)}
 AT_BREAK |= {selected_mask: (2, 0), refused_path: (1, 0), written_later: (2, 0), masks_of_sizes: (1, 0)}
-AT_BREAK |= {viewed_twice: (2, 0), written_constant: (1, 0)}
+AT_BREAK |= {viewed_twice: (2, 0), written_constant: (1, 0), mask_of_positions: (2, 0)}
 BREAKS = (written_by_relu, written_by_method)
 BREAKS += (written_input, written_alias, written_by_foreach, unknown_operator, out_of_bounds, asserted, in_try)
 
@@ -461,7 +472,7 @@ class AtBreakTest(BranchTestCase):
         with self.inductor():
             self.check(lambda x, mask: encoder(x, mask.sum(0)), [(torch.randn(3), mask) for mask in wide], graphs=None)
 
-    @parametrize("fn", [subtest(f, name=f.__name__) for f in (row_behind_branch, waits, copies)])
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (row_behind_branch, column_behind_branch, waits, copies)])
     def test_reads_early(self, fn):
         """A guard would read an index out of bounds, which ends the program on a GPU, or data that is not complete yet."""
         self.check(fn, self.calls(False), graphs=None)

@@ -184,7 +184,22 @@ def by_attribute_behind(x):
     return y + z, getattr(y, "tag", 7)
 
 
+TAGGED = torch.ones(4)
+TAGGED.tag = 3
+
+
+def by_attribute_from_outside(x):
+    z = TAGGED if x.sum() > 0 else x + 1
+    return z + getattr(z, "tag", 7) + hasattr(z, "tag")
+
+
+def by_attribute_of_view(x):
+    z = TAGGED.contiguous() if x.sum() > 0 else x + 1
+    return z * 2, hasattr(z, "tag")
+
+
 TOLD = (by_operator, by_id, by_key, by_item, by_set, by_attribute, by_attribute_behind)
+TOLD += (by_attribute_from_outside, by_attribute_of_view)
 
 HANDLED = (index_in_try, bool_in_try, called_in_try, suppressed, assertion_in_try)
 HANDLED += (slice_of_a_bool, on_meta)
@@ -241,6 +256,16 @@ class PathTest(BranchTestCase):
     def test_identity(self, fn):
         """A join of an older tensor is another tensor, which the program may not tell."""
         self.check(fn, self.calls, graphs=None)
+
+    def test_attribute(self):
+        """The graph made the tensor, and the program has set no attribute."""
+
+        def fn(x):
+            y = x * 2
+            z = y if x.sum() > 0 else y + 1
+            return z + hasattr(z, "tag") + getattr(z, "tag", 7) + getattr([z], "tag", 7)
+
+        self.check(fn, self.calls, graphs=1)
 
     def test_comprehension_in_a_block(self):
         """Neither a comprehension nor a context of torch handles exceptions."""

@@ -32,6 +32,7 @@ from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_ra
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
+from torch._inductor.pygraph.dynamo.operators import storage_of
 from torch._inductor.pygraph.dynamo.outlining import CONDITION, loops_around
 from torch._inductor.pygraph.dynamo.paths import fork_at, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
@@ -103,7 +104,7 @@ class Branches(Hosts, Breaks):
 
     def on_instruction(self, tx: InstructionTranslatorBase, inst: Instruction) -> None:
         super().on_instruction(tx, inst)
-        if self.joins and reads_identity(tx, inst):
+        if self.joins and reads_identity(tx, inst, self.joins):
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it asks for the identity of a tensor")
         if self.truths and reads_truth(tx, inst):
             restart(self.truths, Code.BOOL_IS_READ, inst.opname)
@@ -117,7 +118,7 @@ class Branches(Hosts, Breaks):
     def bool_of_call(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what bool() of a tensor returns, or None."""
         fn = call.fn
-        if self.joins and asks_identity(call):
+        if self.joins and asks_identity(tx, call, self.joins):
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "a function asks for the identity of a tensor")
         if self.truths and any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
             restart(self.truths, Code.BOOL_IS_READ, "a builtin function")
@@ -383,7 +384,7 @@ def is_inlined(fn: VariableTracker) -> bool:
     return isinstance(fn, (variables.functions.BaseUserFunctionVariable, variables.UserDefinedClassVariable))
 
 
-def reads_identity(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
+def reads_identity(tx: InstructionTranslatorBase, inst: Instruction, joins: list[Join]) -> bool:
     """Return whether an instruction tells a tensor from an equal one."""
     stack = tx.stack
     if inst.opname == "IS_OP":
@@ -391,21 +392,35 @@ def reads_identity(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
     if inst.opname in KEYS:
         return any(value.is_tensor() for value in KEYS[inst.opname](stack, inst))
     if inst.opname in ("LOAD_ATTR", "LOAD_METHOD"):
-        is_own = inst.argval in IDENTITY or not hasattr(torch.Tensor, inst.argval)
-        return is_own and stack[-1].is_tensor()
+        return stack[-1].is_tensor() and is_own(tx, inst.argval, joins)
     return inst.opname in ("STORE_ATTR", "DELETE_ATTR") and stack[-1].is_tensor()
 
 
-def asks_identity(call: Call) -> bool:
+def asks_identity(tx: InstructionTranslatorBase, call: Call, joins: list[Join]) -> bool:
     """Return whether a call tells a tensor from an equal one."""
     fn = call.fn
     if isinstance(fn, GetAttrVariable) and isinstance(fn.obj, variables.ConstDictVariable):
         return any(value.is_tensor() for value in call.args[:1])
     if not isinstance(fn, variables.BuiltinVariable) or fn.fn not in IDENTIFYING:
         return False
+    if fn.fn in (getattr, hasattr, setattr):
+        names = [value.as_python_constant() for value in call.args[1:2] if value.is_python_constant()]
+        is_stored = fn.fn is setattr or not names
+        return any(value.is_tensor() for value in call.args[:1]) and (is_stored or is_own(tx, *names, joins))
     found: list[VariableTracker] = []
     VariableTracker.visit(found.append, call.values)
     return any(value.is_tensor() for value in found)
+
+
+def is_own(tx: InstructionTranslatorBase, name: str, joins: list[Join]) -> bool:
+    """Return whether an attribute of a tensor may not be that of a join of the tensor."""
+    if name in IDENTITY or hasattr(torch.Tensor, name):
+        return name in IDENTITY
+    output = tx.output
+    inputs = [storage_of(node) for node in output.graph.nodes if node.op in ("placeholder", "get_attr")]
+    is_given = any(storage_of(join.other) in (None, *inputs) for join in joins)
+    # A tensor that the graph made has what the program has set.
+    return is_given or any(value.is_tensor() for value in output.side_effects.store_attr_mutations)
 
 
 def truth_of(tx: InstructionTranslatorBase, value: variables.TensorVariable) -> Any:

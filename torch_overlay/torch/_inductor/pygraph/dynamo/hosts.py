@@ -302,11 +302,23 @@ def is_of_stream(node: torch.fx.Node) -> bool:
 
 def has_bounds(node: torch.fx.Node) -> bool:
     """Return whether no index of ``getitem`` is out of bounds, on a GPU, where the guard would end the program."""
-    found = indices_of(node)
-    if found is None:
+    if indices_of(node) is None:
         return False
-    size, ranges = min(node.args[0].meta["example_value"].shape), map(range_of, found)
-    return all(r is not None and bool(r.low >= 0) and bool(r.high < size) for r in ranges)
+    index = node.args[1]
+    shape = [*node.args[0].meta["example_value"].shape]
+    for part in index if isinstance(index, tuple) else (index,):
+        if part is Ellipsis:
+            # What follows may index any dimension.
+            shape = [min(shape)] * len(shape)
+        elif part is not None:
+            size = shape.pop(0)
+            if isinstance(part, torch.fx.Node):
+                found = range_of(part)
+                if found is None or not (bool(found.low >= 0) and bool(found.high < size)):
+                    return False
+            elif type(part) not in (int, slice):
+                return False
+    return True
 
 
 def is_fill(node: torch.fx.Node) -> bool:

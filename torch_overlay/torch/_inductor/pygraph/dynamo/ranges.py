@@ -67,6 +67,8 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
     if name in SAME:
         # The elements are those of the operand, unless they are converted.
         return first if example.dtype == operand.dtype or operand.dtype == torch.bool else None
+    if name == "getitem":
+        return selected(first, node.args[1])
     if node.kwargs or len(node.args) > 2:
         return None
     is_truth = operand.dtype == example.dtype == torch.bool
@@ -93,6 +95,19 @@ def _range_of(node: torch.fx.Node, known: dict[torch.fx.Node, Range | None]) -> 
         by = ARITHMETIC[name]
         return Range(by(first.low, number), by(first.high, number), first.is_tight)
     return None
+
+
+def selected(r: Range, index: object) -> Range | None:
+    """Return the range of ``elements[index]``."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if not all(part is None or part is Ellipsis or type(part) in (int, slice) for part in parts):
+        return None
+    has_all = all(part is None or part is Ellipsis or is_whole(part) for part in parts)
+    return Range(r.low, r.high, r.is_tight and has_all)
+
+
+def is_whole(part: object) -> bool:
+    return isinstance(part, slice) and part.start is part.stop is part.step is None
 
 
 # What is known of a node
