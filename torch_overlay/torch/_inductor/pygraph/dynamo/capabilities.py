@@ -16,6 +16,7 @@ from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAna
 from torch._inductor.pygraph import native
 from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
+from torch._inductor.pygraph.dynamo.conversions import convert
 from torch._inductor.pygraph.dynamo.copies import Copies
 from torch._inductor.pygraph.dynamo.effects import nodes_after
 from torch._inductor.pygraph.dynamo.fills import Fills
@@ -77,6 +78,8 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
         if (items := self.enumerate_items(tx, call)) is not None:
             return items
         if (value := self.bool_of_call(tx, call)) is not None:
+            return value
+        if (value := convert(tx, call)) is not None:
             return value
         for trace, code in (
             (self.copy_object, Code.COPIED_BY_DYNAMO),
