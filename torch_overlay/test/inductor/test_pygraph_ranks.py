@@ -17,12 +17,12 @@ from unittest import mock
 from hypothesis import given, settings, strategies as st
 
 import torch
-from torch._inductor.pygraph.capture import agreement
+from torch._inductor.pygraph.capture import agreement, collectives
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.ranks import RankSelection
 from torch._inductor.pygraph.select.store import Decision, Entry
 from torch._inductor.pygraph.types.candidate import NO_GRAPH, NODE_UPDATE, UNDECIDED
-from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.pygraph_simulation import (
@@ -54,7 +54,7 @@ class Rank:
         dies_after: calls
         never_calls: it does not compile the function
         sizes: of its inputs
-        is_refused: it cannot record
+        fails: in which part of a recording, if any: "rehearsal", which comes before the capture, or "proof"
         remembered: the decision of an earlier process
     """
 
@@ -65,7 +65,7 @@ class Rank:
     dies_after: int = CALLS
     never_calls: bool = False
     sizes: tuple[int, ...] = ()
-    is_refused: bool = False
+    fails: str = ""
     remembered: str | None = None
     began: int = 0
     ran: list[str] = dataclasses.field(default_factory=list)
@@ -177,9 +177,16 @@ class Program:
         replay = candidate("replay", rank.graph)
 
         def record(inputs: list[Any]) -> tuple[Any, list[Any]]:
-            # As Collectives does: all ranks capture it, or none.
-            value = None if rank.is_refused else True
-            if not self.agree(rank, f"capture/{len(rank.ran)}", value, all):
+            steps = collectives.Collectives(replay, ("group",), "f", 0)
+            # Names count the recordings of a process.
+            steps.to_agree_on = [f"record/{len(rank.ran)}/{step}" for step in ("capture", "deploy")]
+            try:
+                for part, agree in (("rehearsal", steps.agree_to_capture), ("proof", lambda: steps.agree_to_deploy(0))):
+                    if rank.fails == part:
+                        raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=""))
+                    agree()
+            except RefusedError:
+                steps.refuse()
                 refuse(controller, is_capturable=False)
                 return candidate("fallback", rank.uncaptured), candidate("refused", 1000)(inputs)
             captured(controller)
@@ -247,6 +254,10 @@ class RanksTest(SelectTestCase):
             mock.patch("torch.cuda.Event", Event),
             mock.patch("torch.cuda._sleep", lambda cycles: program.current.simulation.sleep(cycles)),
             mock.patch("torch._inductor.pygraph.select.selection.thread_containers", lambda: None),
+            mock.patch.object(collectives.Collectives, "_enable"),
+            mock.patch.object(
+                agreement, "agree", lambda groups, name, value: program.agree(program.current, name, value, all)
+            ),
         ):
             program.run()
         return program
@@ -276,8 +287,10 @@ class RanksTest(SelectTestCase):
         self.assertEqual((program.choices(), program.time_outs), ([NO_GRAPH] * 2, 0))
         self.assertTrue(all(codes(r.selection.report) == [Code.DEVICE_BOUND] for r in program.ranks))
 
-    def test_rank_that_refuses_to_record(self):
-        program = self.program([Rank(0), Rank(1, is_refused=True), Rank(2)])
+    @parametrize("fails", ("rehearsal", "proof"))
+    def test_rank_that_cannot_record(self, fails):
+        """The others do not wait for it."""
+        program = self.program([Rank(0), Rank(1, fails=fails), Rank(2)])
         self.assertEqual((program.choices(), program.time_outs), ([NO_GRAPH] * 3, 0))
 
     def test_rank_that_never_calls(self):
@@ -325,7 +338,7 @@ class RanksTest(SelectTestCase):
                 graph=data.draw(st.sampled_from([10.0, 10.0, 150.0])),
                 dies_after=data.draw(st.sampled_from([CALLS] * 5 + [1, 3, TIMED + 1, TIMED + 9])),
                 never_calls=data.draw(st.integers(0, 9)) == 9,
-                is_refused=data.draw(st.integers(0, 9)) == 9,
+                fails=data.draw(st.sampled_from([""] * 8 + ["rehearsal", "proof"])),
                 remembered=data.draw(st.sampled_from([None, None, NO_GRAPH, NODE_UPDATE])),
             )
             for i in range(data.draw(st.integers(2, 8)))
