@@ -116,6 +116,11 @@ NORMALIZED = (
 
 # What a patch changed in all code, and how the code from before it is had again.
 CHANGED = {
+    "[inductor] Describe the calls of generated code": (
+        (re.compile(r", note_call=None\b"), ""),
+        (re.compile(r"^ *if note_call is not None: .*\n", re.M), ""),
+        (re.compile(r"^( *)if note_call is None or note_call\.reuses: (.*\n) *else: .*\n", re.M), r"\1\2"),
+    ),
     "[inductor] Keep what code generation knows of a function": (
         (re.compile(r"^(def partition_\d+\(args), (empty_strided_\w+)=\2\):", re.M), r"\1):"),
         (re.compile(r"^runner\.objects = .*\n", re.M), ""),

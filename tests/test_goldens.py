@@ -83,13 +83,17 @@ def test_a_difference_is_found_once_and_explained_once() -> None:
 
 
 def test_code_before_a_listed_change_is_had_again() -> None:
-    before = "from torch._inductor.pygraph.deliver import Deliver\ndef partition_0(args):\n    f(torch._inductor.pygraph.g)\n"
+    before = "from torch._inductor.pygraph.deliver import Deliver\ndef partition_0(args):\n    buf1 = buf0; del buf0  # reuse\n"
+    before += "    f(torch._inductor.pygraph.g)\n"
     after = (
         "from torch._inductor.pygraph.values.deliver import Deliver\n"
-        "def partition_0(args, empty_strided_cuda=empty_strided_cuda):\n"
+        "def partition_0(args, empty_strided_cuda=empty_strided_cuda, note_call=None):\n"
+        "    if note_call is None or note_call.reuses: buf1 = buf0; del buf0  # reuse\n"
+        "    else: del buf0; buf1 = empty_strided_cuda((4, ), (1, ), torch.float32)\n"
+        "    if note_call is not None: note_call(0, buf1)\n"
         "    f(torch._inductor.pygraph.values.g)\n"
         "runner.objects = {'deliver_buf0': deliver_buf0}\n"
     )
     assert goldens.normalized(before) == goldens.normalized(after)
-    assert goldens.normalized(before) == "from pygraph import Deliver\ndef partition_0(args):\n    f(pygraph.g)\n"
+    assert goldens.normalized(before) == "from pygraph import Deliver\ndef partition_0(args):\n    buf1 = buf0; del buf0  # reuse\n    f(pygraph.g)\n"
     assert goldens.normalized("#include </a/b/cpp_prefix.h>\n") == "#include <cpp_prefix.h>\n"

@@ -1214,16 +1214,19 @@ def test_what_a_case_must_show(case, row, expected):
     ("row", "expected"),
     [
         ({}, []),
-        ({"ratios": {"no_cg": [1, 1, 1]}}, ["not measured with schedules"]),
-        ({"ratios": {"no_cg": [1, 1, 1], "scheduled": [0.97, 0.98, 0.985]}}, ["0.980 x as fast with schedules"]),
-        ({"scheduled_reserved_mib": 20}, []),
-        ({"scheduled_reserved_mib": 21}, ["reserves 21 MiB with schedules, stock 12 MiB"]),
-        ({"stock_reserved_mib": 100, "scheduled_reserved_mib": 110}, []),
+        ({"ratios": {"no_cg": [1, 1, 1]}}, ["not measured without schedules"]),
+        ({"ratios": {"no_cg": [1, 1, 1], "chain": [1.02, 1.025, 1.03]}}, ["0.976 x as fast with schedules"]),
+        ({"reserved_mib": 20}, []),
+        ({"reserved_mib": 21}, ["reserves 21 MiB, more than 20 MiB"]),
+        ({"stock_reserved_mib": 100, "reserved_mib": 110}, []),
+        # In a chain no buffer lies apart.
+        ({"reserved_mib": 13, "graphs": [{"schedule": "chain"}]}, ["reserves 13 MiB, more than 12 MiB"]),
     ],
 )
 def test_what_a_case_with_schedules_must_show(row, expected):
-    ratios = {"no_cg": [1, 1, 1], "scheduled": [0.97, 0.98, 1.0]}
-    assert suite.missed(dataclasses.replace(_case(), suite="concurrent"), {**ROW, "ratios": ratios, **row}) == expected
+    ratios = {"no_cg": [1, 1, 1], "chain": [1.0, 1.02, 1.03]}
+    known = {**ROW, "ratios": ratios, "graphs": [{"schedule": "chain"}, {"schedule": "dag"}]}
+    assert suite.missed(dataclasses.replace(_case(), suite="concurrent"), {**known, **row}) == expected
 
 
 MANY_SIZES = {

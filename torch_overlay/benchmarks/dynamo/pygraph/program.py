@@ -66,15 +66,15 @@ VARIANTS = {
     "pygraph": Variant({"options": {"pygraph": True}}),
     # With the graph breaks of stock.
     "mend_off": Variant({"options": {"pygraph": True, "pygraph_mend": False}}),
-    # Kernels of a graph side by side where that is measured faster, and in one order everywhere.
-    "scheduled": Variant({"options": {"pygraph": True, "pygraph_schedules": True}}),
+    # Kernels of a graph one after another.
+    "chain": Variant({"options": {"pygraph": True, "pygraph_schedules": False}}),
     # One recording for many sizes.
     "many_sizes": Variant({"options": {"pygraph": True, "pygraph_sizes": True}}),
     # One recording for the largest size: what memory a recording for many sizes is compared with.
     "largest_size": replace(_forced("node_update"), largest=True),
-    "forced_lanes2": _forced("node_update,lanes2", pygraph_schedules=True),
-    "forced_lanes4": _forced("node_update,lanes4", pygraph_schedules=True),
-    "forced_dag": _forced("node_update,dag", pygraph_schedules=True),
+    "forced_lanes2": _forced("node_update,lanes2"),
+    "forced_lanes4": _forced("node_update,lanes4"),
+    "forced_dag": _forced("node_update,dag"),
     # The ablation: every graph deployed with its inputs copied, which leaves the code
     # transformations; every graph with its inputs bound, which adds parameter indirection.
     # With selection that is pygraph itself.

@@ -273,7 +273,7 @@ TITLES = {
     "stock_whole": "whole graphs",
     "pygraph": "PyGraph",
     "mend_off": "mend off",
-    "scheduled": "side by side",
+    "chain": "in a row",
     "many_sizes": "many sizes",
     "forced_lanes2": "2 lanes",
     "forced_lanes4": "4 lanes",
@@ -373,12 +373,12 @@ BREAK_COLUMNS: Columns = {
 
 SCHEDULE_COLUMNS: Columns = {
     "workload": label,
-    **_times("stock_cg", "hand_written", "pygraph", "scheduled"),
-    "/ PyGraph": lambda row: _number(speedup(row, "scheduled", "pygraph")),
-    "/ stock": lambda row: _number(speedup(row, "scheduled", "stock_cg")),
+    **_times("stock_cg", "hand_written", "chain", "pygraph"),
+    "/ in a row": lambda row: _number(speedup(row, "pygraph", "chain")),
+    "/ stock": lambda row: _number(speedup(row, "pygraph", "stock_cg")),
     "sum / critical": lambda row: _number(_parallelism(row)),
     "chosen": lambda row: " + ".join(dict.fromkeys(s["schedule"] for s in row.get("schedules", ()))) or "-",
-    "reserved MiB": lambda row: _of(row.get("scheduled_reserved_mib"), row.get("stock_reserved_mib")),
+    "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("stock_reserved_mib")),
 }
 
 SIZE_COLUMNS: Columns = {
@@ -449,11 +449,11 @@ SECTIONS = (
     ),
     (
         "Kernels side by side",
-        "`side by side` is PyGraph with `config.pygraph_schedules`, which chooses between a chain, lanes and a DAG. "
+        "PyGraph chooses between a chain, lanes and a DAG. `in a row` is PyGraph without `config.pygraph_schedules`. "
         "`sum / critical` bounds the gain: the time of all kernels, of that of the longest "
-        "row of kernels that wait for one another. Memory is that of `side by side` and of stock's, each alone in a process.",
+        "row of kernels that wait for one another. Memory is that of PyGraph and of stock's, each alone in a process.",
         SCHEDULE_COLUMNS,
-        "scheduled_us",
+        "chain_us",
     ),
     (
         "Sizes that vary",
@@ -496,7 +496,7 @@ def _is_overhead(rows: list[Row]) -> bool:
 
 def _columns_of_suite(rows: list[Row]) -> Columns | None:
     """Return the columns of the suites concurrent and sizes."""
-    for field, columns in {"scheduled_us": SCHEDULE_COLUMNS, "many_sizes_us": SIZE_COLUMNS}.items():
+    for field, columns in {"chain_us": SCHEDULE_COLUMNS, "many_sizes_us": SIZE_COLUMNS}.items():
         if any(field in row for row in rows):
             return {**columns, **JUDGED}
     return None

@@ -53,13 +53,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Calls until a variant is in its steady state. Selection takes 20 to 410.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, scheduled=65, many_sizes=65)
+# Calls until a variant is in its steady state. Selection takes 20 to 410, and times up to four more candidates whose
+# kernels run side by side.
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65, many_sizes=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
-MAX_SETTLE_CALLS = 440
-# Selection times up to four more candidates.
-MAX_SETTLE_CALLS_SCHEDULED = 880
+MAX_SETTLE_CALLS = 880
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 # More than select.py makes before it gives back what the last decision leaves unused.
@@ -246,7 +245,6 @@ class CaseRun:
         entries: list[dict[str, Any]] = []
         counts: dict[str, int] = {}
         has_cpu_values = False
-        scheduled: list[Any] = []
         of_many_sizes: list[Any] = []
         for name in others:
             if name in alone:
@@ -263,8 +261,6 @@ class CaseRun:
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(self.counted.get(name, collections.Counter()) + counters["pygraph"])
                 has_cpu_values = reads_cpu_values()
-            if name == "scheduled":
-                scheduled = [_schedule(entry) for entry in report() if not hardly_called(entry)]
             if name == "many_sizes":
                 of_many_sizes = [*_pygraph().report()]
         names = [name for name in ("eager", "no_cg") if name in self.variants]
@@ -368,7 +364,7 @@ class CaseRun:
             "max_diff": difference.max_diff if math.isfinite(difference.max_diff) else None,
             "repeatable": repeatable,
             **({"forced": forced} if forced else {}),
-            **({"schedules": scheduled} if scheduled else {}),
+            **({"schedules": [*map(_schedule, entries)]} if entries and "chain" in self.variants else {}),
             **({"many_sizes": [_sizes(entry) for entry in of_many_sizes]} if of_many_sizes else {}),
             "graphs": entries,
             "counters": counts,
@@ -446,7 +442,7 @@ class CaseRun:
         gc.collect()
 
     def _settling(self, name: str, calls: int) -> bool:
-        most = MAX_SETTLE_CALLS_SCHEDULED if name == "scheduled" else MAX_SETTLE_CALLS
+        most = MAX_SETTLE_CALLS
         if self.suite.dynamic:
             if name == "stock_cg":
                 # Each size warms up, is recorded and replayed.
