@@ -1229,13 +1229,14 @@ def test_what_a_case_with_schedules_must_show(row, expected):
     assert suite.missed(dataclasses.replace(_case(), suite="concurrent"), {**known, **row}) == expected
 
 
-MANY_SIZES = {
-    "many_sizes_us": 5.0,
-    "ratios": {"no_cg": [0.99, 1.0, 1.01], "stock_cg": [2.0, 2.2, 2.4], "many_sizes": [2.1, 2.3, 2.5]},
-    "many_sizes": [{"calls": 10, "captured_calls": 10, "by_size": "", "buckets": [[8]]}],
-    "choice": "undecided",
-    "alone": {name: {"compile_s": 10.0, "warm_up_s": s} for name, s in (("no_cg", 2.0), ("many_sizes", 3.6))},
-    "many_sizes_reserved_mib": 110,
+VARYING = {
+    "pygraph_us": 5.0,
+    "by_size_us": 12.5,
+    "ratios": {"no_cg": [0.4, 0.41, 0.42], "stock_cg": [0.5, 0.6, 0.7], "by_size": [0.3, 0.4, 0.5]},
+    "functions": [{"calls": 10, "captured_calls": 10, "by_size": "", "buckets": [[8]]}],
+    "alone": {name: {"compile_s": 10.0, "warm_up_s": s} for name, s in (("no_cg", 2.0), ("pygraph", 3.6))},
+    "reserved_mib": 110,
+    "stock_reserved_mib": None,
     "largest_size_reserved_mib": 100,
 }
 
@@ -1244,46 +1245,40 @@ MANY_SIZES = {
     ("case", "row", "expected"),
     [
         ({}, {}, []),
-        # Without the option, stock records each size at once.
-        (
-            {},
-            {"ratios": {**MANY_SIZES["ratios"], "no_cg": [1.03, 1.05, 1.06]}},
-            ["1.050 x no_cg (1.030 to 1.060), more than 1.02"],
-        ),
         (
             {"min_sizes_gain": 2.5},
             {},
-            ["2.30 x as fast as no_cg with recordings for many sizes, not 2.5"],
+            ["2.44 x as fast as no_cg, not 2.5"],
         ),
         # In the ring stock has a recording of each size.
-        ({}, {"ratios": {**MANY_SIZES["ratios"], "many_sizes": [1.9, 2.0, 2.1]}}, []),
-        ({}, {"sweep": {"stock_cg": {"us": 20.0, "calls": 1000}, "many_sizes": {"us": 5.0, "calls": 1000}}}, []),
+        ({}, {"ratios": {**VARYING["ratios"], "stock_cg": [1.03, 1.05, 1.06]}}, []),
+        ({}, {"sweep": {"stock_cg": {"us": 20.0, "calls": 1000}, "pygraph": {"us": 5.0, "calls": 1000}}}, []),
         (
             {},
-            {"sweep": {"stock_cg": {"us": 4.0, "calls": 80}, "many_sizes": {"us": 5.0, "calls": 1000}}},
+            {"sweep": {"stock_cg": {"us": 4.0, "calls": 80}, "pygraph": {"us": 5.0, "calls": 1000}}},
             ["0.80 x as fast as stock_cg over 80 random sizes, not 0.99"],
         ),
-        ({}, {"many_sizes": []}, ["0% of the calls captured, not 90%"]),
-        ({"is_by_size": True}, {"many_sizes": []}, []),
-        ({}, {"many_sizes_reserved_mib": 111}, ["reserves 111 MiB, a recording of the largest size 100 MiB"]),
+        ({}, {"functions": []}, ["0% of the calls captured, not 90%"]),
+        ({"is_by_size": True}, {"functions": []}, []),
+        ({}, {"reserved_mib": 111}, ["reserves 111 MiB, a recording of the largest size 100 MiB"]),
         (
             {},
-            {"alone": {**MANY_SIZES["alone"], "many_sizes": {"compile_s": 12.0, "warm_up_s": 3.0}}},
+            {"alone": {**VARYING["alone"], "pygraph": {"compile_s": 12.0, "warm_up_s": 3.0}}},
             ["start-up 15.0 s, 1.25 of that without CUDA graphs, not 1.15"],
         ),
     ],
 )
 def test_what_a_case_of_varying_sizes_must_show(case, row, expected):
-    assert suite.missed(dataclasses.replace(_case(**case), suite="sizes"), {**ROW, **MANY_SIZES, **row}) == expected
+    assert suite.missed(dataclasses.replace(_case(**case), suite="sizes"), {**ROW, **VARYING, **row}) == expected
 
 
-def test_the_overview_shows_recordings_for_many_sizes():
-    row = {**ROW, **MANY_SIZES, "suite": "sizes", "equal": True, "about": "a program"}
+def test_the_overview_shows_sizes_that_vary():
+    row = {**ROW, **VARYING, "suite": "sizes", "equal": True, "about": "a program"}
     line = report.overview({"cases": [row]})
     # 20 us and 10 us, of 5 us.
     assert "| 4.000 (4.000 to 4.000) | 2.000 (2.000 to 2.000) |" in line
-    assert "with `config.pygraph_sizes`" in line and "without the option 1.250 (1.250 to 1.250)" in line
-    assert "4.000" not in report.overview({"cases": [{**row, "failed": {"many_sizes": "wrong"}}]})
+    assert "without `config.pygraph_sizes` 0.800 (0.800 to 0.800)" in line
+    assert "4.000" not in report.overview({"cases": [{**row, "equal": False}]})
     assert "13.6 of 12.0" in report.document("sizes", [row], {})
 
 

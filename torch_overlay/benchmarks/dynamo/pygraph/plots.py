@@ -70,8 +70,6 @@ def draw(suite: str, rows: list[Row], directory: Path, more: Row | None = None) 
 
 def _speedup(rows: list[Row]) -> Any:
     steps = {"stock CUDA graphs": (GREY, "stock_cg"), "PyGraph": (BLUE, "pygraph")}
-    if any("many_sizes_us" in row for row in rows):
-        steps["PyGraph, one recording for many sizes"] = (ORANGE, "many_sizes")
     return _speedups(rows, steps, "stock_cg", "pygraph")
 
 

@@ -68,8 +68,8 @@ VARIANTS = {
     "mend_off": Variant({"options": {"pygraph": True, "pygraph_mend": False}}),
     # Kernels of a graph one after another.
     "chain": Variant({"options": {"pygraph": True, "pygraph_schedules": False}}),
-    # One recording for many sizes.
-    "many_sizes": Variant({"options": {"pygraph": True, "pygraph_sizes": True}}),
+    # A recording for each size.
+    "by_size": Variant({"options": {"pygraph": True, "pygraph_sizes": False}}),
     # One recording for the largest size: what memory a recording for many sizes is compared with.
     "largest_size": replace(_forced("node_update"), largest=True),
     "forced_lanes2": _forced("node_update,lanes2"),

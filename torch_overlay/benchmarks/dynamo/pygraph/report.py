@@ -113,9 +113,9 @@ def speedup(row: Row, variant: str, over: str) -> float | None:
     return reference / time if time and reference else None
 
 
-def best_speedup(row: Row, variant: str = "pygraph") -> float | None:
-    """Of a variant, over the better of no CUDA graphs and stock ones."""
-    return min(present(speedup(row, variant, over) for over in ("no_cg", "stock_cg")), default=None)
+def best_speedup(row: Row) -> float | None:
+    """PyGraph's, over the better of no CUDA graphs and stock ones."""
+    return min(present(speedup(row, "pygraph", over) for over in ("no_cg", "stock_cg")), default=None)
 
 
 def coverage(row: Row, variant: str) -> float | None:
@@ -234,14 +234,14 @@ def _parallelism(row: Row) -> float | None:
 
 
 def sweep_gain(row: Row, other: str) -> float | None:
-    """How many times as fast PyGraph with recordings for many sizes was as another over random sizes."""
-    times = [row.get("sweep", {}).get(name, {}).get("us") for name in (other, "many_sizes")]
+    """How many times as fast PyGraph was as another over random sizes."""
+    times = [row.get("sweep", {}).get(name, {}).get("us") for name in (other, "pygraph")]
     return times[0] / times[1] if all(times) else None
 
 
 def captured_share(row: Row) -> float | None:
     """Of the calls of functions that are recorded for many sizes, once they are recorded."""
-    known = [f for f in row.get("many_sizes", ()) if f["calls"]]
+    known = [f for f in row.get("functions", ()) if f["calls"]]
     return sum(f["captured_calls"] for f in known) / sum(f["calls"] for f in known) if known else None
 
 
@@ -274,7 +274,7 @@ TITLES = {
     "pygraph": "PyGraph",
     "mend_off": "mend off",
     "chain": "in a row",
-    "many_sizes": "many sizes",
+    "by_size": "by size",
     "forced_lanes2": "2 lanes",
     "forced_lanes4": "4 lanes",
     "forced_dag": "DAG",
@@ -383,15 +383,15 @@ SCHEDULE_COLUMNS: Columns = {
 
 SIZE_COLUMNS: Columns = {
     "workload": label,
-    **_times("no_cg", "stock_cg", "pygraph", "many_sizes"),
-    "/ no CG": lambda row: _number(speedup(row, "many_sizes", "no_cg")),
-    "/ stock": lambda row: _number(speedup(row, "many_sizes", "stock_cg")),
+    **_times("no_cg", "stock_cg", "by_size", "pygraph"),
+    "/ no CG": lambda row: _number(speedup(row, "pygraph", "no_cg")),
+    "/ stock": lambda row: _number(speedup(row, "pygraph", "stock_cg")),
     "random / no CG": lambda row: _number(sweep_gain(row, "no_cg")),
     "random / stock": lambda row: _number(sweep_gain(row, "stock_cg")),
     "calls captured": lambda row: "-" if (share := captured_share(row)) is None else f"{share:.0%}",
-    "recordings": lambda row: str(sum(len(f["buckets"]) for f in row.get("many_sizes", ()))),
-    "start-up s": lambda row: _of(start_up(row, "many_sizes"), start_up(row, "no_cg"), _seconds),
-    "reserved MiB": lambda row: _of(row.get("many_sizes_reserved_mib"), row.get("largest_size_reserved_mib")),
+    "recordings": lambda row: str(sum(len(f["buckets"]) for f in row.get("functions", ()))),
+    "start-up s": lambda row: _of(start_up(row, "pygraph"), start_up(row, "no_cg"), _seconds),
+    "reserved MiB": lambda row: _of(row.get("reserved_mib"), row.get("largest_size_reserved_mib")),
 }
 
 # Of the suite overhead, whose rows have no time of a call.
@@ -457,13 +457,13 @@ SECTIONS = (
     ),
     (
         "Sizes that vary",
-        "Each call of 40 in turn has a size of its own. `many sizes` is PyGraph with `config.pygraph_sizes`, which records "
-        "one graph for many sizes. `/ no CG` and `/ stock` are its speed-ups; `random` is that over 1,000 further calls of random "
-        "sizes, whose recordings count, at most 6 seconds of each variant. `calls captured` is the share of calls that such "
-        "a recording served. Start-up is that of `many sizes` and of no CUDA graphs, memory that of `many sizes` and of one "
-        "recording of the largest size of the ring, each alone in a process.",
+        "Each call of 40 in turn has a size of its own. `by size` is PyGraph without `config.pygraph_sizes`, which has a "
+        "recording for each size. `/ no CG` and `/ stock` are PyGraph's speed-ups; `random` is that over 1,000 further calls of "
+        "random sizes, whose recordings count, at most 6 seconds of each variant. `calls captured` is the share of calls that "
+        "a recording for many sizes served. Start-up is that of PyGraph and of no CUDA graphs, memory that of PyGraph and of "
+        "one recording of the largest size of the ring, each alone in a process.",
         SIZE_COLUMNS,
-        "many_sizes_us",
+        "by_size_us",
     ),
     (
         "Where the host's time goes",
@@ -496,7 +496,7 @@ def _is_overhead(rows: list[Row]) -> bool:
 
 def _columns_of_suite(rows: list[Row]) -> Columns | None:
     """Return the columns of the suites concurrent and sizes."""
-    for field, columns in {"chain_us": SCHEDULE_COLUMNS, "many_sizes_us": SIZE_COLUMNS}.items():
+    for field, columns in {"chain_us": SCHEDULE_COLUMNS, "by_size_us": SIZE_COLUMNS}.items():
         if any(field in row for row in rows):
             return {**columns, **JUDGED}
     return None
@@ -544,18 +544,13 @@ def _over_stock(row: Row, *, waits: bool) -> float | None:
     return speedup(row, "pygraph", "stock_cg")
 
 
-MANY_SIZES = "Speed-up with one recording for many sizes"
-
 # Of a row, by the names that tables give them.
 SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
     "Speed-up over stock CUDA graphs": lambda row: speedup(row, "pygraph", "stock_cg"),
     "... where stock's host waits for the device": lambda row: _over_stock(row, waits=True),
     "... where it does not": lambda row: _over_stock(row, waits=False),
     "Speed-up over no CUDA graphs": lambda row: speedup(row, "pygraph", "no_cg"),
-    "Speed-up over the better of the two": lambda row: best_speedup(row),
-    f"{MANY_SIZES} over stock CUDA graphs": lambda row: speedup(row, "many_sizes", "stock_cg"),
-    f"{MANY_SIZES} over no CUDA graphs": lambda row: speedup(row, "many_sizes", "no_cg"),
-    f"{MANY_SIZES} over the better of the two": lambda row: best_speedup(row, "many_sizes"),
+    "Speed-up over the better of the two": best_speedup,
     "Speed-up over stock without graph partition": lambda row: speedup(row, "pygraph", "stock_whole"),
     "Compile and warm-up, of stock CUDA graphs'": _start_up_ratio,
 }
@@ -564,7 +559,7 @@ SPEEDUPS: dict[str, Callable[[Row], float | None]] = {
 def summary(rows: list[Row]) -> list[str]:
     """One line for each number that a suite is judged by."""
     ran = [row for row in rows if "skipped" not in row]
-    right = [row for row in ran if time_of(row, "pygraph") or time_of(row, "many_sizes")]
+    right = [row for row in ran if time_of(row, "pygraph")]
     lines = [f"{len(right)} of {len(rows)} workloads ran with right results, {len(rows) - len(ran)} were skipped."]
     for name, ratio in SPEEDUPS.items():
         found = present(map(ratio, right))
@@ -594,11 +589,10 @@ def _spread(rows: list[Row], name: str) -> str:
 def also(rows: list[Row]) -> str:
     """What is to be said of some suites beside speed-ups."""
     parts = []
-    if any("many_sizes_us" in row for row in rows):
-        without = present(speedup(row, "pygraph", "no_cg") for row in rows)
-        parts.append("with `config.pygraph_sizes`")
-        parts.append(f"{_spread(rows, f'{MANY_SIZES} over no CUDA graphs')} over no CUDA graphs")
-        parts += [f"without the option {geomean(without):.3f} ({_range(without)})"] * bool(without)
+    if any("by_size_us" in row for row in rows):
+        without = present(speedup(row, "by_size", "no_cg") for row in rows)
+        parts.append(f"{_spread(rows, 'Speed-up over no CUDA graphs')} over no CUDA graphs")
+        parts += [f"without `config.pygraph_sizes` {geomean(without):.3f} ({_range(without)})"] * bool(without)
     covered = present(map(_start_up_ratio, rows))
     if covered:
         parts.append(f"start-up {geomean(covered):.2f} of stock's")
@@ -701,15 +695,11 @@ def overview(record: Row, pages: str = "") -> str:
         ran = [row for row in rows if "skipped" not in row]
         return f"{sum(not row.get('missed') for row in ran)} of {len(ran)}"
 
-    def name(line: Row, over: str) -> str:
-        # Suite sizes measures config.pygraph_sizes, which the variant pygraph lacks.
-        return f"{MANY_SIZES if any('many_sizes_us' in row for row in line['rows']) else 'Speed-up'} {over}"
-
     columns: Columns = {
         "suite": lambda line: f"[{line['suite']}]({pages}/{line['suite']}.md)" if pages else line["suite"],
         "pass": lambda line: must(line["rows"]),
-        "over stock CUDA graphs": lambda line: _spread(line["rows"], name(line, "over stock CUDA graphs")),
-        "over the better of stock and none": lambda line: _spread(line["rows"], name(line, "over the better of the two")),
+        "over stock CUDA graphs": lambda line: _spread(line["rows"], "Speed-up over stock CUDA graphs"),
+        "over the better of stock and none": lambda line: _spread(line["rows"], "Speed-up over the better of the two"),
         "also": lambda line: also(line["rows"]),
         "measured": lambda line: _when(line["rows"]),
     }

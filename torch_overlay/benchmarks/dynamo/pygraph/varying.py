@@ -18,13 +18,13 @@ from .scg import Recommender
 
 
 SUITE = Suite(
-    ("eager", "no_cg", "stock_cg", "pygraph", "many_sizes"),
-    must_equal=("pygraph", "many_sizes"),
+    ("eager", "no_cg", "stock_cg", "pygraph", "by_size"),
+    must_equal=("pygraph", "by_size"),
     dynamic=True,
     # In more rounds PyGraph records the sizes of the ring one by one while it is timed.
     rounds=9,
     max_case_s=45.0,
-    run_alone=("no_cg", "many_sizes", "largest_size"),
+    run_alone=("no_cg", "pygraph", "largest_size"),
 )
 # The least share of calls that a recording for many sizes has to serve.
 MIN_CAPTURED = 0.9

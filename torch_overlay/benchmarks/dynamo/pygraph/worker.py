@@ -55,7 +55,7 @@ log = logging.getLogger(__name__)
 
 # Calls until a variant is in its steady state. Selection takes 20 to 410, and times up to four more candidates whose
 # kernels run side by side.
-SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65, many_sizes=65)
+SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 880
@@ -245,7 +245,7 @@ class CaseRun:
         entries: list[dict[str, Any]] = []
         counts: dict[str, int] = {}
         has_cpu_values = False
-        of_many_sizes: list[Any] = []
+        of_sizes: list[Any] = []
         for name in others:
             if name in alone:
                 continue
@@ -258,11 +258,10 @@ class CaseRun:
                 with self._quiet() if self.variants[name].selects else contextlib.nullcontext():
                     differences[name] = self._settle(name, ring, expected)
             if name == "pygraph":
+                of_sizes = [*map(_sizes, _pygraph().report())] if self.suite.dynamic else []
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(self.counted.get(name, collections.Counter()) + counters["pygraph"])
                 has_cpu_values = reads_cpu_values()
-            if name == "many_sizes":
-                of_many_sizes = [*_pygraph().report()]
         names = [name for name in ("eager", "no_cg") if name in self.variants]
         counters["pygraph"].clear()
         timings |= self._time([*names, *differences], ring)
@@ -365,7 +364,7 @@ class CaseRun:
             "repeatable": repeatable,
             **({"forced": forced} if forced else {}),
             **({"schedules": [*map(_schedule, entries)]} if entries and "chain" in self.variants else {}),
-            **({"many_sizes": [_sizes(entry) for entry in of_many_sizes]} if of_many_sizes else {}),
+            **({"functions": of_sizes} if of_sizes else {}),
             "graphs": entries,
             "counters": counts,
             **({"sweep": swept} if swept else {}),
@@ -450,7 +449,7 @@ class CaseRun:
             if name == "no_cg":
                 # A library loads kernels at new sizes.
                 return calls < self.case.ring
-            if name == "pygraph":
+            if name == "by_size":
                 # No size comes often enough for a decision.
                 most = 0
         return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < most)
