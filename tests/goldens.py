@@ -121,6 +121,7 @@ CHANGED = {
         (re.compile(r"^ *if note_call is not None: .*\n", re.M), ""),
         (re.compile(r"^( *)if note_call is None or note_call\.reuses: (.*\n) *else: .*\n", re.M), r"\1\2"),
     ),
+    "[inductor] Capture torch.cond as a conditional node of the CUDA graph": ((re.compile(r", branches=None\b"), ""),),
     "[inductor] Keep what code generation knows of a function": (
         (re.compile(r"^(def partition_\d+\(args), (empty_strided_\w+)=\2\):", re.M), r"\1):"),
         (re.compile(r"^runner\.objects = .*\n", re.M), ""),

@@ -87,7 +87,7 @@ def test_code_before_a_listed_change_is_had_again() -> None:
     before += "    f(torch._inductor.pygraph.g)\n"
     after = (
         "from torch._inductor.pygraph.values.deliver import Deliver\n"
-        "def partition_0(args, empty_strided_cuda=empty_strided_cuda, note_call=None):\n"
+        "def partition_0(args, empty_strided_cuda=empty_strided_cuda, note_call=None, branches=None):\n"
         "    if note_call is None or note_call.reuses: buf1 = buf0; del buf0  # reuse\n"
         "    else: del buf0; buf1 = empty_strided_cuda((4, ), (1, ), torch.float32)\n"
         "    if note_call is not None: note_call(0, buf1)\n"

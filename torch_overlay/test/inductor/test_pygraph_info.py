@@ -73,7 +73,7 @@ class Code:
     def __init__(self, function: ast.FunctionDef) -> None:
         self.function = function
         self.name = function.name
-        self.parameters = [argument.arg for argument in function.args.args if argument.arg != NOTE]
+        self.parameters = [argument.arg for argument in function.args.args if argument.arg not in (NOTE, "branches")]
         statements = list(_statements(function.body))
         self.inputs: list[str] = []
         # What owns the memory that a name's tensor lies in, as far as generated code says.
