@@ -44,10 +44,11 @@ def test_parts_are_all_of_it_and_alike():
     assert not {unit.kind for unit in whole} & plan.APART
     parts = [plan.part(whole, index, 2) for index in (1, 2)]
     assert sorted([*parts[0], *parts[1]], key=str) == sorted(whole, key=str)
-    # By estimates alone, and by what the record says.
-    for record in ({}, json.loads((ROOT / "ci" / "gpu_record.json").read_text())):
-        minutes = [plan.seconds(part, record) / 60 for part in parts]
-        assert abs(minutes[0] - minutes[1]) < 2 and max(minutes) < 28
+    minutes = [plan.seconds(part, {}) / 60 for part in parts]
+    assert abs(minutes[0] - minutes[1]) < 2
+    # What the record says is known once the parts ran. They stay the same.
+    record = json.loads((ROOT / "ci" / "gpu_record.json").read_text())
+    assert max(minutes + [plan.seconds(part, record) / 60 for part in parts]) < 28
     # A case of replay is compared with another one.
     assert all(
         len([unit for unit in part if unit.kind == "replay"]) in (0, len(plan.names_of("replay"))) for part in parts
