@@ -135,6 +135,21 @@ class RecordTest(CollectiveTestCase):
         self.assertNotIn("bitwise_or", captured[into:wait])
         self.assertIn("bitwise_or", captured[wait:])
 
+    @parametrize("name", ("gathered_input", "scattered", "exchanged"))
+    def test_stand_ins_leave_the_graph(self, name):
+        "Nodes that are disabled take time on the device."
+        self.ranks_decide, self.force = True, "node_update"
+        self.check_collectives(name)
+        (entry,) = report()
+        self.assertEqual(entry.choice, "node_update")
+        driver = self.device.driver
+        (nodes,) = filter(None, driver.graphs.values())
+        self.assertTrue(driver.disabled.isdisjoint(nodes))
+        self.assertEqual(entry.kernel_nodes, len(nodes))
+        # In a row, still.
+        edges = {edge for edge in driver.edges if edge[0] in nodes}
+        self.assertEqual(edges, {*itertools.pairwise(nodes)})
+
     @parametrize("name", ("gathered", "scattered", "exchanged"))
     def test_collective_of_a_wrong_operand(self, name):
         "A kernel in front of it has an address that no parameter shows."

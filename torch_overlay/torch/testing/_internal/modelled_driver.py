@@ -284,6 +284,7 @@ class ModelledDriver(Clones):
         self.executables[handle] = graph
         for i in self.with_bodies(graph):
             self.held[i] = self._captured(i)
+            self.disabled.discard(i)
         return handle
 
     def add_kernel(self, name: str, layout: list[tuple[int, int]]) -> ModelledKernel:

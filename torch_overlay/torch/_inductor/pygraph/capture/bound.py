@@ -43,7 +43,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping
+    from collections.abc import Callable, Collection, Mapping, Sequence
     from typing import NoReturn
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
@@ -283,9 +283,24 @@ class BoundGraphNode(CopyGraphNode):
         bound = self.memory.placeholders
         placeholders = PlaceholderMap([*bound.placeholders, *self.values.placeholders()])
         self._learned(schedule=self.scheduled.apply(graph.raw_cuda_graph(), placeholders))
-        bodies = self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
-        replace_copies(graph.raw_cuda_graph(), placeholders, self.device, bodies)
+        replace_copies(graph.raw_cuda_graph(), placeholders, self.device, self._bodies)
         self.prelude = self._add_prelude(graph, placeholders)
+        self._instantiate(graph, placeholders)
+        words = range(len(self.call_tensors), len(placeholders.placeholders))
+        if not all(self.binding.nodes_of[k] for k in words):
+            raise RefusedError(Reason.of(Code.CPU_VALUE_NOT_FOUND))
+        if self.collectives is not None:
+            self.collectives.set_aside(graph.raw_cuda_graph_exec(), bound)
+        # Forget the damage of others.
+        take_damage(self.device)
+        self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
+
+    @property
+    def _bodies(self) -> Mapping[int, Sequence[Any]]:
+        return self.branches.bodies if isinstance(self.branches, CapturedBranches) else {}
+
+    def _instantiate(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> None:
+        """Make the executable graph, and its binding. Raises RefusedError, DriverError."""
         try:
             graph.instantiate()
         except RuntimeError as e:
@@ -295,16 +310,18 @@ class BoundGraphNode(CopyGraphNode):
             self.prelude.upload(graph.raw_cuda_graph_exec())
             set_on_device = self.prelude.nodes
         self.binding = NodeUpdateBinding(
-            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device, bodies
+            graph.raw_cuda_graph(), graph.raw_cuda_graph_exec(), placeholders, set_on_device, self._bodies
         )
-        words = range(len(self.call_tensors), len(placeholders.placeholders))
-        if not all(self.binding.nodes_of[k] for k in words):
-            raise RefusedError(Reason.of(Code.CPU_VALUE_NOT_FOUND))
-        if self.collectives is not None:
-            self.collectives.set_aside(graph.raw_cuda_graph_exec(), bound)
-        # Forget the damage of others.
-        take_damage(self.device)
-        self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
+
+    def _remove_stand_ins(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Instantiate the proven graph again, without the stand-ins of its collectives. Raises RefusedError, DriverError."""
+        # The driver makes one executable graph of a graph that sets its own nodes.
+        if self.prelude is None and self.collectives.stand_ins:
+            pointers = self.binding.pointers
+            self.collectives.remove_stand_ins(graph.raw_cuda_graph())
+            bound = self.memory.placeholders.placeholders
+            self._instantiate(graph, PlaceholderMap([*bound, *self.values.placeholders()]))
+            self.binding.update(pointers)
 
     def _add_prelude(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> Prelude | None:
         request, raw_graph = self.request, graph.raw_cuda_graph()
@@ -338,6 +355,7 @@ class BoundGraphNode(CopyGraphNode):
         self._choose_paths(graph, {})
         self._compare(graph, self.rehearsal)
         if self.collectives is not None:
+            self._remove_stand_ins(graph)
             self.collectives.agree_to_deploy(graph.raw_cuda_graph_exec())
             # The call itself: other ranks wait for its collectives.
             self.rehearsal.restore()

@@ -3,8 +3,7 @@ Graphs with collectives.
 
 Every rank has to run each collective once a call, also in a call that records. So the rehearsal leaves collectives out:
 one in place returns its operand, any other one a stand-in, which this rank computes from all of the operand. The proof
-runs with the collectives' nodes disabled and those of the stand-ins enabled. Then the whole graph runs once, as the
-call.
+runs with the collectives' nodes disabled. Then the whole graph runs once without the stand-ins, as the call.
 
 The operand of a collective does not move, or the graph copies it (config.pygraph_ranks), although the kernels of NCCL
 2.28 have addresses among their parameters, up to 4 KiB. During capture NCCL registers memory that can be exported with
@@ -27,7 +26,7 @@ from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.capture.allocation import copy_by_kernel
 from torch._inductor.pygraph.graph.binding import graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check
-from torch._inductor.pygraph.graph.edges import capturing_graph
+from torch._inductor.pygraph.graph.edges import capturing_graph, remove_nodes
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify.proof import as_bytes
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -296,6 +295,14 @@ class Collectives:
         if any(map(placeholders.find, self.addresses)):
             raise RefusedError(Reason.of(Code.COLLECTIVE_OF_INPUT))
         self._enable(executable, self.nodes, enabled=False)
+
+    def remove_stand_ins(self, raw_graph: int) -> None:
+        """
+        Take stand-ins out of a graph that was proven with them, before it is instantiated again: nodes that are disabled
+        take time on the device. Raises DriverError.
+        """
+        remove_nodes(bindings().CUgraph(raw_graph), self.stand_ins.values())
+        self.stand_ins = {}
 
     def agree_to_deploy(self, executable: int) -> None:
         """Run collectives again. Raises RefusedError if another rank does not deploy its graph, or DriverError."""

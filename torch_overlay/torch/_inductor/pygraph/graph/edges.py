@@ -9,7 +9,7 @@ from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
 # (a node, a node behind it), by handle.
 Edge = tuple[int, int]
@@ -63,3 +63,21 @@ def change_edges(graph: Any, nodes: Sequence[Any], added: set[Edge], removed: se
         if edges:
             before, after = ([by_handle[edge[i]] for edge in sorted(edges)] for i in (0, 1))
             check(change(graph, before, after, *edge_data(), len(edges)))
+
+
+def remove_nodes(graph: Any, nodes: Iterable[Any]) -> None:
+    """
+    Remove nodes from a graph, before it is instantiated again. What is behind a node follows what is in front of it.
+    Raises DriverError.
+    """
+    cu = bindings()
+    for node in nodes:
+        *_, count = check(cu.cuGraphGetEdges(graph))
+        froms, tos, *_ = check(cu.cuGraphGetEdges(graph, count)) if count else ((), ())
+        edges = {(int(a), int(b)) for a, b in zip(froms, tos)}
+        before = [a for a, b in zip(froms, tos) if int(b) == int(node)]
+        behind = [b for a, b in zip(froms, tos) if int(a) == int(node)]
+        added = [(a, b) for a in before for b in behind if (int(a), int(b)) not in edges]
+        if added:
+            check(cu.cuGraphAddDependencies(graph, *map(list, zip(*added)), *edge_data(), len(added)))
+        check(cu.cuGraphDestroyNode(node))
