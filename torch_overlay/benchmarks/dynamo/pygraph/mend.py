@@ -66,7 +66,9 @@ def _generation(small: bool) -> nn.Module:
     return GreedyGeneration(Decoder(32000, 1024, 12, 16, 8, 4096, 128), 4, 32)
 
 
-CHUNK = sized(normal((1, 50, 32), (1, 50, 1024)), normal((1, 5, 32), (1, 5, 64)))
+CHUNK = sized(
+    normal((1, 50, 32), (1, 50, 1024), dtype=torch.bfloat16), normal((1, 5, 32), (1, 5, 64), dtype=torch.bfloat16)
+)
 OWN: dict[str, tuple[Any, ...]] = {
     # Each has the module, its inputs, the mode, the reason of the graph break, and other fields of Case.
     "flow_clock": (_policy(True), CHUNK, "inference", "the loop asks a tensor", {"dtype": torch.bfloat16}),
