@@ -61,6 +61,7 @@ SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 
 MAX_SETTLE_CALLS = 880
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
+CALLS_WITHOUT_RECORDING = 20
 # More than select.py makes before it gives back what the last decision leaves unused.
 CALLS_AFTER_DECISION = 10
 CHECKS = 4
@@ -157,6 +158,7 @@ class CaseRun:
         self.quiet_s = 0.0
         # Of stock CUDA graphs' time between rounds
         self.noise = 0.0
+        self.bound = self.recorded_at = 0
         # Of an operator in eager mode, before and after each timing
         self.eager_loop_us: list[float] = []
         if case.without_tf32:
@@ -452,7 +454,13 @@ class CaseRun:
             if name == "by_size":
                 # No size comes often enough for a decision.
                 most = 0
-        return calls < SETTLE_CALLS[name] or (undecided(report()) and calls < most)
+        return calls < SETTLE_CALLS[name] or (calls < most and (undecided(report()) or self._records(calls)))
+
+    def _records(self, calls: int) -> bool:
+        """Whether one of the last calls was recorded: random numbers lead a program with branches to paths that are new."""
+        if (bound := counters["pygraph"]["bound_outputs"]) != self.bound:
+            self.bound, self.recorded_at = bound, calls
+        return self.suite.breaks_graphs and calls < self.recorded_at + CALLS_WITHOUT_RECORDING
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
@@ -464,7 +472,7 @@ class CaseRun:
         if self.variants[name].hand_written:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
-        calls = 0
+        calls = self.recorded_at = self.bound = 0
         if self.suite.selects_in_loop:
             loop = self._program(name).loop([clone(inputs) for inputs in ring])
             while self._settling(name, calls):
