@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-SUITE = Suite(("eager", "no_cg", "stock_cg", "pygraph", "mend_off"), breaks_graphs=True)
+SUITE = Suite(("eager", "no_cg", "stock_cg", "pygraph", "mend_off"), breaks_graphs=True, selects_in_loop=True)
 # Cases of other suites that break the graph.
 ALSO = (
     "blenderbot_small_train",
