@@ -43,7 +43,7 @@ from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
 from torch._inductor.test_case import run_tests, TestCase
-from torch.testing._internal.modelled_cuda import modelled_device
+from torch.testing._internal.modelled_cuda import modelled_device, WORKSPACE_FLOATS
 from torch.testing._internal.modelled_nodes import cu
 from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.modelled_sizes import (
@@ -695,6 +695,14 @@ class ManySizesTest(ManySizesTestCase):
         self.assertLessEqual(self.reserved_in_pool(program, (8, 9, 120, 7, 128, 9)), 1.1 * reserved)
         (entry,) = report()
         self.assertGreater(len(entry.buckets), 1)
+
+    def test_one_workspace(self) -> None:
+        """Recordings and library calls that are captured alone have one workspace of cuBLAS."""
+        program = self.program(mlp)
+        self.check_captured(program, (127, 127, 5, 120))
+        nbytes = 4 * WORKSPACE_FLOATS
+        (workspace,) = (b for b in program.device.blocks if b.pool is not None and b.nbytes == nbytes)
+        self.assertTrue(workspace.is_free)
 
     def test_bounds(self) -> None:
         """A function has a bounded number of recordings, and makes no more of them after a while."""

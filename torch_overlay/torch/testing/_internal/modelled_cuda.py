@@ -159,6 +159,10 @@ class ModelledEvent(mock.Mock):
         return 0.001
 
 
+# Of a product of SizedDevice.
+WORKSPACE_FLOATS = 1 << 10
+
+
 class ModelledDevice:
     """
     Attributes:
@@ -247,6 +251,10 @@ class ModelledDevice:
         if size not in self.workspaces:
             self.workspaces[size] = self.empty_strided((size,), (1,), torch.float32)
         return self.workspaces[size]
+
+    def blas_handle(self) -> int:
+        self.workspace(WORKSPACE_FLOATS)
+        return 1
 
     @contextlib.contextmanager
     def clear_workspaces(self) -> Iterator[None]:
@@ -480,6 +488,7 @@ def modelled_device(
                     "_cuda_setCheckpointPoolState": device.set_checkpoint,
                     "_cuda_cudaCachingAllocator_raw_delete": lambda address: None,
                     "_cuda_clearCublasWorkspaces": device.workspaces.clear,
+                    "_cuda_getCurrentBlasHandle": device.blas_handle,
                     "_has_Standard_Deleter": lambda storage: True,
                     "_cuda_isCurrentStreamCapturing": device.is_capturing,
                     "_cuda_getCurrentRawStream": lambda index: device.stream.cuda_stream,

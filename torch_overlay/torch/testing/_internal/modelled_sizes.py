@@ -5,7 +5,7 @@ Generated code on the modelled device of modelled_cuda.py, for tests of recordin
 that needs other clusters than its node has is refused, and does not run.
 
 :class:`SizedDevice` runs operators as a library does: it chooses a kernel for the sizes, passes addresses in a struct
-with sizes that nobody can read, splits large products in two kernels, and takes temporary memory.
+with sizes that nobody can read, splits large products in two kernels, and takes temporary memory or a workspace.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ import torch._inductor.compile_fx as compile_fx
 from torch._inductor import async_compile, config, cudagraph_trees
 from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cudagraph_utils import PyGraphOptions
+from torch._inductor.pygraph.capture.library import NAMES_OF_PRODUCTS
 from torch._inductor.pygraph.graph.placeholder import tensor_at
 from torch.testing._internal.fake_cuda import CompiledGraph, fake_cuda
-from torch.testing._internal.modelled_cuda import ModelledDevice, ModelledStream
+from torch.testing._internal.modelled_cuda import ModelledDevice, ModelledStream, WORKSPACE_FLOATS
 from torch.testing._internal.modelled_driver import ModelledDriver
 from torch.testing._internal.modelled_nodes import cu, KernelNode, memory, ModelledKernel, Node, u64
 from torch.testing._internal.modelled_operators import on_host
@@ -314,7 +315,8 @@ class SizedDevice(ModelledDevice):
         content = u64(token, self.undefined(), *(t.data_ptr() for t in tensors))
         if total > 6000:
             # A part of the product goes by way of temporary memory.
-            temporary = self.empty_strided((64,), (1,), torch.uint8)
+            is_product = name in NAMES_OF_PRODUCTS
+            temporary = self.workspace(WORKSPACE_FLOATS) if is_product else self.empty_strided((16,), (1,), torch.float32)
             self._add_library_kernel("split", u64(temporary.data_ptr()), self._split, 0, (3, 1, 1))
             content += u64(temporary.data_ptr())
         node = self._add_library_kernel(f"product_{variant}", content, self._product, variant, grid)

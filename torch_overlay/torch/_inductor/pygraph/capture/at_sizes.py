@@ -9,7 +9,13 @@ import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture import allocation
 from torch._inductor.pygraph.capture.allocation import Allocation, place, poison_of, with_allocator
-from torch._inductor.pygraph.capture.library import CallTrace, cublas_workspaces, NAMES, operator_name
+from torch._inductor.pygraph.capture.library import (
+    CallTrace,
+    cublas_workspaces,
+    NAMES,
+    NAMES_OF_PRODUCTS,
+    operator_name,
+)
 from torch._inductor.pygraph.graph import placeholder
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
@@ -25,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType
-    from torch._inductor.pygraph.capture.library import Operand, Scratch, TracedCall
+    from torch._inductor.pygraph.capture.library import Memo, Operand, TracedCall
     from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.pygraph.values.sizes import AtSizes
@@ -133,6 +139,7 @@ class FunctionCapture:
         returned: for each output the input that it is, or None
         nodes: of the graph
         results: for each call what its results are
+        temporary: memory that operators may have taken
     """
 
     def __init__(
@@ -142,13 +149,13 @@ class FunctionCapture:
         at: AtSizes,
         alignments: dict[str, int],
         reserve: AtSizes,
-        scratch: Scratch,
+        memo: Memo,
         pool: _POOL_HANDLE,
     ) -> None:
         self.model = model
         self.at = at
         self.reserve = reserve
-        self.device = scratch.device
+        self.device = memo.device
         self.results: list[list[TensorOf | None]] = []
         self.events = [e for e in model.function.events if isinstance(e, OperatorOf)]
         self.allocations = iter(model.function.allocations)
@@ -177,9 +184,11 @@ class FunctionCapture:
                 raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
             return [next((i for i, t in enumerate(given) if t is o), None) for o in outputs]
 
-        with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
-            self.graph, self.returned = scratch.capture(traced, pool)
-        self.pool = PoolRanges(pool)
+        multiplies = any(operator_name(e.name) in NAMES_OF_PRODUCTS for e in self.events)
+        workspace = memo.workspace() if multiplies else cublas_workspaces()
+        with cudagraph_trees.preserve_rng_state(), workspace:
+            self.graph, self.returned = memo.capture(traced, pool)
+        self.temporary = PoolRanges(pool, memo.pool)
         self.nodes = read_graph(bindings().CUgraph(self.graph.raw_cuda_graph()))
         if self.trace.unknown is not None:
             raise unknown(self.trace.unknown)

@@ -6,8 +6,10 @@ pool of their temporary memory, because the calls of one manager follow one anot
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple, TYPE_CHECKING
 
@@ -26,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch.cuda import _POOL_HANDLE
@@ -38,13 +40,13 @@ aten = torch.ops.aten
 # Of a function's random numbers. The generator's state is where all graphs read it.
 SEEDS = OrderedSet([aten.randint])
 
+# Of cuBLAS, which has a workspace for each stream.
+PRODUCTS = OrderedSet([aten.mm, aten.addmm, aten.bmm, aten.baddbmm])
+
 # Operators that depend on the metadata of their operands, and on nothing else.
 OPERATORS = OrderedSet(
     [
-        aten.mm,
-        aten.addmm,
-        aten.bmm,
-        aten.baddbmm,
+        *PRODUCTS,
         aten.zero_,
         *SEEDS,
         aten._scaled_dot_product_flash_attention,
@@ -54,6 +56,7 @@ OPERATORS = OrderedSet(
     ]
 )
 NAMES = OrderedSet(packet.__name__ for packet in OPERATORS)
+NAMES_OF_PRODUCTS = OrderedSet(packet.__name__ for packet in PRODUCTS)
 
 
 def operator_name(call: str) -> str:
@@ -157,8 +160,29 @@ class Memo(Scratch):
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
         super().__init__(manager.device_index, manager.stream)
         self.pool = torch.cuda.graph_pool_handle()
+        # Hold the pool, also while no graph does.
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.pool)
+        torch._C._cuda_endAllocateToPool(self.device, self.pool)
+        weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.pool)
         self.entries: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0
+
+    @contextlib.contextmanager
+    def workspace(self) -> Iterator[None]:
+        """
+        A context in which cuBLAS has its workspace in this pool, also in captures whose memory is of another pool. A
+        replay launches kernels of entries, with their workspace. A workspace in the other pool would stay there unused.
+        """
+        with cublas_workspaces():
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
+                torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.pool)
+                try:
+                    # It takes the workspace.
+                    torch.cuda.current_blas_handle()
+                finally:
+                    torch._C._cuda_endAllocateToPool(self.device, self.pool)
+                    torch._C._cuda_releasePool(self.device, self.pool)
+            yield
 
     def entry(self, signature: Signature, spec: TreeSpec) -> Entry:
         """``spec``: the structure of the call's arguments. Raises RefusedError: the call cannot be captured."""

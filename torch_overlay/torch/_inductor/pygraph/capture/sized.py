@@ -376,7 +376,7 @@ class SizedRecording:
             nodes=nodes,
             address=address,
             is_temporary=PoolRanges(self.memo.pool),
-            is_elsewhere=capture.pool,
+            is_elsewhere=capture.temporary,
             capture=functools.partial(self.memo.captured, self._signature(call, at), call.call.spec),
         )
         if (difference := comparison.difference()) is not None:

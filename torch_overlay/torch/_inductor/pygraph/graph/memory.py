@@ -54,10 +54,10 @@ def lies_within(bounds: Sequence[int], address: int) -> bool:
 
 
 class PoolRanges:
-    """The address ranges of a memory pool's segments."""
+    """The address ranges of the segments of memory pools."""
 
-    def __init__(self, pool: _POOL_HANDLE) -> None:
-        segments = sorted((s["address"], s["total_size"]) for s in segments_of(pool))
+    def __init__(self, *pools: _POOL_HANDLE) -> None:
+        segments = sorted((s["address"], s["total_size"]) for pool in pools for s in segments_of(pool))
         self.bounds = [bound for start, n in segments for bound in (start, start + n)]
 
     def __contains__(self, address: int) -> bool:
