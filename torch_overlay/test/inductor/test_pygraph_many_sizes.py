@@ -500,7 +500,7 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual((entry.buckets, entry.captured_calls), ([[64], [64]], 5))
 
     def test_layers_share_library_calls(self) -> None:
-        """A call of a signature is captured once for each size."""
+        """A call of a signature is captured once for each size, and twice to find what the library leaves undefined."""
 
         def layers(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
             for _ in range(4):
@@ -508,11 +508,13 @@ class ManySizesTest(ManySizesTestCase):
             return x
 
         program = self.program(layers, (37, 8), (8, 8))
+        program.device.undefined = stack_depth
         self.check(program, (37, 37, 5, 6, 7))
         (memory,) = many_sizes._memories.values()
         before = len(memory.memo.entries)
-        self.check(program, (9, 10, 9, 10))
-        self.assertEqual(len(memory.memo.entries) - before, 2)
+        with mock.patch.object(memory.memo, "captured", side_effect=memory.memo.captured) as captured:
+            self.check(program, (9, 10, 9, 10))
+        self.assertEqual((len(memory.memo.entries) - before, captured.call_count), (2, 2 * 3))
         self.assertEqual([str(r) for r in self.refused], [])
 
     def test_memo_is_bounded(self) -> None:

@@ -383,6 +383,16 @@ class ProofTest(TestCase):
         self.assertEqual(largest.count, 1 if written else 16)
         self.assertTrue(proof.is_unwritten(torch.empty(0)))
 
+    def test_equal_bits(self):
+        a = torch.tensor([[1.0, math.nan], [0.0, 4.0]], device="cpu")
+        for t in (a, a.t(), a[:, :1], a[0, 0], a[:0], a > 0):
+            self.assertTrue(proof.equal_bits(t, t.clone(memory_format=torch.preserve_format)))
+        others = (torch.tensor([[1.0, math.nan], [-0.0, 4.0]], device="cpu"), a.view(torch.int32), a.flatten())
+        for other in others:
+            self.assertFalse(proof.equal_bits(a, other))
+        with mock.patch.object(proof, "MAX_BYTES_COMPARED", 4):
+            self.assertFalse(proof.equal_bits(a, others[0]))
+
     def test_failure(self):
         def of_output(output: Any) -> proof.Fingerprint | None:
             return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None

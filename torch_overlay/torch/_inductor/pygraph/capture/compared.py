@@ -22,7 +22,7 @@ from torch.utils._ordered_set import OrderedSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from torch._inductor.pygraph.capture.library import Entry, Slot
+    from torch._inductor.pygraph.capture.entry import Entry, Slot
     from torch._inductor.pygraph.graph.captured import CapturedNode
 
 
@@ -112,7 +112,7 @@ class CallComparison:
     Args:
         address: of an operand or a result, from its slot
         is_temporary, is_elsewhere: addresses of the memory of the entry, and of the other capture
-        capture: captures the call alone once more; see Memo.captured
+        undefined: returns the bytes of the entry that the library leaves undefined
     """
 
     entry: Entry
@@ -120,7 +120,7 @@ class CallComparison:
     address: Callable[[Slot], int]
     is_temporary: Container[int]
     is_elsewhere: Container[int]
-    capture: Callable[[Callable[[Callable[[], Any]], Any]], Entry]
+    undefined: Callable[[], OrderedSet[Place]]
 
     def difference(self) -> str | None:
         """Return how they differ, or None."""
@@ -135,7 +135,7 @@ class CallComparison:
             for word in differences(k, node.captured, self._expected(k, node, slots))
         ]
         if found:
-            undefined = self._undefined()
+            undefined = self.undefined()
             found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
         if not found:
             return None
@@ -157,24 +157,33 @@ class CallComparison:
 
         return replaced(self.entry.nodes[k], node, expected)
 
-    def _undefined(self) -> OrderedSet[Place]:
-        """Return the bytes that differ between captures of the call alone."""
-        undefined = OrderedSet[Place]()
-        other, another = (functools.partial(on_other_stack, byte) for byte in (0x5A, 0xA5))
-        # What is between would leave something of its own on the stack.
-        for around in (other, lambda run: another(functools.partial(another, run))):
-            again = self.capture(around)
-            for k, (a, b, slots) in enumerate(zip(self.entry.nodes, again.nodes, self.entry.slots)):
-                places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
 
-                def expected(buffer: int, offset: int, value: int, found: int, places: Any = places) -> int:
-                    is_address = value in self.is_temporary and found in self.is_temporary
-                    return found if is_address or (buffer, offset) in places else value
+def undefined_bytes(
+    entry: Entry, capture: Callable[[Callable[[Callable[[], Any]], Any]], Entry], is_temporary: Container[int]
+) -> OrderedSet[Place]:
+    """
+    Return the bytes that differ between captures of a call alone.
 
-                if is_same_launch(a, b):
-                    for word in differences(k, b.captured, replaced(a, b, expected)):
-                        undefined.update(word.places())
-        return undefined
+    Args:
+        capture: captures the call of ``entry`` once more; see Memo.captured
+        is_temporary: addresses of the memory of these captures
+    """
+    undefined = OrderedSet[Place]()
+    other, another = (functools.partial(on_other_stack, byte) for byte in (0x5A, 0xA5))
+    # What is between would leave something of its own on the stack.
+    for around in (other, lambda run: another(functools.partial(another, run))):
+        again = capture(around)
+        for k, (a, b, slots) in enumerate(zip(entry.nodes, again.nodes, entry.slots)):
+            places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
+
+            def expected(buffer: int, offset: int, value: int, found: int, places: Any = places) -> int:
+                is_address = value in is_temporary and found in is_temporary
+                return found if is_address or (buffer, offset) in places else value
+
+            if is_same_launch(a, b):
+                for word in differences(k, b.captured, replaced(a, b, expected)):
+                    undefined.update(word.places())
+    return undefined
 
 
 def is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:

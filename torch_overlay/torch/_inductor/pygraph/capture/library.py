@@ -16,11 +16,14 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture.allocation import Allocation
+from torch._inductor.pygraph.capture.compared import undefined_bytes
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
+from torch._inductor.pygraph.capture.entry import Entry, Slot
 from torch._inductor.pygraph.graph import placeholder
-from torch._inductor.pygraph.graph.captured import CapturedNode, read_graph
+from torch._inductor.pygraph.graph.captured import read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
+from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
+    from torch._inductor.pygraph.capture.compared import Place
     from torch.cuda import _POOL_HANDLE
     from torch.utils._pytree import TreeSpec
 
@@ -66,8 +70,6 @@ def operator_name(call: str) -> str:
 
 # Of all entries of a memo.
 MAX_MEMO_BYTES = 64 << 20
-# Of an entry, beside its parameters.
-ENTRY_BYTES = 2048
 
 
 class Signature(NamedTuple):
@@ -94,35 +96,6 @@ def settings() -> tuple[Any, ...]:
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.preferred_blas_library(),
     )
-
-
-class Slot(NamedTuple):
-    """The first bytes of an operand, or of a result, for the place of a word."""
-
-    buffer: int
-    offset: int
-    tensor: int
-    delta: int
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Entry:
-    """
-    What a call launches. For each node, ``slots`` are the words that hold the address of an operand or of a result.
-    Results are counted behind the operands. The graph keeps the nodes.
-    """
-
-    nodes: tuple[CapturedNode, ...]
-    slots: tuple[tuple[Slot, ...], ...]
-    graph: torch.cuda.CUDAGraph
-
-    @property
-    def kinds(self) -> list[Any]:
-        return [node.kind for node in self.nodes]
-
-    @property
-    def nbytes(self) -> int:
-        return ENTRY_BYTES + sum(len(content) for node in self.nodes for content in node.captured)
 
 
 class Scratch:
@@ -166,6 +139,7 @@ class Memo(Scratch):
         weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.pool)
         self.entries: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0
+        self._undefined: weakref.WeakKeyDictionary[Entry, OrderedSet[Place]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[None]:
@@ -195,6 +169,13 @@ class Memo(Scratch):
                 self.nbytes -= dropped.nbytes
         self.entries.move_to_end(signature)
         return entry
+
+    def undefined(self, entry: Entry, signature: Signature, spec: TreeSpec) -> OrderedSet[Place]:
+        """Return the bytes of an entry that the library leaves undefined. All layers with the entry ask for them."""
+        if (found := self._undefined.get(entry)) is None:
+            capture = functools.partial(self.captured, signature, spec)
+            found = self._undefined[entry] = undefined_bytes(entry, capture, PoolRanges(self.pool))
+        return found
 
     def captured(
         self, signature: Signature, spec: TreeSpec, around: Callable[[Callable[[], Any]], Any] | None = None

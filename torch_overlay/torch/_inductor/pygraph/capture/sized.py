@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.capture.at_sizes import SizedModel
-    from torch._inductor.pygraph.capture.library import Entry, Memo, Slot, TracedCall
+    from torch._inductor.pygraph.capture.entry import Entry, Slot
+    from torch._inductor.pygraph.capture.library import Memo, TracedCall
     from torch._inductor.pygraph.graph.binding import NodeUpdate
     from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch._inductor.pygraph.values.sizes import AtSizes
@@ -342,6 +343,7 @@ class SizedRecording:
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
         numbers = [*addresses, *at.numbers]
         launches, calls = iter(self.launches), iter(self.calls)
+        temporary = PoolRanges(self.memo.pool)
         for event, traced, nodes in capture.pairs():
             if isinstance(event, LaunchOf):
                 launch = next(launches)
@@ -350,7 +352,7 @@ class SizedRecording:
                 if nodes and not launches_same(launch.node, nodes[0]):
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
-                self._compare_call(next(calls), traced, nodes, numbers, capture, at)
+                self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
 
     def _compare_call(
         self,
@@ -360,6 +362,7 @@ class SizedRecording:
         numbers: list[int],
         capture: FunctionCapture,
         at: AtSizes,
+        temporary: PoolRanges,
     ) -> None:
         # An operator's own memory of results, which the function gets elsewhere.
         results = [operand.address for operand in traced.results]
@@ -371,13 +374,14 @@ class SizedRecording:
             index, delta, plus = call.indices[slot.tensor]
             return numbers[index] + delta + slot.delta + (0 if plus is None else numbers[plus])
 
+        entry = self._entry(call, at)
         comparison = CallComparison(
-            entry=self._entry(call, at),
+            entry=entry,
             nodes=nodes,
             address=address,
-            is_temporary=PoolRanges(self.memo.pool),
+            is_temporary=temporary,
             is_elsewhere=capture.temporary,
-            capture=functools.partial(self.memo.captured, self._signature(call, at), call.call.spec),
+            undefined=functools.partial(self.memo.undefined, entry, self._signature(call, at), call.call.spec),
         )
         if (difference := comparison.difference()) is not None:
             raise differs(at, f"{traced.op} {difference}")

@@ -31,7 +31,7 @@ from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.report import FunctionReport
 from torch._inductor.pygraph.verify.diagnose import verify
-from torch._inductor.pygraph.verify.proof import fingerprint, identical, mark_unwritten
+from torch._inductor.pygraph.verify.proof import equal_bits, mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal
 from torch.utils._ordered_set import OrderedSet
 
@@ -490,7 +490,7 @@ def _are_identical(a: Any, b: Any) -> bool:
     """Return whether two outputs are equal bit by bit."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return a is b or a == b
-    return a is b or identical(fingerprint(a), fingerprint(b))
+    return a is b or equal_bits(a, b)
 
 
 def _reason(error: Exception) -> Reason:

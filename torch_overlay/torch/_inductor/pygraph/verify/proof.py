@@ -26,6 +26,9 @@ CHUNKS = 1024
 # Elements that are summed at a time. A sum in a wider dtype converts its operand first.
 MAX_ELEMENTS = 1 << 20
 
+# Comparing takes as much memory as it compares.
+MAX_BYTES_COMPARED = 1 << 24
+
 # Kernels with atomics are not deterministic. The sum over a chunk may differ by this fraction of the norm.
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 2e-2}
 
@@ -140,6 +143,12 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
 def as_bytes(t: torch.Tensor) -> torch.Tensor:
     # With a version counter of its own: writing the bytes is no change that the program made.
     return _dense(t.data).view(torch.uint8)
+
+
+def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors of one layout, both of which are there, hold the same bits."""
+    pieces = (as_bytes(t).split(MAX_BYTES_COMPARED) for t in (a, b))
+    return a.shape == b.shape and a.dtype == b.dtype and all(map(torch.equal, *pieces))
 
 
 def mark_unwritten(t: torch.Tensor) -> None:
