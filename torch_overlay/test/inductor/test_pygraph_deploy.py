@@ -139,12 +139,28 @@ class DeployTest(DeployTestCase):
             self.assertEqual([f.sizes for f in report()], [[n] for n in later])
 
     def test_sizes_come_as_often_as_makes_up_for_a_recording(self):
-        sizes, waiting = by_size.Sizes(), mock.Mock(calls=5000, since=0)
+        sizes, waiting = by_size.Sizes(), mock.Mock(calls=5000, since=0, sizes=7)
         for gain, expected in ((100, 50), (10, 500), (1, by_size.MAX_CALLS), (0, by_size.MAX_CALLS), (5000, 4), (0, 16)):
-            entry = mock.Mock(choice=NODE_UPDATE, saved_us=gain, remembered=False)
+            entry = mock.Mock(choice=NODE_UPDATE, candidate=NODE_UPDATE, saved_us=gain, remembered=False)
             sizes.timed[3] = mock.Mock(report=entry, record_us=5000.0)
             self.assertTrue(sizes.is_due(waiting, []))
             self.assertEqual((sizes.min_calls, sizes.timed), (expected, {}))
+
+    def test_sizes_between_others(self):
+        "Where a graph was measured faster at smaller and at larger sizes, it is recorded without being timed."
+        fn = self.by_size(self.candidate("uncaptured", 100, 10))
+        self.call_at(fn, 3)
+        self.sizes_of(fn).faster |= {(3,): NODE_UPDATE, (9,): NODE_UPDATE, (20,): COPY}
+        with mock.patch.object(selections.timing.Samples, "call", side_effect=AssertionError):
+            ran = self.call_at(fn, *[5] * (by_size.MIN_CALLS + 4))
+        self.assertEqual(ran, ["uncaptured"] * (by_size.MIN_CALLS + 1) + ["record"] + ["replay"] * 2)
+        _, entry = report()
+        self.assertEqual((entry.choice, codes(entry)), (NODE_UPDATE, [Code.AS_OTHER_SIZES]))
+        # It was not measured.
+        self.assertNotIn((5,), self.sizes_of(fn).faster)
+        for n in (2, 12, 21):
+            with self.subTest(n), mock.patch.object(selections.timing.Samples, "call", side_effect=ZeroDivisionError):
+                self.assertRaises(ZeroDivisionError, self.call_at, fn, *[n] * (by_size.MIN_CALLS + 4))
 
     def test_remembered_sizes(self):
         "An earlier process decided on them: they are deployed when they come again."

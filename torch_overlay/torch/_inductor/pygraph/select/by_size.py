@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
-from torch._inductor.pygraph.select import selection, timing
+from torch._inductor.pygraph.select import selection, store, timing
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import UNDECIDED
+from torch._inductor.pygraph.types.reason import Code, Reason
 
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Sizes(dict[Any, "ModelType"]):
         min_calls: how often a size comes before it is selected for
         waiting: sizes that are not selected for yet
         timed: sizes that are not decided yet
+        faster: sizes at which a graph was measured faster, and which candidate
         num_sizes: how many sizes came for the first time
     """
 
@@ -62,6 +64,7 @@ class Sizes(dict[Any, "ModelType"]):
         self.min_calls: float = MIN_CALLS
         self.waiting: dict[Any, Waiting] = {}
         self.timed: dict[Any, Selection] = {}
+        self.faster: dict[tuple[int, ...], str] = {}
         self.num_sizes = 0
 
     @property
@@ -72,18 +75,17 @@ class Sizes(dict[Any, "ModelType"]):
         """Return what is to be called for sizes that came for the first time. ``start`` deploys them."""
         self.num_sizes += 1
         if self.first is None or (self.are_many and self.first.may_share(inputs)):
-            return self._start(sizes, inputs, start)
+            return self._start(sizes, start(inputs=inputs))
         if len(self.waiting) >= MAX_WAITING:
             self._forget()
         self[sizes] = self.waiting[sizes] = waiting = Waiting(self, sizes, start)
         return waiting
 
-    def _start(self, sizes: Any, inputs: list[InputType], start: Callable[..., ModelType]) -> ModelType:
-        fn = start(inputs=inputs)
+    def _start(self, sizes: Any, fn: ModelType, *, is_timed: bool = True) -> ModelType:
         if None in self:
             return fn
         self[sizes] = fn
-        if isinstance(fn, selection.Selection) and not fn.is_forced:
+        if is_timed and isinstance(fn, selection.Selection) and not fn.is_forced:
             self.timed[sizes] = fn
         return fn
 
@@ -94,12 +96,26 @@ class Sizes(dict[Any, "ModelType"]):
         if waiting.calls <= self.min_calls:
             return False
         self._note_decisions()
-        return waiting.calls > self.min_calls and self._has_place(waiting)
+        if waiting.calls <= self.min_calls:
+            return False
+        return self._decision_around(waiting.sizes) is not None or self._has_place(waiting)
 
     def start(self, waiting: Waiting, inputs: list[InputType]) -> ModelType:
         # Another thread may have started it.
         self.waiting.pop(waiting.sizes, None)
-        return self._start(waiting.sizes, inputs, waiting.start)
+        decision = self._decision_around(waiting.sizes)
+        return self._start(waiting.sizes, waiting.start(inputs=inputs, decision=decision), is_timed=decision is None)
+
+    def _decision_around(self, sizes: Any) -> store.Decision | None:
+        """
+        Return what was decided at both smaller and larger sizes, None if nothing or not the same. What a graph saves
+        changes steadily with the sizes: the device takes longer at larger ones, the host as long.
+        """
+        sizes = _as_tuple(sizes)
+        smaller = {choice for other, choice in self.faster.items() if all(a <= b for a, b in zip(other, sizes))}
+        larger = {choice for other, choice in self.faster.items() if all(a >= b for a, b in zip(other, sizes))}
+        common = sorted(smaller & larger)
+        return store.Decision(common[0], [Reason.of(Code.AS_OTHER_SIZES)], {}) if common else None
 
     def _note_decisions(self) -> None:
         for sizes, timed in [*self.timed.items()]:
@@ -107,6 +123,8 @@ class Sizes(dict[Any, "ModelType"]):
             if report.choice == UNDECIDED:
                 continue
             self.timed.pop(sizes, None)
+            if report.is_graph:
+                self.faster[_as_tuple(sizes)] = report.candidate
             if report.remembered:
                 continue
             if report.saved_us > 0:
@@ -147,6 +165,10 @@ class Sizes(dict[Any, "ModelType"]):
             self.waiting.pop(waiting.sizes, None)
             if self.get(waiting.sizes) is waiting:
                 del self[waiting.sizes]
+
+
+def _as_tuple(sizes: Any) -> tuple[int, ...]:
+    return sizes if isinstance(sizes, tuple) else (sizes,)
 
 
 class Waiting:

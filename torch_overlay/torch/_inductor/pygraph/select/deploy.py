@@ -66,6 +66,7 @@ def deploy(
     mutated_input_idxs: tuple[int, ...] = (),
     force: str | None = None,
     fns: Sizes | None = None,
+    decision: store.Decision | None = None,
     **kwargs: Any,
 ) -> ModelType:
     """
@@ -75,6 +76,7 @@ def deploy(
         replace: called with a cheaper equivalent of what this returns, once there is one
         info, objects, force: see cudagraph_utils.PyGraphOptions
         fns: what is deployed, by sizes
+        decision: taken over from other sizes, if an earlier process made none
         kwargs: further arguments of cudagraph_trees.cudagraphify
     """
     if force is not None:
@@ -105,7 +107,7 @@ def deploy(
         return deployment.wait()
     if fns is not None and fns.are_many and many_sizes.may_record(deployment, inputs):
         return many_sizes.start(deployment, fns)
-    fn = deployment.start(inputs)
+    fn = deployment.start(inputs, decision=decision)
     # Ranks select in the same calls.
     if fns is not None and fns.first is None and force is None and not info.collectives:
         fns.first = deployment
@@ -159,7 +161,9 @@ class Deployment:
 
         return run_or_start
 
-    def start(self, inputs: Sequence[InputType], recorder: Any = None) -> ModelType:
+    def start(
+        self, inputs: Sequence[InputType], recorder: Any = None, *, decision: store.Decision | None = None
+    ) -> ModelType:
         """Return what is to be called first. ``recorder`` records and drops recordings in the place of this object."""
         recorder = recorder or self
         self.owner = thread_containers()
@@ -180,6 +184,9 @@ class Deployment:
         if entry is not None and (remembered := entry.load()) is not None and not ranks_decide:
             counters["pygraph"]["remembered"] += 1
             controller.remember(remembered.timings_us, remembered.choice)
+        elif decision is not None:
+            remembered = decision
+            controller.bind_as(decision.choice)
         choice = force or (remembered and remembered.choice)
         may_schedule = recorder is self and self._may_schedule(choice)
         selection: Callable[..., Selection] = Selection

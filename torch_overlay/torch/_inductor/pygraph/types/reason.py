@@ -62,6 +62,7 @@ class Code(str, enum.Enum):
     SLOWER_ON_HOST = "measured faster on the device and slower on the host"
     WITHIN_NOISE = "not measured faster: {gain_us:.1f} us are within {noise_us:.1f} us of noise"
     NOT_FASTER = "not measured faster"
+    AS_OTHER_SIZES = "as measured at smaller and at larger sizes"
     JOINS_NEIGHBOURS = "it shares the memory of neighbouring graphs"
     COPIES_MORE = "it copies {nbytes} bytes, not {timed_nbytes} as timed"
     NOT_CAPTURABLE = "it cannot be captured", _NOT_CAPTURABLE
