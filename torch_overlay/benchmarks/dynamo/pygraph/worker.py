@@ -415,7 +415,7 @@ class CaseRun:
             calls += 1
             # Until the last decision: what is hardly called is never decided.
             count = undecided(report())
-            if calls <= MIN_WARM_UP_CALLS or count != undecided_before:
+            if calls <= max(MIN_WARM_UP_CALLS, self._calls_at_new_sizes(name)) or count != undecided_before:
                 self._synchronize()
                 settled = time.perf_counter()
             undecided_before = count
@@ -444,16 +444,11 @@ class CaseRun:
 
     def _settling(self, name: str, calls: int) -> bool:
         most = MAX_SETTLE_CALLS
-        if self.suite.dynamic:
-            if name == "stock_cg":
-                # Each size warms up, is recorded and replayed.
-                return calls < 3 * self.case.ring
-            if name == "no_cg":
-                # A library loads kernels at new sizes.
-                return calls < self.case.ring
-            if name == "by_size":
-                # No size comes often enough for a decision.
-                most = 0
+        if at_new_sizes := self._calls_at_new_sizes(name):
+            return calls < at_new_sizes
+        if self.suite.dynamic and name == "by_size":
+            # No size comes often enough for a decision.
+            most = 0
         return calls < SETTLE_CALLS[name] or (calls < most and (undecided(report()) or self._records(calls)))
 
     def _records(self, calls: int) -> bool:
@@ -461,6 +456,12 @@ class CaseRun:
         if (bound := counters["pygraph"]["bound_outputs"]) != self.bound:
             self.bound, self.recorded_at = bound, calls
         return self.suite.breaks_graphs and calls < self.recorded_at + CALLS_WITHOUT_RECORDING
+
+    def _calls_at_new_sizes(self, name: str) -> int:
+        """Return for how many calls a variant that decides nothing is not steady, since their sizes are new to it."""
+        # Each size warms up, is recorded and replayed. Without graphs a library loads kernels at new sizes.
+        rounds = {"stock_cg": 3, "no_cg": 1}.get(name, 0) if self.suite.dynamic else 0
+        return rounds * self.case.ring
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
