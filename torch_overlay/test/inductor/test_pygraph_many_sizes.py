@@ -883,6 +883,20 @@ class TrainingTest(TrainingTestCase):
         # No guard admits these.
         self.check_steps((0, 1))
 
+    def test_memory_of_what_is_saved(self) -> None:
+        """What the backward alone reads takes as much memory at each size, a block for each dtype."""
+        self.programs(encoder, (16, 48), (16, 24), (24, 16))
+        (name,) = symbols(self.forward.inputs)
+        found = []
+        for n in (40, 40, 64, 33, 50):
+            output, *saved = self.forward.run(self.forward.make_inputs({name: n}), captured=True)
+            tensors = [t for t in saved if isinstance(t, torch.Tensor)]
+            found.append({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors})
+        blocks = [sorted(nbytes for address, nbytes in storages.items()) for storages in found[2:]]
+        self.assertEqual(blocks[0], blocks[1])
+        self.assertEqual(blocks[0], blocks[2])
+        self.assertLess(len(blocks[0]), len(found[0]))
+
     def test_dropout(self) -> None:
         """A step with dropout draws what the uncaptured step draws."""
         self.programs(encoder, (16, 48), (16, 24), (24, 16))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -71,6 +72,24 @@ def _takes_scratch(launcher: Any) -> bool:
     return bool(getattr(launcher, "global_scratch", None))
 
 
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """
+    Memory of several tensors that a forward saves: as many elements in each call as the largest sizes take, so that the
+    allocator finds the memory of an earlier call for it. ``offsets`` in bytes are by what the memory belongs to.
+    """
+
+    name: str
+    dtype: torch.dtype
+    elements: int
+    offsets: dict[str, int]
+
+    @classmethod
+    def of(cls, name: str, dtype: torch.dtype, nbytes: dict[str, int]) -> Block:
+        ends = [*itertools.accumulate(placeholder.round_up(n, placeholder.MAX_ALIGNMENT) for n in nbytes.values())]
+        return cls(name, dtype, ends[-1] // dtype.itemsize, dict(zip(nbytes, [0, *ends])))
+
+
 class SizedModel:
     """
     A function that may be recorded for many sizes.
@@ -79,6 +98,7 @@ class SizedModel:
         inputs: names of the inputs that are tensors, by input
         memory: what the function allocates, and what its operators return
         returned: those of ``memory`` that outputs lie in
+        saved: those that the program does not get, by dtype
 
     Raises:
         RefusedError: it may not be.
@@ -109,6 +129,22 @@ class SizedModel:
         self.returned = [*OrderedSet(o.owner for o in outputs)]
         if any(o.owner not in self.memory or o.dtype != self.memory[o.owner].dtype for o in outputs):
             raise unknown("an output")
+        self.saved: dict[torch.dtype, list[str]] = {}
+        if spec.mode == "forward":
+            for owner in self.returned:
+                idxs = [i for i, o in enumerate(self.function.outputs) if isinstance(o, TensorOf) and o.owner == owner]
+                offsets = [self.function.outputs[i].offset for i in idxs]
+                if not spec.returned_output_idxs & OrderedSet(idxs) and None not in map(self.function.known, offsets):
+                    self.saved.setdefault(self.memory[owner].dtype, []).append(owner)
+
+    def blocks(self, at: AtSizes, reserve: AtSizes) -> list[Block]:
+        """Return the memory of what is saved, for a recording at some sizes and for larger ones."""
+        extent = lambda owner: max(ats.extent(self.memory[owner]) for ats in (at, reserve))  # noqa: E731
+        return [
+            Block.of(f"saved {dtype}", dtype, {owner: extent(owner) for owner in owners})
+            for dtype, owners in self.saved.items()
+            if len(owners) > 1
+        ]
 
     def launches_all(self, sizes: tuple[int, ...]) -> bool:
         """Return whether each launch and operator has something to do."""
@@ -126,6 +162,11 @@ class SizedModel:
         return tuple(n if upper is None else min(n, upper) for n, upper in zip(tops, uppers))
 
 
+def alone_of(model: SizedModel, blocks: Sequence[Block]) -> list[str]:
+    """Return what outputs lie in, beside blocks."""
+    return [owner for owner in model.returned if not any(owner in block.offsets for block in blocks)]
+
+
 class FunctionCapture:
     """
     A function, captured at placeholders with the inputs of a call.
@@ -133,6 +174,7 @@ class FunctionCapture:
     Args:
         alignments: of the tensor inputs, by name
         reserve: sizes that its memory has to be large enough for
+        blocks: of what it saves
 
     Attributes:
         addresses: of inputs and memory, by name
@@ -149,6 +191,7 @@ class FunctionCapture:
         at: AtSizes,
         alignments: dict[str, int],
         reserve: AtSizes,
+        blocks: Sequence[Block],
         memo: Memo,
         pool: _POOL_HANDLE,
     ) -> None:
@@ -161,13 +204,15 @@ class FunctionCapture:
         self.allocations = iter(model.function.allocations)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         wanted = [(poison_of(t), placeholder.storage_extent(t), alignments[name]) for name, t in tensors.items()]
-        wanted += [
-            (placeholder.UNWRITTEN, at.extent(model.memory[owner]), placeholder.MAX_ALIGNMENT)
-            for owner in model.returned
-        ]
+        alone = alone_of(model, blocks)
+        nbytes = [*(at.extent(model.memory[owner]) for owner in alone), *(b.elements * b.dtype.itemsize for b in blocks)]
+        wanted += [(placeholder.UNWRITTEN, n, placeholder.MAX_ALIGNMENT) for n in nbytes]
         placeholders = place(wanted, self.device)
         self.placeholders = placeholder.PlaceholderMap(placeholders)
-        self.addresses = {name: p.address for name, p in zip([*tensors, *model.returned], placeholders)}
+        names = [*tensors, *alone, *(block.name for block in blocks)]
+        self.addresses = {name: p.address for name, p in zip(names, placeholders)}
+        for block in blocks:
+            self.addresses.update((owner, self.addresses[block.name] + n) for owner, n in block.offsets.items())
         given = [
             placeholder.tensor_at(self.addresses[model.inputs[i]], t, self.device) if isinstance(t, torch.Tensor) else t
             for i, t in enumerate(inputs)

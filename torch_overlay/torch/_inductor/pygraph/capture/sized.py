@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.capture.allocation import Allocation, allocator_at, view_at
-from torch._inductor.pygraph.capture.at_sizes import differs, FunctionCapture, unknown
+from torch._inductor.pygraph.capture.at_sizes import alone_of, differs, FunctionCapture, unknown
 from torch._inductor.pygraph.capture.compared import CallComparison, launches_same
 from torch._inductor.pygraph.capture.library import alignment_of, SEEDS, settings, Signature
 from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
@@ -128,7 +128,11 @@ class SizedRecording:
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         self.alignments = {name: alignment_of(t.data_ptr()) for name, t in tensors.items()}  # type: ignore[union-attr]
         self.reserve = model.function.at(self.top)
-        capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, memo, pool)
+        self.blocks = model.blocks(at, self.reserve)
+        self.alone = alone_of(model, self.blocks)
+        # Of what lies in a block: the block and bytes in it.
+        self.within = {owner: (block.name, n) for block in self.blocks for owner, n in block.offsets.items()}
+        capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, self.blocks, memo, pool)
         self.graph = capture.graph
         self.returned = capture.returned
         units = [*capture.pairs()]
@@ -180,17 +184,27 @@ class SizedRecording:
 
     def _number_addresses(self, capture: FunctionCapture) -> None:
         model, reserve = self.model, self.reserve
-        self.owners = [*model.inputs.values(), *model.returned]
+        self.owners = [*model.inputs.values(), *self.alone, *(block.name for block in self.blocks)]
         bound = len(self.owners)
-        self.owners += [owner for owner in capture.addresses if owner not in self.owners]
+        self.owners += [o for o in capture.addresses if o not in self.owners and o not in self.within]
         self.places = {owner: i for i, owner in enumerate(self.owners)}
         self.addresses = [capture.addresses[owner] for owner in self.owners]
+        # Numbers of blocks and of what lies in them. They have places as addresses have.
+        self.constants = {n: len(self.owners) - bound + i for i, n in enumerate(self._numbers_of_blocks())}
+        self.owners += map(str, self.constants)
+        self.addresses += self.constants
         self.fixed = self.addresses[bound:]
         self.alignments.update((o, alignment_of(a)) for o, a in zip(self.owners[bound:], self.fixed))
         self.alignments.update((owner, MAX_ALIGNMENT) for owner in model.returned)
-        own = [owner for owner in self.owners[bound:] if owner in model.memory and self._varies(model.memory[owner])]
+        own = [o for o in (*self.owners[bound:], *self.within) if o in model.memory and self._varies(model.memory[o])]
         self.reserved = {o: max(reserve.extent(model.memory[o]), capture.at.extent(model.memory[o])) for o in own}
         self.bound_alignments = tuple(self.alignments[owner] for owner in model.inputs.values())
+
+    def _numbers_of_blocks(self) -> OrderedSet[int]:
+        known, outputs = self.model.function.known, self.model.function.outputs
+        saved = (o for o in outputs if isinstance(o, TensorOf) and o.owner in self.within)
+        starts = (self.within[o.owner][1] + known(o.offset) for o in saved)  # type: ignore[operator]
+        return OrderedSet([1, *(block.elements for block in self.blocks), *starts])
 
     def _varies(self, t: TensorOf) -> bool:
         return any(self.model.function.known(n) is None for n in (*t.size, *t.stride))
@@ -200,8 +214,9 @@ class SizedRecording:
 
     def _address(self, owner: str, offset: int) -> tuple[int, int, int | None]:
         """Return (address, offset, number that is added) of an address. ``offset`` is the place of a number."""
-        base, known = self.places[owner], self.model.function.known(offset)
-        return (base, 0, self._number(offset)) if known is None else (base, known, None)
+        within, first = self.within.get(owner, (owner, 0))
+        base, known = self.places[within], self.model.function.known(offset)
+        return (base, first, self._number(offset)) if known is None else (base, first + known, None)
 
     def numbers(self, at: AtSizes) -> tuple[int, ...]:
         """Return what a replay sets, behind the addresses of a call."""
@@ -239,7 +254,7 @@ class SizedRecording:
         words: list[Word] = []
         for parameter, owner, offset in event.pointers:
             # The address of a constant stays.
-            if owner in self.places:
+            if owner in self.places or owner in self.within:
                 base, delta, plus = self._address(owner, offset)
                 words.append(Word(base, delta, _word(node.buffers[parameter], 0, WORD_BYTES), plus))
         for parameter, nbytes, number in event.words:
@@ -312,8 +327,9 @@ class SizedRecording:
 
     def _outputs(self) -> None:
         model = self.model
-        memory = [model.memory[owner] for owner in model.returned]
+        memory = [model.memory[owner] for owner in self.alone]
         numbers = [(self._in_numbers(t.size), self._in_numbers(t.stride), t.dtype) for t in memory]
+        numbers += [((self.constants[b.elements],), (self.constants[1],), b.dtype) for b in self.blocks]
         self.allocators = [allocator_at(*layout, self.memo.device) for layout in numbers]
         self.views: list[tuple[Any, ...]] = []
         self.outputs: list[tuple[str, Any]] = []
@@ -325,11 +341,14 @@ class SizedRecording:
             elif o in memory:
                 self.outputs.append(("bound", len(model.inputs) + memory.index(o)))
             else:
-                layout = self._in_numbers(o.size), self._in_numbers(o.stride), *self._in_numbers([o.offset])
-                view = self.places[o.owner], *layout, o.dtype.itemsize
+                base, bytes_in_block, _ = self._address(o.owner, o.offset)
+                (offset,) = self._in_numbers([o.offset])
+                if o.owner in self.within:
+                    offset = self.constants[bytes_in_block]
+                view = base, self._in_numbers(o.size), self._in_numbers(o.stride), offset, o.dtype.itemsize
                 if view not in self.views:
                     self.views.append(view)
-                first = len(model.inputs) + len(memory)
+                first = len(model.inputs) + len(self.allocators)
                 self.outputs.append(("bound", first + self.views.index(view)))
 
     def _in_numbers(self, places: Iterable[int]) -> tuple[int, ...]:
@@ -389,7 +408,7 @@ class SizedRecording:
     def scratch(self, inputs: Sequence[InputType], at: AtSizes) -> FunctionCapture:
         """Return a capture at other sizes, which is never launched."""
         # In the memory of the recording, which holds as much.
-        return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.memo, self.pool)
+        return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.blocks, self.memo, self.pool)
 
     # Calls
 
