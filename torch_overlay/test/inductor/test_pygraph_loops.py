@@ -405,6 +405,26 @@ def calls(x, n):
     return x
 
 
+def is_unfinished(is_done):
+    if is_done:
+        return False
+    return True
+
+
+def asks_function(x, n):
+    """As beam search asks, in a loop whose turns differ in the length of a list"""
+    is_done, found = False, []
+    while is_unfinished(is_done):
+        x = inner_of_turn(x)
+        found.append(x)
+        is_done = x.sum() > n
+    return found
+
+
+def inner_of_turn(x):
+    return (x + 1).abs()
+
+
 def items(x, n):
     while x.sum().item() < n:
         x = x + 1
@@ -785,6 +805,16 @@ class LoopTest(TestCase):
         torch._dynamo.reset()
         counters.clear()
         self.check(program, calls, pygraph_mend=False)
+        self.assertEqual(found, self.num_graphs())
+
+    def test_function_of_the_condition(self) -> None:
+        """In a function that a loop asks, the graph breaks as in stock: what the loop calls is compiled for all turns."""
+        with mock.patch.multiple(Branches, branch=BRANCH, _decide=lambda *args: None):
+            self.check(asks_function, [(torch.zeros(3), 50)])
+        found = self.num_graphs()
+        torch._dynamo.reset()
+        counters.clear()
+        self.check(asks_function, [(torch.zeros(3), 50)], pygraph_mend=False)
         self.assertEqual(found, self.num_graphs())
 
     @parametrize("program", named(TURNS))

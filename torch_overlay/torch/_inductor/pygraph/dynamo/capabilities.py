@@ -14,6 +14,7 @@ import torch.fx
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAnalysis, Unsupported
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.dynamo.branches import restart
 from torch._inductor.pygraph.dynamo.breaks import broken, Call
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.conversions import convert
@@ -25,7 +26,7 @@ from torch._inductor.pygraph.dynamo.items import break_at, Items
 from torch._inductor.pygraph.dynamo.joins import MAX_OPERATORS
 from torch._inductor.pygraph.dynamo.leaves import Leaves
 from torch._inductor.pygraph.dynamo.lookups import Lookups
-from torch._inductor.pygraph.dynamo.loops import iterates_tensors, Loops
+from torch._inductor.pygraph.dynamo.loops import iterates_tensors, jumps_back, Loops
 from torch._inductor.pygraph.dynamo.obstacles import is_eager
 from torch._inductor.pygraph.dynamo.operators import is_draw
 from torch._inductor.pygraph.dynamo.sharded import release_gathered
@@ -91,6 +92,14 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
                 self.repair(tx, Reason.of(code))
                 return result
         return None
+
+    def on_graph_break(self, tx: InstructionTranslatorBase, error: Unsupported) -> None:
+        """Raises RestartAnalysis: the loop stays, and the graph breaks in a function that the loop calls, as in stock."""
+        super().on_graph_break(tx, error)
+        called = [site for site in self.truths if site[0] is not tx.f_code]
+        if called and jumps_back(tx):
+            # Dynamo would compile what follows as a function that calls itself in each turn.
+            restart(called, Code.BRANCH_STAYS, "a loop that stays asks for it")
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         if self.follow_sizes(tx, inst):

@@ -149,6 +149,13 @@ def has_items(value: VariableTracker) -> bool:
     return isinstance(value, (variables.BaseListVariable, variables.NNModuleVariable))
 
 
+def jumps_back(tx: InstructionTranslatorBase) -> bool:
+    """Return whether the current instruction is a branch with which the next turn of a loop begins."""
+    flow, inst = flow_of(tx.f_code), tx.current_instruction
+    position = tx.indexof[inst]
+    return is_branch(inst) and any(s <= position for s in flow.successors[position])
+
+
 def iterates_tensors(tx: InstructionTranslatorBase) -> bool:
     """Return whether the outermost loop around the current instruction is over tensors."""
     flow = flow_of(tx.f_code)
