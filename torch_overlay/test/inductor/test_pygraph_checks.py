@@ -384,6 +384,16 @@ def reads_a_history(x):
     return y
 
 
+def selects(x):
+    y = x[x > 0] if x.dim() else x
+    return y * 2
+
+
+def sets_flags(x):
+    with torch.backends.cudnn.flags(enabled=False if x.dim() else True):
+        return x * 2
+
+
 def flag_of_many(x):
     if x > 0:
         raise ValueError("ambiguous")
@@ -680,6 +690,8 @@ class ReportTest(MendTestCase):
             (before_an_operator_that_raises, Code.BEFORE_AN_ERROR),
             (reads_an_object, Code.NOT_PLAIN),
             (flag_of_many, Code.DYNAMO),
+            (selects, Code.DATA_DEPENDENT),
+            (sets_flags, Code.NO_TENSOR),
         ],
         name_fn=lambda fn, code: fn.__name__,
     )

@@ -34,6 +34,13 @@ log = logging.getLogger(__name__)
 REFUSED = "pygraph_refused_repairs"
 BROKEN = "pygraph_broken"
 
+# What Dynamo says of breaks that PyGraph never avoids
+STOCK = {
+    "Data dependent operator": Code.DATA_DEPENDENT,
+    "Dynamic shape operator": Code.DATA_DEPENDENT,
+    "torch.* op returned non-Tensor": Code.NO_TENSOR,
+}
+
 
 @dataclasses.dataclass
 class Call:
@@ -65,7 +72,7 @@ class Breaks:
         why = tx.output.compile_subgraph_reason
         if why.graph_break and turns.__file__ not in why.reason:
             known = refused(tx.f_code)
-            said = place_of(tx), Reason.of(Code.DYNAMO, said=first_line(why.reason))
+            said = place_of(tx), reason_of(first_line(why.reason))
             if why.reason == "step_unsupported":
                 # The statement began at an earlier instruction.
                 known = dict.fromkeys([tx.instruction_pointer], [*known.values()][-1]) if known else {}
@@ -80,6 +87,10 @@ def add(place: str, reason: Reason, *, is_repaired: bool) -> None:
     journal.add(report)
     outcome = "graph break repaired" if report.is_repaired else "graph break"
     log.info("%s", log_line(report.source, report.compile_id, outcome, report.reason))
+
+
+def reason_of(said: str) -> Reason:
+    return Reason.of(STOCK[said]) if said in STOCK else Reason.of(Code.DYNAMO, said=said)
 
 
 def refuse(tx: InstructionTranslatorBase, code: Code, **details: object) -> None:

@@ -257,6 +257,10 @@ class Code(str, enum.Enum):
         "the loop asks a tensor, and its body cannot be compiled by itself: {why}",
         "Give each variable of the loop a value in front of it, and keep try statements inside of other functions.",
     )
+    NO_TENSOR = (
+        "a function of torch returns a value that is no tensor",
+        "Read and change settings in front of the compiled function, as with torch.backends.cudnn.flags.",
+    )
     DYNAMO = ("Dynamo breaks the graph: {said}", "TORCH_LOGS=graph_breaks shows what Dynamo says.")
 
     # Frames that run without a graph
