@@ -412,6 +412,34 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
         self.check(program, (10, 5, 10))
 
+    def test_captures_at_further_sizes(self) -> None:
+        """A function is captured at a further size if a library call launches kernels that were not compared yet."""
+
+        def square(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x @ w)
+
+        program = self.program(square, (37, 16), (16, 16))
+        self.check(program, (37, 37, 5, 6, 7, 9))
+        (recording,) = (r for memory in many_sizes._memories.values() for r in memory.recordings)
+        forms, captures = [len(recording.compared)], []
+        scratch = sized.SizedRecording.scratch
+
+        def noted(self: Any, inputs: Any, at: Any) -> Any:
+            captures.append(at.sizes)
+            return scratch(self, inputs, at)
+
+        with mock.patch.object(sized.SizedRecording, "scratch", noted):
+            for n in range(10, 37):
+                self.check(program, (n,))
+                forms.append(len(recording.compared))
+        self.assertEqual([str(r) for r in self.refused], [])
+        # A capture where there is a form more, and nowhere else.
+        self.assertEqual(len(captures), forms[-1] - forms[0])
+        self.assertEqual(len(set(captures)), len(captures))
+        self.assertLess(len(captures), 6)
+        (entry,) = report()
+        self.assertEqual(entry.calls, entry.captured_calls)
+
     def test_nothing_to_do(self) -> None:
         """A node whose grid is empty is switched off, and on again."""
         program = self.program(lambda x: (x[: x.shape[0] // 16].sin(), x.cos()), (37, 8))

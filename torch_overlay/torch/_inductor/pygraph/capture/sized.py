@@ -123,6 +123,8 @@ class SizedRecording:
         # Kernels of library calls that its nodes did not take, and why.
         self.refused: list[list[Any]] = []
         self.refusal: Reason | None = None
+        # What library calls launch at the sizes of captures that were compared node by node.
+        self.compared: OrderedSet[Any] = OrderedSet()
         self.top = top
         at = model.function.at(sizes)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
@@ -357,6 +359,18 @@ class SizedRecording:
 
     # Proof
 
+    def is_compared(self, kept: KeptSizes) -> bool:
+        """
+        Return whether each library call launches kernels, with operands in the same places of their parameters, that it
+        launches at sizes that were compared node by node.
+        """
+        return all(self._form(call, entry) in self.compared for call, entry in zip(self.calls, kept.launches.calls))
+
+    def _form(self, call: LibraryCall, entry: Entry) -> tuple[Any, ...]:
+        slots = tuple((slot.buffer, slot.offset, slot.tensor) for of_node in entry.slots for slot in of_node)
+        kernels = tuple((node.launch, node.attributes, *map(len, node.captured)) for node in entry.nodes)
+        return call.call.op, call.call.arguments, call.structure, kernels, slots
+
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
@@ -372,6 +386,7 @@ class SizedRecording:
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
                 self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
+        self.compared.update(self._form(call, self._entry(call, at)) for call in self.calls)
 
     def _compare_call(
         self,
