@@ -9,6 +9,7 @@ uncaptured one.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -424,6 +425,11 @@ class SizedRecording:
         """Return a capture at other sizes, which is never launched."""
         # In the memory of the recording, which holds as much.
         return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.blocks, self.memo, self.pool)
+
+    def workspace(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which an uncaptured run has the workspace of the recording's kernels."""
+        stream = torch.cuda.current_stream(self.memo.device)
+        return self.memo.workspace(stream) if self.model.multiplies else contextlib.nullcontext()
 
     # Calls
 
