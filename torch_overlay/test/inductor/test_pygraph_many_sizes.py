@@ -751,6 +751,17 @@ class ManySizesTest(ManySizesTestCase):
             self.check(program, (10,))
         self.assertEqual((pools, device.workspaces), ([True], {}))
 
+    def test_memory_of_a_proof(self) -> None:
+        """What the uncaptured run at further sizes takes is freed."""
+        program = self.program(mlp)
+        self.check(program, (127, 127, 5, 120, 7, 9))
+        device = program.device
+        (name,) = symbols(program.inputs)
+        given = program.make_inputs({name: 111})
+        device.empty_cache()
+        outputs = program.run(given, captured=True)
+        self.assertEqual([b for b in device.blocks if b.pool is None and b.is_free], [], outputs)
+
     def test_bounds(self) -> None:
         """A function has a bounded number of recordings, and makes no more of them after a while."""
         # Up to 41 one kernel multiplies.

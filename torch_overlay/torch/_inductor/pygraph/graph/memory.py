@@ -7,6 +7,7 @@ free.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import ctypes
 from typing import Any, TYPE_CHECKING
 
@@ -90,6 +91,15 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     free = min(free, allowed - torch.cuda.memory_reserved(device_index))
     of_pool = () if pool is None else segments_of(pool)
     return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
+
+
+@contextlib.contextmanager
+def without_growth(device_index: int) -> Iterator[None]:
+    """A context at whose end the allocator's cache is freed, if more memory is reserved than before."""
+    reserved = torch.cuda.memory_reserved(device_index)
+    yield
+    if torch.cuda.memory_reserved(device_index) > reserved:
+        torch.cuda.empty_cache()
 
 
 def lack_of_memory(needed: int, device_index: int, pool: _POOL_HANDLE) -> Reason | None:

@@ -5,6 +5,7 @@ function for selection. Where the function cannot be recorded so, each set of si
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -20,13 +21,13 @@ from torch._inductor.pygraph.capture.at_sizes import differs, not_for_many_sizes
 from torch._inductor.pygraph.capture.library import Memo
 from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import lack_of_memory
+from torch._inductor.pygraph.graph.memory import lack_of_memory, without_growth
 from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.replay.interpreter import make_replay
 from torch._inductor.pygraph.replay.plan import sized_plan
 from torch._inductor.pygraph.trees.manager import manager_of, state_of
 from torch._inductor.pygraph.types import journal
-from torch._inductor.pygraph.types.candidate import NODE_UPDATE
+from torch._inductor.pygraph.types.candidate import NODE_UPDATE, UNDECIDED
 from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.report import FunctionReport
@@ -299,7 +300,10 @@ class ManySizes:
                 is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
                 if is_proof or not kept.launches.is_proven:
                     self.deployment.controller.prepared_size()
-                    outputs = self._prove(recording, kept, inputs, is_proof)
+                    # While the graph is timed, memory stays until all is decided.
+                    is_decided = self.report.choice != UNDECIDED
+                    with without_growth(self.spec.device_index) if is_decided else contextlib.nullcontext():
+                        outputs = self._prove(recording, kept, inputs, is_proof)
                 elif (tensors := recording.bind(inputs, kept)) is None:
                     outputs = None
                 else:
