@@ -99,7 +99,6 @@ class SizedModel:
         memory: what the function allocates, and what its operators return
         returned: those of ``memory`` that outputs lie in
         saved: those that the program does not get, by dtype
-        multiplies: whether it calls cuBLAS
 
     Raises:
         RefusedError: it may not be.
@@ -119,9 +118,6 @@ class SizedModel:
         # Whether a further run on the same inputs does the same.
         self.can_repeat = not (spec.mutated_input_idxs or spec.reused_input_idxs) and not any(
             isinstance(e, OperatorOf) and operator_name(e.name) == "randint" for e in self.function.events
-        )
-        self.multiplies = any(
-            isinstance(e, OperatorOf) and operator_name(e.name) in NAMES_OF_PRODUCTS for e in self.function.events
         )
         self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         self.memory = dict(self.function.allocations)
@@ -233,7 +229,8 @@ class FunctionCapture:
                 raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
             return [next((i for i, t in enumerate(given) if t is o), None) for o in outputs]
 
-        workspace = memo.workspace(memo.stream) if model.multiplies else cublas_workspaces()
+        multiplies = any(operator_name(e.name) in NAMES_OF_PRODUCTS for e in self.events)
+        workspace = memo.workspace() if multiplies else cublas_workspaces()
         with cudagraph_trees.preserve_rng_state(), workspace:
             self.graph, self.returned = memo.capture(traced, pool)
         self.temporary = PoolRanges(pool, memo.pool)

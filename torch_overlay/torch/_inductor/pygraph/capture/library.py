@@ -142,13 +142,13 @@ class Memo(Scratch):
         self._undefined: weakref.WeakKeyDictionary[Entry, OrderedSet[Place]] = weakref.WeakKeyDictionary()
 
     @contextlib.contextmanager
-    def workspace(self, stream: torch.cuda.Stream) -> Iterator[None]:
+    def workspace(self) -> Iterator[None]:
         """
-        A context in which cuBLAS has its workspace for a stream in this pool, also in captures whose memory is of another
-        pool. A replay launches kernels of entries, with their workspace. Another workspace would stay there unused.
+        A context in which cuBLAS has its workspace in this pool, also in captures whose memory is of another pool. A
+        replay launches kernels of entries, with their workspace. A workspace in the other pool would stay there unused.
         """
         with cublas_workspaces():
-            with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            with torch.cuda.device(self.device), torch.cuda.stream(self.stream):
                 torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.pool)
                 try:
                     # It takes the workspace.

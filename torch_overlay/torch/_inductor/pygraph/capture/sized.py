@@ -9,7 +9,6 @@ uncaptured one.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -425,11 +424,6 @@ class SizedRecording:
         """Return a capture at other sizes, which is never launched."""
         # In the memory of the recording, which holds as much.
         return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.blocks, self.memo, self.pool)
-
-    def workspace(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which an uncaptured run has the workspace of the recording's kernels."""
-        stream = torch.cuda.current_stream(self.memo.device)
-        return self.memo.workspace(stream) if self.model.multiplies else contextlib.nullcontext()
 
     # Calls
 

@@ -98,6 +98,8 @@ def without_growth(device_index: int) -> Iterator[None]:
     """A context at whose end the allocator's cache is freed, if more memory is reserved than before."""
     reserved = torch.cuda.memory_reserved(device_index)
     yield
+    # A workspace keeps the whole segment that it lies in.
+    torch._C._cuda_clearCublasWorkspaces()
     if torch.cuda.memory_reserved(device_index) > reserved:
         torch.cuda.empty_cache()
 

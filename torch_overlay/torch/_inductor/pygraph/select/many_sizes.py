@@ -435,9 +435,7 @@ class ManySizes:
         if is_proof or not recording.is_compared(kept):
             recording.compare(recording.scratch(inputs, kept.at), kept.at)
         if not is_proof and recording.model.can_repeat:
-            # Selection is over, and nothing returns what an uncaptured call takes now.
-            with recording.workspace():
-                expected = self.model([*inputs])
+            expected = self.model([*inputs])
             if (tensors := recording.bind(inputs, kept, again=True)) is None:
                 return None
             for t in tensors[len(recording.model.inputs) :]:
