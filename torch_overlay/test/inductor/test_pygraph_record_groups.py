@@ -38,7 +38,7 @@ class ProcessGroupTest(CollectiveTestCase):
         self.addCleanup(lambda: dist.is_initialized() and dist.destroy_process_group())
 
     def launched(self) -> list[bool]:
-        """Return whether each graph is destroyed, of those that were instantiated with nodes."""
+        """Return for each graph that was instantiated with nodes whether it is destroyed."""
         return [g.is_destroyed for g in self.graphs if g.launches]
 
     def function(self, name: str, group: dist.ProcessGroup, **options: Any) -> Callable[..., list[Any]]:

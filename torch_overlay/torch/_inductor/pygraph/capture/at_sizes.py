@@ -75,8 +75,8 @@ def _takes_scratch(launcher: Any) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Block:
     """
-    Memory of several tensors that a forward saves: as many elements in each call as the largest sizes take, so that the
-    allocator finds the memory of an earlier call for it. ``offsets`` in bytes are by what the memory belongs to.
+    Memory of several tensors that a forward saves. It has the same number of elements in each call, so that the
+    allocator can reuse the block of an earlier call. ``offsets`` has the first byte of each tensor's memory, by name.
     """
 
     name: str
@@ -98,7 +98,7 @@ class SizedModel:
         inputs: names of the inputs that are tensors, by input
         memory: what the function allocates, and what its operators return
         returned: those of ``memory`` that outputs lie in
-        saved: those that the program does not get, by dtype
+        saved: those of ``returned`` that only the backward reads, by dtype
 
     Raises:
         RefusedError: it may not be.
@@ -138,7 +138,7 @@ class SizedModel:
                     self.saved.setdefault(self.memory[owner].dtype, []).append(owner)
 
     def blocks(self, at: AtSizes, reserve: AtSizes) -> list[Block]:
-        """Return the memory of what is saved, for a recording at some sizes and for larger ones."""
+        """Return the blocks for what a forward saves. Each is large enough for the sizes ``at`` and ``reserve``."""
         extent = lambda owner: max(ats.extent(self.memory[owner]) for ats in (at, reserve))  # noqa: E731
         return [
             Block.of(f"saved {dtype}", dtype, {owner: extent(owner) for owner in owners})
@@ -163,7 +163,7 @@ class SizedModel:
 
 
 def alone_of(model: SizedModel, blocks: Sequence[Block]) -> list[str]:
-    """Return what outputs lie in, beside blocks."""
+    """Return the names of the outputs' memory that no block contains."""
     return [owner for owner in model.returned if not any(owner in block.offsets for block in blocks)]
 
 
@@ -174,14 +174,14 @@ class FunctionCapture:
     Args:
         alignments: of the tensor inputs, by name
         reserve: sizes that its memory has to be large enough for
-        blocks: of what it saves
+        blocks: memory of what it saves, as SizedModel.blocks returns it
 
     Attributes:
         addresses: of inputs and memory, by name
         returned: for each output the input that it is, or None
         nodes: of the graph
         results: for each call what its results are
-        temporary: memory that operators may have taken
+        temporary: address ranges from which operators take temporary memory
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a library call launches, as library.Memo keeps it."""
+"""The kernels and memsets of a library call, which library.Memo keeps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ ENTRY_BYTES = 2048
 
 
 class Slot(NamedTuple):
-    """The first bytes of an operand, or of a result, for the place of a word."""
+    """
+    A word of a node's parameters that holds an address: that of tensor ``tensor`` plus ``delta`` bytes. The word is
+    ``offset`` bytes behind the start of parameter ``buffer``.
+    """
 
     buffer: int
     offset: int
@@ -27,8 +30,8 @@ class Slot(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """
-    What a call launches. For each node, ``slots`` are the words that hold the address of an operand or of a result.
-    Results are counted behind the operands. The graph keeps the nodes.
+    The nodes that a call adds to a graph. ``slots`` has for each node the words that hold an address of an operand or a
+    result. Tensors are numbered: first the operands, then the results. ``graph`` owns the nodes.
     """
 
     nodes: tuple[CapturedNode, ...]

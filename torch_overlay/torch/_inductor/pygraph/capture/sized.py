@@ -123,7 +123,7 @@ class SizedRecording:
         # Kernels of library calls that its nodes did not take, and why.
         self.refused: list[list[Any]] = []
         self.refusal: Reason | None = None
-        # What library calls launch at the sizes of captures that were compared node by node.
+        # Forms of the library calls in captures that ``compare`` found equal.
         self.compared: OrderedSet[Any] = OrderedSet()
         self.top = top
         at = model.function.at(sizes)
@@ -132,7 +132,7 @@ class SizedRecording:
         self.reserve = model.function.at(self.top)
         self.blocks = model.blocks(at, self.reserve)
         self.alone = alone_of(model, self.blocks)
-        # Of what lies in a block: the block and bytes in it.
+        # By the name of memory in a block: the block's name, and the first byte in the block.
         self.within = {owner: (block.name, n) for block in self.blocks for owner, n in block.offsets.items()}
         capture = FunctionCapture(model, inputs, at, self.alignments, self.reserve, self.blocks, memo, pool)
         self.graph = capture.graph
@@ -191,7 +191,7 @@ class SizedRecording:
         self.owners += [o for o in capture.addresses if o not in self.owners and o not in self.within]
         self.places = {owner: i for i, owner in enumerate(self.owners)}
         self.addresses = [capture.addresses[owner] for owner in self.owners]
-        # Numbers of blocks and of what lies in them. They have places as addresses have.
+        # A replay's allocators and views read sizes and offsets of blocks from its numbers, so these are among them.
         self.constants = {n: len(self.owners) - bound + i for i, n in enumerate(self._numbers_of_blocks())}
         self.owners += map(str, self.constants)
         self.addresses += self.constants
@@ -361,8 +361,8 @@ class SizedRecording:
 
     def is_compared(self, kept: KeptSizes) -> bool:
         """
-        Return whether each library call launches kernels, with operands in the same places of their parameters, that it
-        launches at sizes that were compared node by node.
+        Return whether each library call has a form that ``compare`` has met. A form is the operator, its kernels, and
+        which words of their parameters are addresses.
         """
         return all(self._form(call, entry) in self.compared for call, entry in zip(self.calls, kept.launches.calls))
 

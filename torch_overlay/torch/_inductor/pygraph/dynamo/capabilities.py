@@ -98,7 +98,7 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
         super().on_graph_break(tx, error)
         called = [site for site in self.truths if site[0] is not tx.f_code]
         if called and jumps_back(tx):
-            # Dynamo would compile what follows as a function that calls itself in each turn.
+            # Dynamo would compile the rest of the loop as a resume function. It would call a further one in each turn.
             restart(called, Code.BRANCH_STAYS, "a loop that stays asks for it")
 
     def on_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:

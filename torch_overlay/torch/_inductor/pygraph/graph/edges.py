@@ -67,8 +67,8 @@ def change_edges(graph: Any, nodes: Sequence[Any], added: set[Edge], removed: se
 
 def remove_nodes(graph: Any, nodes: Iterable[Any]) -> None:
     """
-    Remove nodes from a graph, before it is instantiated again. What is behind a node follows what is in front of it.
-    Raises DriverError.
+    Remove nodes from a graph that is to be instantiated again. For each removed node, its dependent nodes then depend on
+    the nodes that it depended on. Raises DriverError.
     """
     cu = bindings()
     for node in nodes:

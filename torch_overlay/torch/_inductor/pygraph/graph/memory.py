@@ -95,10 +95,10 @@ def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
 
 @contextlib.contextmanager
 def without_growth(device_index: int) -> Iterator[None]:
-    """A context at whose end the allocator's cache is freed, if more memory is reserved than before."""
+    """A context that frees the allocator's cache on exit if more memory is reserved than on entry."""
     reserved = torch.cuda.memory_reserved(device_index)
     yield
-    # A workspace keeps the whole segment that it lies in.
+    # A workspace of cuBLAS would keep the whole segment that it lies in.
     torch._C._cuda_clearCublasWorkspaces()
     if torch.cuda.memory_reserved(device_index) > reserved:
         torch.cuda.empty_cache()

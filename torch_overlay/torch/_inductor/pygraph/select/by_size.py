@@ -108,8 +108,8 @@ class Sizes(dict[Any, "ModelType"]):
 
     def _decision_around(self, sizes: Any) -> store.Decision | None:
         """
-        Return what was decided at both smaller and larger sizes, None if nothing or not the same. What a graph saves
-        changes steadily with the sizes: the device takes longer at larger ones, the host as long.
+        Return the candidate that selection chose at smaller and at larger sizes. Return None if there is none for both.
+        It then wins between them, too: with the sizes the device's time grows, and the host's time stays.
         """
         sizes = _as_tuple(sizes)
         smaller = {choice for other, choice in self.faster.items() if all(a <= b for a, b in zip(other, sizes))}
@@ -150,7 +150,7 @@ class Sizes(dict[Any, "ModelType"]):
             journal.drop([timed.report])
 
     def share(self, fn: ModelType) -> None:
-        """Run ``fn`` at all sizes, except at those that have a recording or a decision."""
+        """Deploy ``fn`` for all sizes without a recording or a decision."""
         self._note_decisions()
         for sizes in [*self.timed]:
             self._drop_timed(sizes)
