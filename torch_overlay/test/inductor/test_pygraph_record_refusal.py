@@ -115,20 +115,33 @@ class RefusalTest(CollectiveTestCase):
             ("proof", "no_graph"),
             ("nodes", "no_graph"),
             ("deploy", "no_graph"),
+            ("collective", "no_graph"),
             ("capture", "copy"),
         ),
     )
     def test_collectives_of_a_graph_that_fails(self, failure, choice):
         "Here, or on another rank."
         asked = []
+        step = "0" if failure == "collective" else failure
 
         def agree(groups, name, value):
             asked.append((groups, name.rpartition("/")[2], value))
-            return value and name.rpartition("/")[2] != failure
+            return value and name.rpartition("/")[2] != step
 
         refused = DriverError("refused")
+        capture = torch.cuda.graph
+
+        @contextlib.contextmanager
+        def forked(*args, **kwargs):
+            try:
+                with capture(*args, **kwargs):
+                    yield
+            except RefusedError:
+                raise RuntimeError("the stream of the collectives has not joined")
+
         here = {
             "proof": hiding(0),
+            "collective": mock.patch.object(torch.cuda, "graph", forked),
             "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
         }
         with (
@@ -138,9 +151,25 @@ class RefusalTest(CollectiveTestCase):
             self.check_collectives("in_between")
         (entry,) = report()
         self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))
-        ready = True if failure == "deploy" else None
-        both = [(("0",), "capture", True), (("0",), "deploy", ready)]
-        self.assertEqual(asked, both[:1] if failure == "capture" else both)
+        steps = [(("0",), "capture", True), (("0",), "0", True)]
+        steps.append((("0",), "deploy", True if failure == "deploy" else None))
+        self.assertEqual(asked, steps[: {"capture": 1, "collective": 2}.get(failure)])
+        if failure == "collective":
+            self.assertEqual(entry.reasons[0].code, Code.RANKS_DISAGREE_ON_CAPTURE)
+
+    def test_recording_that_fails_between_collectives_of_two_groups(self):
+        "The ranks of either group wait at another step."
+        self.ranks_decide, self.groups, self.force, asked = True, ("0", "1"), "node_update", []
+
+        def agree(groups, name, value):
+            asked.append((groups, name.rpartition("/")[2], value))
+            return value and name.rpartition("/")[2] != "0"
+
+        with mock.patch.object(agreement, "agree", agree):
+            self.check_collectives("scattered")
+        both, first, second = ("0", "1"), ("0",), ("1",)
+        expected = [(both, "capture", True), (first, "0", True), (second, "1", None), (both, "deploy", None)]
+        self.assertEqual(sorted(asked), sorted(expected))
 
     @parametrize("is_interrupt", (False, True))
     def test_recording_with_collectives_ends(self, is_interrupt):
@@ -164,7 +193,7 @@ class RefusalTest(CollectiveTestCase):
             self.assertRaises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(),
         ):
             self.check_collectives("in_between")
-        self.assertEqual(asked, [("capture", True), ("deploy", None)])
+        self.assertEqual(asked, [("capture", True), ("0", True), ("deploy", None)])
         self.assertEqual([graph.is_destroyed for graph in graphs], [True])
 
     @parametrize("repeats, adds_atomically", ((True, False), (False, False), (True, True)))

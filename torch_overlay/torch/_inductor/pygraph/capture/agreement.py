@@ -138,6 +138,48 @@ def agree(
         return None
 
 
+class Steps:
+    """
+    The steps of a recording, which its ranks take together: the capture, each collective in it, and deploying the graph.
+
+    NCCL exchanges addresses with the other ranks while it captures a collective, and waits for them without a time-out
+    (ncclShmemAllgather of NCCL 2.28). So a rank comes to a collective only after the others of its group have.
+
+    Args:
+        name: of the recording, the same on all ranks
+        groups: names of all process groups
+    """
+
+    def __init__(self, name: str, groups: Sequence[str]) -> None:
+        self.name = name
+        self.groups = tuple(groups)
+        # (Groups whose ranks agree, name of the step).
+        self.left = [(self.groups, f"{name}/capture")]
+
+    def has_collectives(self, groups: Iterable[str | None]) -> None:
+        """All ranks capture. Take note of the group of each collective."""
+        of = [self.groups if group is None else (group,) for group in groups]
+        self.left = [(names, f"{self.name}/{i}") for i, names in enumerate(of)]
+        self.left.append((self.groups, f"{self.name}/deploy"))
+
+    def take(self) -> bool:
+        """Return whether all ranks of the next step's groups take it."""
+        groups, step = self.left[0]
+        if agree(groups, step, True):
+            del self.left[0]
+            return True
+        # These ranks go no further.
+        self.left = [other for other in self.left if other[0] != groups]
+        return False
+
+    def refuse(self) -> None:
+        """Tell the ranks that may wait at a step that is left. Each set of groups waits at its next one."""
+        steps = {groups: step for groups, step in reversed(self.left) if groups}
+        self.left = []
+        for groups, step in steps.items():
+            agree(groups, step, None)
+
+
 def sizes(groups: Sequence[str]) -> list[int]:
     """Return how many ranks are in each group, nothing if that is not known."""
     try:

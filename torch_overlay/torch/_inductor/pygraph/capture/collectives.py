@@ -10,8 +10,8 @@ The operand of a collective does not move, or the graph copies it (config.pygrap
 the other ranks, and both sides of a send have to be registered, or neither (enqueue.cc, addP2pToPlan). Placeholders
 cannot be exported. Where they could, a peer may read the operand at its old address.
 
-The ranks agree that all of them capture and that all of them deploy their graphs. The operand of an all-gather is copied
-to its place in the result, which NCCL does otherwise.
+The ranks agree that all of them capture, ahead of each collective that they capture, and that all of them deploy their
+graphs. The operand of an all-gather is copied to its place in the result, which NCCL does otherwise.
 """
 
 from __future__ import annotations
@@ -143,6 +143,8 @@ class Collectives:
         binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
     Attributes:
+        steps: what the ranks agree on
+        captured_in: the process group of each collective, once the function was rehearsed
         is_retryable: whether the function may be recorded again with another binding
         operands: storages that the graph needs in its pool, once it was rehearsed
         addresses: of the operands that were captured, and of results that the program has allocated
@@ -157,7 +159,8 @@ class Collectives:
         self.device_index = device_index
         self.binds_all = binds_all
         _recordings[name] += 1
-        self.to_agree_on = [f"{name}/{_recordings[name]}/{step}" for step in ("capture", "deploy")]
+        self.steps = agreement.Steps(f"{name}/{_recordings[name]}", groups)
+        self.captured_in: list[str | None] = []
         self.is_retryable = True
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
@@ -181,17 +184,31 @@ class Collectives:
             for t in tree_leaves((args[0], kwargs.get("out"))):
                 if t is not None:
                     self.operands.add(StorageWeakRef(t.untyped_storage()))
+            if not _is_wait(func):
+                self.captured_in.append(_group_of(func, args, kwargs))
             return args[0] if _is_in_place(func) else _stand_ins(func, args, kwargs)
 
-        return self._under(leave_out, model)
+        run = self._under(leave_out, model)
+
+        def run_from_start(inputs: list[InputType]) -> OutputType:
+            self.captured_in = []
+            return run(inputs)
+
+        return run_from_start
 
     def agree_to_capture(self) -> None:
         """Raises RefusedError if another rank does not capture."""
         if not self._agree():
             _not_agreed.add(self.model)
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+        self.steps.has_collectives(self.captured_in)
         # Other ranks do not capture it again: this one may not be able to.
         self.is_retryable = False
+
+    def agree_to_go_on(self) -> None:
+        """Called ahead of each collective of the capture. Raises RefusedError if another rank does not come to it."""
+        if not self.steps.take():
+            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
 
     def captured(self, model: ModelType, placeholders: PlaceholderMap) -> ModelType:
         """Return ``model`` for the capture, which notes the nodes of collectives and of stand-ins."""
@@ -224,7 +241,7 @@ class Collectives:
 
         def note(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = args[0]
-            if func.overloadpacket.__name__ == "wait_tensor":
+            if _is_wait(func):
                 return wait(func, given)
             if func is GATHER and moves(given) and (pair := self._gathered_in_place(*args)) is not None:
                 result, _ = pending[pair[0].data_ptr()] = pair
@@ -238,7 +255,7 @@ class Collectives:
                     kwargs = {**kwargs, "out": (copied := staged(written))}
             tensors = [t for t in tree_leaves((args[0], copied)) if t is not None]
             self.addresses |= OrderedSet(t.data_ptr() for t in tensors)
-            result = self._noted(self.nodes, func, *args, **kwargs)
+            result = self._noted_collective(func, *args, **kwargs)
             if not _is_in_place(func):
                 pairs = zip(tree_leaves(result), tree_leaves(args[0]), strict=True)
                 pending.update((pair[0].data_ptr(), pair) for pair in pairs)
@@ -279,8 +296,13 @@ class Collectives:
         part = result.narrow(0, rank * count, count)
         copy_by_kernel(part, operand)
         self.addresses.add(part.data_ptr())
-        self._noted(self.nodes, GATHER_INTO, part, size, group, out=result)
+        self._noted_collective(GATHER_INTO, part, size, group, out=result)
         return result, part
+
+    def _noted_collective(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Capture a collective. Raises RefusedError if another rank does not."""
+        self.agree_to_go_on()
+        return self._noted(self.nodes, func, *args, **kwargs)
 
     def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``fn`` and add the nodes that it adds to the graph."""
@@ -313,9 +335,7 @@ class Collectives:
 
     def refuse(self) -> None:
         """Tell the other ranks that this one does not go on, unless that is known."""
-        if self.to_agree_on and self.groups:
-            agreement.agree(self.groups, self.to_agree_on[0], None)
-        self.to_agree_on = []
+        self.steps.refuse()
 
     def _agree(self) -> bool:
         # The groups of several dimensions of a mesh.
@@ -323,9 +343,7 @@ class Collectives:
         if not are_known or self.model in _not_agreed:
             self.refuse()
             return False
-        is_agreed = bool(agreement.agree(self.groups, self.to_agree_on[0], True))
-        self.to_agree_on = self.to_agree_on[1:] if is_agreed else []
-        return is_agreed
+        return self.steps.take()
 
     def _enable(self, executable: int, nodes: dict[int, Any], *, enabled: bool) -> None:
         cu = bindings()
@@ -340,3 +358,14 @@ class Collectives:
 
 def _is_in_place(func: Any) -> bool:
     return func.overloadpacket.__name__ in IN_PLACE
+
+
+def _is_wait(func: Any) -> bool:
+    return func.overloadpacket.__name__ == "wait_tensor"
+
+
+def _group_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the name of a collective's process group, None if it has none. Its schema calls the group group_name."""
+    names = (argument.name for argument in func._schema.arguments)
+    group = {**dict(zip(names, args)), **kwargs}.get("group_name")
+    return group if isinstance(group, str) else None

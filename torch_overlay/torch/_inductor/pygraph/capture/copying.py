@@ -218,7 +218,10 @@ class CopyGraphNode(CUDAGraphNode):
             with self.values:
                 outputs = super()._record(model, inputs)
         except Exception as e:
-            failure = first_line(e)
+            # The end of a capture that was left raises in its turn.
+            cause = e.__context__ if isinstance(e.__context__, RefusedError) else e
+            failed = Reason.of(Code.CAPTURE_FAILED, error=first_line(e))
+            reason = cause.reason if isinstance(cause, RefusedError) else failed
         else:
             if host is not None and not host.equals(HostGenerators()):
                 host.restore()
@@ -230,7 +233,7 @@ class CopyGraphNode(CUDAGraphNode):
                 self.thread_of_values = threading.get_ident()
             return outputs
         clean_up_failed_capture(self, stream)
-        self._give_up(Reason.of(Code.CAPTURE_FAILED, error=failure))
+        self._give_up(reason)
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         try:
