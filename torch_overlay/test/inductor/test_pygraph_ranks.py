@@ -39,6 +39,8 @@ from torch.testing._internal.pygraph_simulation import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+REDUCE = torch.ops._c10d_functional.all_reduce_.default
+
 # Until a decision, with a second look at both candidates.
 CALLS = 4 * TIMED + 8
 
@@ -182,16 +184,16 @@ class Program:
         replay = candidate("replay", rank.graph)
 
         def record(inputs: list[Any]) -> tuple[Any, list[Any]]:
-            steps = collectives.Collectives(replay, ("group",), "f", 0)
-            # Names count the recordings of a process.
-            steps.steps = agreement.Steps(f"record/{len(rank.ran)}", steps.groups)
-            steps.captured_in = ["group"] * 2
+            steps = agreement.Steps("f", ("group",))
+            # A process counts its recordings.
+            steps.name = f"record/{len(rank.ran)}"
+            recorded = collectives.Collectives(replay, steps, 0)
             capture = functools.partial(self.capture, rank, steps)
             parts = {
-                "rehearsal": steps.agree_to_capture,
+                "rehearsal": recorded.agree_to_capture,
                 "first": capture,
                 "capture": capture,
-                "proof": functools.partial(steps.agree_to_deploy, 0),
+                "proof": functools.partial(recorded.agree_to_deploy, 0),
             }
             try:
                 for part, run in parts.items():
@@ -221,9 +223,9 @@ class Program:
         )
         return rank.selection
 
-    def capture(self, rank: Rank, steps: collectives.Collectives) -> None:
+    def capture(self, rank: Rank, steps: agreement.Steps) -> None:
         """Capture a collective."""
-        steps.agree_to_go_on()
+        collectives.agree_to_go_on(steps, REDUCE, (None, "sum", "group"), {})
         rank.registered += 1
         count = rank.registered
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -67,17 +66,14 @@ WITHOUT_WAIT = ("_dtensor",)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
-# How often this process recorded a function, by name. Other ranks record it as often.
-_recordings: Counter[str] = Counter()
-
 # Functions that not all ranks capture. Ranks with sizes of their own would wait for every one of the others' sizes.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
 class _Mode(TorchDispatchMode):
-    """Let ``handle`` run the collectives. Raises RefusedError for one that it cannot."""
+    """Let ``handle`` run the collectives, which have these names, or any. Raises RefusedError for another one."""
 
-    def __init__(self, handle: Callable[..., Any], names: Sequence[str]) -> None:
+    def __init__(self, handle: Callable[..., Any], names: Sequence[str] | None) -> None:
         super().__init__()
         self.handle = handle
         self.names = names
@@ -88,7 +84,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
-        if func.overloadpacket.__name__ not in self.names:
+        if self.names is not None and func.overloadpacket.__name__ not in self.names:
             raise RefusedError(Reason.of(Code.COLLECTIVE_NOT_OMITTABLE, op=str(func)))
         return self.handle(func, args, kwargs)
 
@@ -136,32 +132,23 @@ def _write_stand_ins(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
 
 class Collectives:
     """
-    The steps of a recording that all ranks take together.
+    The collectives of a graph that binds its inputs.
 
     Args:
-        name: the function's name, the same on all ranks
+        steps: of the recording
         binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
     Attributes:
-        steps: what the ranks agree on
-        captured_in: the process group of each collective, once the function was rehearsed
-        is_retryable: whether the function may be recorded again with another binding
         operands: storages that the graph needs in its pool, once it was rehearsed
         addresses: of the operands that were captured, and of results that the program has allocated
         nodes, stand_ins: of the captured collectives and their stand-ins, by handle
     """
 
-    def __init__(
-        self, model: ModelType, groups: Sequence[str], name: str, device_index: int, *, binds_all: bool = False
-    ) -> None:
-        self.groups = groups
+    def __init__(self, model: ModelType, steps: agreement.Steps, device_index: int, *, binds_all: bool = False) -> None:
+        self.steps = steps
         self.model = model
         self.device_index = device_index
         self.binds_all = binds_all
-        _recordings[name] += 1
-        self.steps = agreement.Steps(f"{name}/{_recordings[name]}", groups)
-        self.captured_in: list[str | None] = []
-        self.is_retryable = True
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
@@ -184,30 +171,16 @@ class Collectives:
             for t in tree_leaves((args[0], kwargs.get("out"))):
                 if t is not None:
                     self.operands.add(StorageWeakRef(t.untyped_storage()))
-            if not _is_wait(func):
-                self.captured_in.append(_group_of(func, args, kwargs))
             return args[0] if _is_in_place(func) else _stand_ins(func, args, kwargs)
 
-        run = self._under(leave_out, model)
-
-        def run_from_start(inputs: list[InputType]) -> OutputType:
-            self.captured_in = []
-            return run(inputs)
-
-        return run_from_start
+        return self._under(leave_out, model)
 
     def agree_to_capture(self) -> None:
         """Raises RefusedError if another rank does not capture."""
-        if not self._agree():
+        # The groups of several dimensions of a mesh.
+        are_known = len(self.steps.groups) == 1 or self.binds_all
+        if not are_known or self.model in _not_agreed or not self.steps.capture():
             _not_agreed.add(self.model)
-            raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
-        self.steps.has_collectives(self.captured_in)
-        # Other ranks do not capture it again: this one may not be able to.
-        self.is_retryable = False
-
-    def agree_to_go_on(self) -> None:
-        """Called ahead of each collective of the capture. Raises RefusedError if another rank does not come to it."""
-        if not self.steps.take():
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
 
     def captured(self, model: ModelType, placeholders: PlaceholderMap) -> ModelType:
@@ -301,7 +274,7 @@ class Collectives:
 
     def _noted_collective(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Capture a collective. Raises RefusedError if another rank does not."""
-        self.agree_to_go_on()
+        agree_to_go_on(self.steps, func, args, kwargs)
         return self._noted(self.nodes, func, *args, **kwargs)
 
     def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -330,20 +303,8 @@ class Collectives:
         """Run collectives again. Raises RefusedError if another rank does not deploy its graph, or DriverError."""
         self._enable(executable, self.nodes, enabled=True)
         self._enable(executable, self.stand_ins, enabled=False)
-        if not self._agree():
+        if not self.steps.deploy():
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
-
-    def refuse(self) -> None:
-        """Tell the other ranks that this one does not go on, unless that is known."""
-        self.steps.refuse()
-
-    def _agree(self) -> bool:
-        # The groups of several dimensions of a mesh.
-        are_known = len(self.groups) == 1 or (self.binds_all and self.groups)
-        if not are_known or self.model in _not_agreed:
-            self.refuse()
-            return False
-        return self.steps.take()
 
     def _enable(self, executable: int, nodes: dict[int, Any], *, enabled: bool) -> None:
         cu = bindings()
@@ -354,6 +315,29 @@ class Collectives:
             # Nodes of other kinds only order the work of streams.
             if check(cu.cuGraphNodeGetType(node)) in kinds:
                 check(cu.cuGraphNodeSetEnabled(graph, node, int(enabled)))
+
+
+def agree_to_go_on(
+    steps: agreement.Steps, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Called ahead of each collective of a capture. Raises RefusedError if another rank does not come to it."""
+    if not steps.collective(_group_of(func, args, kwargs)):
+        raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+
+
+def captured_together(model: ModelType, steps: agreement.Steps) -> ModelType:
+    """Return ``model`` for a capture that binds nothing."""
+
+    def capture(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not _is_wait(func):
+            agree_to_go_on(steps, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def run(inputs: list[InputType]) -> OutputType:
+        with _Mode(capture, None):
+            return model(inputs)
+
+    return run
 
 
 def _is_in_place(func: Any) -> bool:
