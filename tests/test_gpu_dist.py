@@ -37,6 +37,17 @@ def test_programs_train(tmp_path, monkeypatch):
         assert row["missed"] == [] and row["late_recordings"] == {"eager": 0} and row["eager_us"] > 0, row
 
 
+def test_copies_for_collectives_are_no_miss():
+    """Other copies are."""
+    bound = {"choice": "node_update", "copied_bytes": 2 << 20, "stock_copied_bytes": 4 << 20}
+    other = {"choice": "prelude", "copied_bytes": 0, "stock_copied_bytes": 8}
+    assert not [*dist.copies([bound, other])]
+    assert dist.staged([bound, other]) == "copies 2 MiB of inputs for collectives, stock copies 4 MiB in these graphs"
+    unbound = {"choice": "copy", "copied_bytes": 8, "stock_copied_bytes": 8}
+    assert [*dist.copies([bound, unbound])] == ["copies 8 bytes a call"]
+    assert dist.staged([other, unbound]) == ""
+
+
 def test_example_of_the_guide(tmp_path, monkeypatch):
     (example,) = re.findall(r"```python\n(.*?)```", GUIDE.read_text(), re.DOTALL)
     for text, shorter in (("range(300)", "range(2)"), ("step % 100 == 99", "step == 1")):

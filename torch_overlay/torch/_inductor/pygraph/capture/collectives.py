@@ -6,9 +6,11 @@ one in place returns its operand, any other one a stand-in, which this rank comp
 runs with the collectives' nodes disabled. Then the whole graph runs once without the stand-ins, as the call.
 
 The operand of a collective does not move, or the graph copies it (config.pygraph_ranks), although the kernels of NCCL
-2.28 have addresses among their parameters, up to 4 KiB. During capture NCCL registers memory that can be exported with
-the other ranks, and both sides of a send have to be registered, or neither (enqueue.cc, addP2pToPlan). Placeholders
-cannot be exported. Where they could, a peer may read the operand at its old address.
+2.28 have addresses among their parameters, up to 4 KiB. A parameter need not be the only place of the address. During
+capture NCCL registers memory with a network card, which then reads the operand by itself, and memory that can be
+exported, as expandable segments can, with the other ranks of the host. Both sides of a send have to be registered, or
+neither (enqueue.cc, addP2pToPlan), and no rank knows the other side. The proof would notice none of this, as it runs no
+collective.
 
 The ranks agree that all of them capture, ahead of each collective that they capture, and that all of them deploy their
 graphs. The operand of an all-gather is copied to its place in the result, which NCCL does otherwise.
