@@ -22,8 +22,8 @@ from torch.utils._ordered_set import OrderedSet
 if TYPE_CHECKING:
     from collections.abc import Callable, Container, Sequence
 
-    from torch._inductor.pygraph.capture.entry import Entry, Slot
     from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.entry import Entry, Slot
 
 
 # Of the stack that is filled, and by which a call moves down.
