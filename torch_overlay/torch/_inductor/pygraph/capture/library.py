@@ -21,7 +21,7 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.compared import CallComparison, undefined_bytes
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
 from torch._inductor.pygraph.graph import placeholder
-from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
+from torch._inductor.pygraph.graph.captured import read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
 from torch._inductor.pygraph.graph.entry import Entry, Form, form_key, Slot
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.pygraph.capture.compared import Place
-    from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.captured import CapturedNode, Function
     from torch.cuda import _POOL_HANDLE
     from torch.utils._pytree import TreeSpec
 
@@ -140,6 +140,7 @@ class Memo(Scratch):
         known: by what a call depends on
         nbytes: of these
         forms: by what they are
+        functions: of the nodes
     """
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
@@ -152,7 +153,8 @@ class Memo(Scratch):
         self.known: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0
         self.forms: dict[Any, Form] = {}
-        self._undefined: weakref.WeakKeyDictionary[Entry, OrderedSet[Place]] = weakref.WeakKeyDictionary()
+        # Libraries stay loaded.
+        self.functions: dict[int, Function] = {}
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[None]:
@@ -196,36 +198,51 @@ class Memo(Scratch):
             self.nbytes -= dropped.nbytes
         return found
 
-    def undefined(self, entry: Entry, signature: Signature, spec: TreeSpec) -> OrderedSet[Place]:
-        """Return the bytes of an entry that the library leaves undefined. All layers with the entry ask for them."""
-        if (found := self._undefined.get(entry)) is None:
-
-            def capture(around: Callable[[Callable[[], Any]], Any]) -> Entry:
-                (captured,) = self.captured({signature: spec}, around=around)
-                return captured
-
-            found = self._undefined[entry] = undefined_bytes(entry, capture, PoolRanges(self.pool))
-        return found
-
-    def confirms(self, entry: Entry, signature: Signature, spec: TreeSpec) -> bool:
+    def undefined(
+        self, entry: Entry, signature: Signature, spec: TreeSpec, captures: bool = True
+    ) -> OrderedSet[Place]:
         """
-        Return whether a capture of the call whose operands lie elsewhere has the parameters that are expected of the
-        entry. The entry's form is compared then.
+        Return the bytes of an entry that the library leaves undefined, as its forms know them. ``captures``: after
+        further captures of the call.
         """
-        (other,) = self.captured({signature: spec}, poison=placeholder.UNWRITTEN)
-        memory = PoolRanges(self.pool)
-        comparison = CallComparison(
-            entry=entry,
-            nodes=other.nodes,
-            address=lambda slot: other.addresses[slot.tensor] + slot.delta,
-            is_temporary=memory,
-            is_elsewhere=memory,
-            undefined=functools.partial(self.undefined, entry, signature, spec),
+        if captures:
+            self._find_undefined({signature: (entry, spec)})
+        return OrderedSet((k, *place) for k, form in enumerate(entry.forms) for place in form.undefined)
+
+    def _find_undefined(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> None:
+        specs = {signature: spec for signature, (_, spec) in calls.items()}
+        captures = undefined_bytes(
+            [entry for entry, _ in calls.values()],
+            lambda around: self.captured(specs, around=around),
+            PoolRanges(self.pool),
         )
-        difference = comparison.difference()
-        log.debug("%s alone, twice: %s", signature.op, difference)
-        entry.form.is_compared |= difference is None
-        return difference is None
+        for (entry, _), undefined in zip(calls.values(), captures):
+            for node, buffer, byte in undefined:
+                entry.forms[node].undefined.add((buffer, byte))
+
+    def confirm(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> bool:
+        """
+        Return whether captures of these calls whose operands lie elsewhere have the parameters that are expected of the
+        entries. Their forms are compared then.
+        """
+        others = self.captured({s: spec for s, (_, spec) in calls.items()}, poison=placeholder.UNWRITTEN)
+        self._find_undefined(calls)
+        memory = PoolRanges(self.pool)
+        for (signature, (entry, spec)), other in zip(calls.items(), others):
+            comparison = CallComparison(
+                entry=entry,
+                nodes=other.nodes,
+                address=lambda slot, other=other: other.addresses[slot.tensor] + slot.delta,
+                is_temporary=memory,
+                is_elsewhere=memory,
+                undefined=functools.partial(self.undefined, entry, signature, spec),
+            )
+            if (difference := comparison.difference()) is not None:
+                log.info("%s %s", signature.op, difference)
+                return False
+            for form in entry.forms:
+                form.is_compared = True
+        return True
 
     def captured(
         self,
@@ -255,21 +272,21 @@ class Memo(Scratch):
 
         with cublas_workspaces():
             graph, results = self.capture(run, self.pool)
-        nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()))
-        each = zip(calls, runs, results, itertools.pairwise(ends))
+        nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.functions)
+        each = zip(runs, results, itertools.pairwise(ends))
         return [
-            self._entry(signature, places, of_call, _alone(nodes[first:end]), graph)
-            for signature, (places, _), of_call, (first, end) in each
+            self._entry(places, of_call, (*(node.alone() for node in nodes[first : first + 1]), *nodes[first + 1 : end]), graph)
+            for (places, _), of_call, (first, end) in each
         ]
 
     def _run(
         self, signature: Signature, spec: TreeSpec, poison: int, around: Callable[[Callable[[], Any]], Any] | None
     ) -> tuple[list[placeholder.Placeholder], Callable[[], list[tuple[int, int]]]]:
         """Return placeholders of operands, and what calls the operator, which returns where results are."""
-        sizes = [(placeholder.storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
+        sizes = [(placeholder.extent(*operand), alignment) for operand, alignment in signature.operands]
         places = placeholder.arena(self.device, poison).place(sizes)
         operands = [
-            placeholder.tensor_at(place.address, operand.like(), self.device)
+            placeholder.tensor_of(place.address, *operand, self.device)
             for place, (operand, _) in zip(places, signature.operands)
         ]
         others, rest = dict(signature.arguments), iter(operands)
@@ -285,10 +302,9 @@ class Memo(Scratch):
 
     def _entry(
         self,
-        signature: Signature,
         places: Sequence[placeholder.Placeholder],
         results: Sequence[tuple[int, int]],
-        nodes: Sequence[CapturedNode],
+        nodes: tuple[CapturedNode, ...],
         graph: torch.cuda.CUDAGraph,
     ) -> Entry:
         placeholders = placeholder.PlaceholderMap(places)
@@ -306,14 +322,8 @@ class Memo(Scratch):
                 if (hit := hit or _find(results, len(places), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
             slots.append(tuple(of_node))
-        key = signature.op, signature.arguments, signature.structure, *form_key(nodes, slots)
-        form = self.forms.setdefault(key, Form())
-        return Entry(tuple(nodes), tuple(slots), graph, form, addresses)
-
-
-def _alone(nodes: Sequence[CapturedNode]) -> list[CapturedNode]:
-    """Return the nodes of a call as if no other call came before."""
-    return [dataclasses.replace(node, edge=PLAIN_EDGE) if i == 0 else node for i, node in enumerate(nodes)]
+        forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
+        return Entry(nodes, tuple(slots), graph, forms, addresses)
 
 
 def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:

@@ -360,16 +360,18 @@ class SizedRecording:
     # Proof
 
     def is_compared(self, kept: KeptSizes) -> bool:
-        """Return whether each library call has a form that was compared."""
-        return all(entry.form.is_compared for entry in kept.launches.calls)
+        """Return whether what each library call launches has forms that were compared."""
+        return all(entry.is_compared for entry in kept.launches.calls)
 
     def confirm(self, kept: KeptSizes) -> bool:
-        """Return as is_compared, after a second capture of each call whose form was not compared."""
-        calls = zip(self.calls, kept.launches.calls)
-        return all(
-            entry.form.is_compared or self.memo.confirms(entry, self._signature(call, kept.at), call.call.spec)
-            for call, entry in calls
-        )
+        """Return as is_compared, after further captures of the calls with other forms."""
+        entries = {like: kept.launches.calls[like] for like in OrderedSet(self.alike)}
+        calls = {
+            self._signature(self.calls[like], kept.at): (entry, self.calls[like].call.spec)
+            for like, entry in entries.items()
+            if not entry.is_compared
+        }
+        return not calls or self.memo.confirm(calls)
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
@@ -386,8 +388,8 @@ class SizedRecording:
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
                 self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
-        for entry in self._entries(at):
-            entry.form.is_compared = True
+        for form in itertools.chain(*(entry.forms for entry in self._entries(at))):
+            form.is_compared = True
 
     def _compare_call(
         self,

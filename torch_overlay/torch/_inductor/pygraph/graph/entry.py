@@ -10,9 +10,9 @@ import functools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.graph.binding import MEMSET_BYTES, struct_buffer, Word
-from torch._inductor.pygraph.graph.captured import KERNEL_BYTES
-from torch._inductor.pygraph.graph.driver import entry_point
+from torch._inductor.pygraph.graph.binding import Word
+from torch._inductor.pygraph.graph.driver import bindings, check, entry_point
+from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
@@ -25,6 +25,10 @@ if TYPE_CHECKING:
 
 # Of an entry, beside its parameters.
 ENTRY_BYTES = 2048
+
+# Driver functions that set a node.
+SET_KERNEL = "cuGraphExecKernelNodeSetParams"
+SET_MEMSET = "cuGraphExecMemsetNodeSetParams"
 
 
 class Slot(NamedTuple):
@@ -50,26 +54,39 @@ class Source(NamedTuple):
 @dataclasses.dataclass(eq=False)
 class Form:
     """
-    An operator, its kernels, and which words of their parameters are addresses. ``is_compared``: a capture in which the
-    operands lay elsewhere was compared with an entry of this form, byte by byte.
+    A kernel, and which words of its parameters are addresses of operands or results.
+
+    Attributes:
+        is_compared: whether a capture in which these lay elsewhere was compared with a node of this form, byte by byte
+        undefined: (buffer, byte) of parameters that the library was seen to leave undefined
     """
 
     is_compared: bool = False
+    undefined: OrderedSet[tuple[int, int]] = dataclasses.field(default_factory=OrderedSet)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """
-    The nodes that a call adds to a graph. ``slots`` has for each node the words that hold an address of an operand or a
-    result. Tensors are numbered: first the operands, then the results. ``addresses`` are theirs at capture. ``graph`` owns
-    the nodes.
+    The nodes that a call adds to a graph.
+
+    Attributes:
+        slots: for each node the words that hold an address of an operand or a result. Tensors are numbered: first the
+            operands, then the results
+        graph: owns the nodes
+        forms: of the nodes
+        addresses: of the tensors at capture
     """
 
     nodes: tuple[CapturedNode, ...]
     slots: tuple[tuple[Slot, ...], ...]
     graph: torch.cuda.CUDAGraph
-    form: Form
+    forms: tuple[Form, ...]
     addresses: tuple[int, ...]
+
+    @property
+    def is_compared(self) -> bool:
+        return all(form.is_compared for form in self.forms)
 
     @property
     def kinds(self) -> list[Any]:
@@ -103,14 +120,13 @@ class Entry:
     @functools.cached_property
     def _described(self) -> list[tuple[Any, ...]]:
         """The nodes, as compiled code takes them."""
-        described = []
+        described: list[tuple[Any, ...]] = []
         for node, slots in zip(self.nodes, self.slots):
-            update = node.update(None, None, [])
-            *_, params, context = update.args if len(update.args) == 4 else (*update.args, None)
-            params = bytes(struct_buffer(params, KERNEL_BYTES if node.is_kernel else MEMSET_BYTES))
-            contents = node.captured if node.is_kernel else ()
-            context = None if context is None else int(context)
-            described.append((entry_point(update.set.__name__), params, contents, context, slots))
+            if node.is_kernel:
+                described.append((entry_point(SET_KERNEL), node.struct, node.captured, None, slots))
+            else:
+                context = int(check(bindings().cuCtxGetCurrent()))
+                described.append((entry_point(SET_MEMSET), node.struct, (), context, slots))
         return described
 
 
@@ -118,8 +134,7 @@ def _word(node: CapturedNode, slot: Slot) -> ctypes.c_uint64:
     return ctypes.c_uint64.from_buffer(node.buffers[slot.buffer], slot.offset)
 
 
-def form_key(nodes: Sequence[CapturedNode], slots: Sequence[Sequence[Slot]]) -> tuple[Any, ...]:
-    """Return what kernels and which words of addresses identify."""
-    words = tuple((slot.buffer, slot.offset, slot.tensor) for of_node in slots for slot in of_node)
-    kernels = tuple((node.launch, node.attributes, *map(len, node.captured)) for node in nodes)
-    return kernels, words
+def form_key(node: CapturedNode, slots: Sequence[Slot]) -> tuple[Any, ...]:
+    """Return what identifies a form."""
+    words = tuple((slot.buffer, slot.offset) for slot in slots)
+    return node.launch, node.attributes, tuple(map(len, node.captured)), words

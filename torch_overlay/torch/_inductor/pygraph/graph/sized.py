@@ -157,40 +157,72 @@ def _launch(executable: Any, device_index: int, graph: object) -> None:
         _check(cu.cuGraphLaunch, (executable, stream), "the graph")
 
 
-class Updates:
-    """
-    What sets some nodes of one executable graph. Rows share it: a node whose parameters did not change is not set again.
-
-    Args:
-        new: returns the updates
-        compiled: returns native.compiled.NodeSet of them. Raises DriverError: there is none
-    """
-
-    def __init__(self, new: Callable[[], Sequence[NodeUpdate]], compiled: Callable[[], Any]) -> None:
-        self._new = new
-        self._compiled = compiled
-
-    @functools.cached_property
-    def all(self) -> Sequence[NodeUpdate]:
-        return self._new()
-
-    @functools.cached_property
-    def compiled(self) -> Any:
-        """A NodeSet, or None where there is none."""
-        if native.compiled is None:
-            return None
-        try:
-            return self._compiled()
-        except DriverError as e:
-            log.info("nodes are set by Python: %s", e)
-            return None
-
-
 class LibraryNodes(NamedTuple):
     """The captured nodes of a library call of a recording, and where a call has the addresses of its tensors."""
 
     nodes: Sequence[Any]
     sources: Sequence[Source | None]
+
+
+class Updates:
+    """What sets some nodes of one executable graph. Rows share it: a node whose parameters did not change is not set again."""
+
+    __slots__ = ("_compiled", "__weakref__")
+
+    _compiled: Any
+
+    @property
+    def compiled(self) -> Any:
+        """native.compiled.NodeSet, or None where there is none."""
+        if not hasattr(self, "_compiled"):
+            self._compiled = None
+            if native.compiled is not None:
+                try:
+                    self._compiled = self._compile()
+                except DriverError as e:
+                    log.info("nodes are set by Python: %s", e)
+        return self._compiled
+
+    def _compile(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def all(self) -> Sequence[NodeUpdate]:
+        raise NotImplementedError
+
+
+class FixedUpdates(Updates):
+    """Of the nodes that launch the same function at all sizes."""
+
+    __slots__ = ("all",)
+
+    def __init__(self, updates: Sequence[NodeUpdate]) -> None:
+        self.all = updates
+
+    def _compile(self) -> Any:
+        return native.compiled.NodeSet([*map(description, self.all)], self.all)
+
+
+class CallUpdates(Updates):
+    """Of the nodes of a library call, which are set to what an entry launches."""
+
+    __slots__ = ("on", "call", "entry", "_all")
+
+    def __init__(self, on: SizedGraph, call: LibraryNodes, entry: Entry) -> None:
+        self.on, self.call, self.entry = on, call, entry
+        self._all: Sequence[NodeUpdate] | None = None
+
+    def _args(self) -> tuple[Any, Sequence[Any], Sequence[Source | None]]:
+        return self.on.executable, [self.on.nodes[int(node)] for node in self.call.nodes], self.call.sources
+
+    def _compile(self) -> Any:
+        return self.entry.compiled(*self._args())
+
+    @property
+    def all(self) -> Sequence[NodeUpdate]:
+        if self._all is None:
+            self._all = self.entry.updates(*self._args())
+        return self._all
 
 
 class SizedGraph:
@@ -220,13 +252,13 @@ class SizedGraph:
         bound = [
             update._replace(args=(executable, nodes[int(update.args[1])], *update.args[2:])) for update in fixed
         ]
-        self.fixed = Updates(lambda: bound, lambda: native.compiled.NodeSet([*map(description, bound)], bound))
+        self.fixed = FixedUpdates(bound)
         self.updates: list[NodeUpdate] = []
         self.row: Any = None
         self.trusted: OrderedSet[Any] = OrderedSet()
         self.unproven = 0
         # The key is the position of a library call, and what the call launches.
-        self._of_calls: weakref.WeakValueDictionary[tuple[int, Entry], Updates] = weakref.WeakValueDictionary()
+        self._of_calls: weakref.WeakValueDictionary[tuple[int, Entry], CallUpdates] = weakref.WeakValueDictionary()
 
     @property
     def graph(self) -> Any:
@@ -236,13 +268,10 @@ class SizedGraph:
         """Replays find it empty."""
         self.cell.cell_contents = self.replay = None
 
-    def of_call(self, position: int, call: LibraryNodes, entry: Entry) -> Updates:
+    def of_call(self, position: int, call: LibraryNodes, entry: Entry) -> CallUpdates:
         """Return what sets the nodes of a library call to what it launches."""
         if (found := self._of_calls.get((position, entry))) is None:
-            nodes = [self.nodes[int(node)] for node in call.nodes]
-            args = self.executable, nodes, call.sources
-            new, compiled = functools.partial(entry.updates, *args), functools.partial(entry.compiled, *args)
-            found = self._of_calls[position, entry] = Updates(new, compiled)
+            found = self._of_calls[position, entry] = CallUpdates(self, call, entry)
         return found
 
 
