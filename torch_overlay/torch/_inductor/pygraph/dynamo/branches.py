@@ -3,7 +3,7 @@ Branches on tensors that do not break the graph.
 
 - Sizes and constants decide (ranges.py): Dynamo traces the path that is taken, and guards on the sizes.
 - Values decide that the host knows before the graph runs (hosts.py): the same, with a guard on the outcome.
-- Both paths run, and torch.where selects (paths.py, joins.py).
+- Both paths run, and torch.where selects (paths.py, joins.py; drops.py for layers that random numbers drop).
 - torch.cond runs one of two graphs (paths.py, conds.py).
 - Otherwise the graph breaks.
 
@@ -28,9 +28,9 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
+from torch._inductor.pygraph.dynamo.drops import DropJoiner, Drops
 from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_raise, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
-from torch._inductor.pygraph.dynamo.hosts import Hosts
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
 from torch._inductor.pygraph.dynamo.operators import storage_of
 from torch._inductor.pygraph.dynamo.outlining import CONDITION, loops_around
@@ -81,7 +81,7 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-class Branches(Hosts, Breaks):
+class Branches(Drops, Breaks):
     def __init__(self) -> None:
         super().__init__()
         # The joins of tensors that existed before a branch
@@ -228,7 +228,9 @@ class Branches(Hosts, Breaks):
     def fork(self, tx: InstructionTranslatorBase, inst: Instruction, value: variables.TensorVariable) -> Code | None:
         """Trace both paths, if they can be joined."""
         site = (tx.f_code, tx.indexof[inst])
-        if is_broken(tx, site) or tx.output.side_effects.tensor_hooks:
+        if self.is_selected(tx, value.as_proxy().node):
+            self.selected.add(site)
+        if self.is_kept_broken(tx, site) or tx.output.side_effects.tensor_hooks:
             return None
         if len(self.forked) == MAX_NESTED:
             refuse(tx, Code.BRANCH_STAYS, why="branches are nested deeply")
@@ -242,6 +244,8 @@ class Branches(Hosts, Breaks):
         try:
             fork = fork_at(tx, inst)
         except RefusedError as e:
+            if site in self.selected:
+                self.refuse_selection(tx, str(e))
             refuse(tx, Code.BRANCH_STAYS, why=str(e))
             return None
         top = tx.pop()
@@ -256,6 +260,8 @@ class Branches(Hosts, Breaks):
                 paths.append(trace(tx, fork, start, stack))
             joiner, end, joins = join_paths(tx, condition, paths, fork, site)
         except RefusedError as e:
+            if any(outer in self.selected for _, outer in self.forked):
+                self.refuse_selection(tx, str(e))
             # The graph breaks in each path that has this branch.
             restart([outer for _, outer in self.forked], Code.BRANCH_STAYS, str(e))
         self.forked.pop()
@@ -289,6 +295,16 @@ class Branches(Hosts, Breaks):
         tx.symbolic_locals.update(end.variables)
         tx.instruction_pointer = tx.start_point = fork.join
         return joiner.code
+
+    def is_kept_broken(self, tx: InstructionTranslatorBase, site: tuple[types.CodeType, int]) -> bool:
+        """Return whether the graph has to break at a branch. Raises RestartAnalysis: if both paths are to run."""
+        if site not in self.selected:
+            return is_broken(tx, site)
+        reason = broken(site[0]).get(site[1])
+        # Another form was refused before.
+        if (reason is not None and reason.code is not Code.BRANCH_STAYS) or tx.output.side_effects.tensor_hooks:
+            self.refuse_selection(tx, "the graph breaks at the branch")
+        return False
 
     def break_at_conds(self) -> None:
         """Raises RestartAnalysis: without torch.cond there may be no error."""
@@ -329,6 +345,9 @@ def join_paths(
     tx: InstructionTranslatorBase, condition: Any, paths: list[Path], fork: Fork, site: tuple[Any, int]
 ) -> tuple[Joiner, Path, list[Join]]:
     """Join the paths in the first form that is exact. Raises RefusedError: there is none."""
+    if tx.output.extension.is_selected(tx, condition.as_proxy().node):
+        joiner = DropJoiner(tx, condition, paths)
+        return joiner, *join(joiner, fork, site)
     last = last_node(tx.output.graph)
     try:
         joiner = Joiner(tx, condition, paths)

@@ -115,8 +115,12 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
         return code is not None
 
     def decide(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool | None:
+        if self.is_selected(tx, node):
+            return None
         site = tx.indexof[tx.current_instruction]
         first = self.decided_at.get((tx.f_code, site))
+        if first is not None:
+            self.select_layers(tx, node)
         # Paths of so many operators do not become torch.where.
         is_large = first is not None and len([*nodes_after(first)]) > MAX_OPERATORS * len(self.decided)
         root = tx.output.root_tx
@@ -153,9 +157,10 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
 
     def check_graph(self, tx: InstructionTranslatorBase) -> None:
         super().check_graph(tx)
-        self.erase_draws(tx)
         self.check_joins(tx)
         self.check_handlers(tx)
+        self.complete_gates(tx)
+        self.erase_draws(tx)
 
     @contextlib.contextmanager
     def around_backend(self, tx: InstructionTranslatorBase) -> Iterator[None]:

@@ -6,8 +6,9 @@ Dynamo traces the path that is taken, and a guard finds the outcome of each call
 With another outcome Dynamo compiles another graph. Each graph holds one path, so that all is eager mode's, whatever the
 paths contain. torch.cond's paths must be alike, its gradients are zeros, and its backward draws other numbers.
 
-Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop over large
-layers that draws in each turn, as layerdrop, the body becomes a function at the second draw (loops.py). Layers that
+Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop that draws in
+each turn, as layerdrop, one graph runs all layers from the second draw on if they are small (drops.py). If they are
+large, the body becomes a function (loops.py). Layers that
 have their own number or cache have their own graphs, so the first graph of each layer does not count.
 
 Draws that only a branch reads leave the graph: bytecode draws in front of it. A dropped layer then has no graph.
@@ -172,6 +173,10 @@ class Hosts:
             code = tx.output.root_tx.f_code
             guard = functools.partial(count_turn, code=code, module=weakref.ref(module))
             install_guard(Guard(GlobalStateSource(), guard))
+        self.draw(tx)
+
+    def draw(self, tx: InstructionTranslatorBase) -> None:
+        """Let bytecode draw in front of the graph."""
         for node in self.drawn_in_front(tx):
             tx.output.random_calls.append((node.target, plain(node.args), plain(node.kwargs)))
 

@@ -1,0 +1,493 @@
+# Owner(s): ["module: inductor"]
+"""Layers that random numbers drop, in one graph: results, gradients and their absence are those of eager mode."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from typing import Any
+from unittest import mock
+
+from hypothesis import given, note, Phase, settings, strategies
+
+import torch
+import torch._dynamo
+from torch._dynamo.utils import counters
+from torch._inductor.pygraph.dynamo import drawn, drops
+from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.test_case import run_tests, TestCase
+from torch.nn import functional as F
+from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.fake_cuda import fake_cuda
+from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of
+
+
+SIZE = 4
+
+
+class Layer(torch.nn.Module):
+    """Enough operators that its paths do not become a plain torch.where."""
+
+    def __init__(self, dropout: float | None = None) -> None:
+        super().__init__()
+        self.norm = torch.nn.LayerNorm(SIZE)
+        self.up, self.down = torch.nn.Linear(SIZE, 8), torch.nn.Linear(8, SIZE)
+        self.dropout = dropout
+
+    def forward(self, x, other=None):
+        if other is not None:
+            x = x + other.mean(0)
+        y = F.gelu(self.up(self.norm(x)))
+        for i in range(6):
+            y = y + y.sin() / (i + 1)
+        if self.dropout is not None:
+            y = F.dropout(y, self.dropout, self.training)
+        return x + self.down(y)
+
+
+class Stack(torch.nn.Module):
+    def __init__(self, layers, drop: float = 0.4) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(layers)
+        self.drop = drop
+
+    def forward(self, x, *others):
+        for i, layer in enumerate(self.layers):
+            skip = False
+            if self.training:
+                number = torch.rand([])
+                if number < self.drop:
+                    skip = True
+            if not skip:
+                x = layer(x, *others)
+        return x
+
+
+class Model(torch.nn.Module):
+    def __init__(self, stack) -> None:
+        super().__init__()
+        self.first, self.stack, self.last = torch.nn.Linear(SIZE, SIZE), stack, torch.nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        return self.last(self.stack(self.first(x)))
+
+
+class Continuing(Stack):
+    """As decoders of transformers."""
+
+    def forward(self, x, *others):
+        for layer in self.layers:
+            if self.training and torch.rand([]) < self.drop:
+                continue
+            x = layer(x, *others)
+        return x
+
+
+class Wav2Vec2(Stack):
+    def forward(self, x):
+        for layer in self.layers:
+            number = torch.rand([])
+            skip = self.training and number < self.drop
+            if not skip:
+                x = layer(x)
+        return x
+
+
+class Alternatives(Stack):
+    """One of two layers runs."""
+
+    def forward(self, x):
+        for one, other in zip(self.layers[::2], self.layers[1::2]):
+            if torch.rand(1) > self.drop:
+                x = one(x)
+            else:
+                x = other(x)
+        return x
+
+
+class Seq2Seq(torch.nn.Module):
+    """If all layers of the decoder are dropped, the encoder has no gradient."""
+
+    def __init__(self, make=Continuing) -> None:
+        super().__init__()
+        self.embed = torch.nn.Linear(SIZE, SIZE)
+        self.encoder, self.decoder = Stack([Layer() for _ in range(2)], 0.3), make([Layer() for _ in range(2)], 0.6)
+        self.last = torch.nn.Linear(SIZE, SIZE)
+
+    def forward(self, x):
+        return self.last(self.decoder(self.embed(x), self.encoder(x * self.last.weight.sum())))
+
+
+class DropTest(BranchTestCase):
+    def setUp(self) -> None:
+        super().setUp()
+        stack = contextlib.ExitStack()
+        self.addCleanup(stack.close)
+        stack.enter_context(mock.patch.object(drops, "DEVICES", ("cpu",)))
+        stack.enter_context(torch._inductor.config.patch(fallback_random=True))
+
+    def compare(self, model, graphs: int | None = 1, calls: int = 16, shape=(3, SIZE)) -> Any:
+        model = model.double()
+        eager = copy.deepcopy(model)
+        compiled = torch.compile(model, options={"pygraph": True})
+        args = [(torch.randn(*shape, dtype=torch.float64, requires_grad=i % 2 == 0),) for i in range(2)] * (calls // 2)
+        torch.manual_seed(1)
+        expected = [outcome_of(eager, eager, a) for a in args]
+        torch.manual_seed(1)
+        found = [outcome_of(compiled, model, a) for a in args]
+        for one, other in zip(expected, found):
+            self.assertEqual(one, other)
+        self.assertEqual([*eager.buffers()], [*model.buffers()])
+        if graphs is not None:
+            # Each input is one that needs a gradient, or one that does not.
+            self.assertEqual(number_of_graphs(), 2 * graphs)
+        absent = [[g is None for g in outcome[2]] for outcome in found if len(outcome) > 3]
+        self.assertTrue(any(map(any, absent)) and not all(map(any, absent)) or graphs is None)
+        return found
+
+    @parametrize("make", (Stack, Continuing, Wav2Vec2))
+    def test_layers(self, make):
+        self.compare(Model(make([Layer() for _ in range(4)], 0.2)))
+        self.assertEqual(counters["graph_break"], {})
+
+    def test_alternatives(self):
+        found = self.compare(Model(Alternatives([Layer() for _ in range(4)])), graphs=None)
+        self.assertEqual(number_of_graphs(), 2)
+        self.assertEqual({sum(g is None for g in outcome[2]) for outcome in found}, {12})
+
+    def test_layers_with_numbers(self):
+        layers = [Layer() for _ in range(4)]
+        for i, layer in enumerate(layers):
+            layer.number = i
+        self.compare(Model(Continuing(layers, 0.2)))
+
+    @parametrize("make", (Stack, Continuing))
+    def test_encoder_and_decoder(self, make):
+        found = self.compare(Seq2Seq(make), calls=40)
+        self.assertEqual(counters["graph_break"], {})
+        missing = {sum(g is None for g in outcome[2]) for outcome in found}
+        # All layers run, and none.
+        self.assertTrue({0, 24} <= missing)
+
+    def test_result_without_gradient(self):
+        """The program may use one result of two: zeros for the encoder would differ from None."""
+
+        class Both(Seq2Seq):
+            def forward(self, x):
+                encoded = self.encoder(x * self.last.weight.sum())
+                return self.last(self.decoder(self.embed(x), encoded)), encoded
+
+        self.backend.stop()
+        model = Both().double()
+        eager = copy.deepcopy(model)
+        compiled = torch.compile(model, options={"pygraph": True})
+        x = torch.randn(3, SIZE, dtype=torch.float64)
+        absent = set()
+        for seed in range(20):
+            gradients = []
+            for fn, module in ((eager, eager), (compiled, model)):
+                module.zero_grad()
+                torch.manual_seed(seed)
+                fn(x)[0].sum().backward()
+                gradients.append([p.grad for p in module.parameters()])
+            self.assertEqual(*gradients)
+            absent.add(sum(g is None for g in gradients[0]))
+        self.assertTrue({0, 24} <= absent)
+        self.backend.start()
+
+    def test_with_inductor(self):
+        self.backend.stop()
+        self.compare(Seq2Seq(), calls=20)
+        self.backend.start()
+
+    def test_dropout(self):
+        """Inductor draws other numbers than eager mode. Layers have a gradient if, and only if, they ran."""
+        self.backend.stop()
+        torch._inductor.config.fallback_random = False
+        model = Model(Stack([Layer(0.5) for _ in range(4)]))
+        compiled = torch.compile(model, options={"pygraph": True})
+        for i in range(20):
+            torch.manual_seed(i)
+            ran = [bool(torch.rand([]) >= 0.4) for _ in range(4)]
+            torch.manual_seed(i)
+            model.zero_grad()
+            compiled(torch.ones(3, SIZE)).sum().backward()
+            for layer, has_run in zip(model.stack.layers, ran):
+                self.assertEqual({p.grad is not None for p in layer.parameters()}, {has_run})
+        self.assertEqual(number_of_graphs(), 1)
+        self.backend.start()
+
+    def test_dropout_of_eager_mode(self):
+        """A dropped layer would draw from the generator."""
+        self.compare(Model(Stack([Layer(0.5) for _ in range(4)], 0.2)), graphs=None)
+        self.assertGreater(number_of_graphs(), 2)
+
+    def test_infinite_derivative(self):
+        """Zeros that a dropped layer gets for a gradient become NaN in it."""
+
+        class Root(Layer):
+            def forward(self, x):
+                return super().forward(x) + (x - x).sqrt() * self.norm.weight
+
+        found = self.compare(Model(Stack([Root() for _ in range(4)], 0.7)), graphs=None, calls=40)
+        self.assertEqual(number_of_graphs(), 2)
+        is_finite = {bool(outcome[2][1].isfinite().all()) for outcome in found if outcome[2][1] is not None}
+        self.assertEqual(is_finite, {True, False})
+
+    @parametrize("most", (drawn.MAX_COPIED, 2))
+    def test_shared_parameters(self, most):
+        """A parameter has the gradients of the layers that ran, and none if none did."""
+        layers = [Layer() for _ in range(4)]
+        layers[2].up = layers[0].up
+        layers[3].norm = layers[1].norm
+        with mock.patch.object(drawn, "MAX_COPIED", most):
+            self.compare(Model(Stack(layers)), graphs=1 if most > 2 else None, calls=30)
+
+    def test_parameter_read_outside(self):
+        class Outside(Model):
+            def forward(self, x):
+                x = x * self.stack.layers[1].norm.weight
+                return super().forward(x) + self.stack.layers[2].down.bias
+
+        self.compare(Outside(Stack([Layer() for _ in range(4)])))
+
+    def test_written_argument(self):
+        """An argument that only layers read is written: eager mode makes it a result with a gradient."""
+
+        class Writing(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first, self.stack = torch.nn.Linear(SIZE, SIZE), Continuing([Layer() for _ in range(3)])
+
+            def forward(self, x):
+                other = x * 2
+                y = self.stack(self.first(torch.ones_like(x)), other)
+                x.mul_(3)
+                return y
+
+        self.compare(Writing(), graphs=None)
+
+    def test_frozen(self):
+        model = Model(Stack([Layer() for _ in range(4)]))
+        for p in [*model.first.parameters(), *model.stack.layers[1].parameters(), model.stack.layers[2].up.weight]:
+            p.requires_grad_(False)
+        # Without a gradient of what the layers read, eager mode's result may need none.
+        self.compare(model, graphs=None)
+
+    def test_statistics(self):
+        """A dropped layer leaves its statistics as they were."""
+
+        class Normed(Layer):
+            def __init__(self):
+                super().__init__()
+                self.norm = torch.nn.BatchNorm1d(SIZE)
+
+        self.compare(Model(Stack([Normed() for _ in range(4)])), graphs=None)
+
+    @parametrize("name", ("index", "write", "store", "hook"))
+    def test_refused(self, name):
+        """What dropped layers may not do: the graph breaks, or each layer has a graph."""
+
+        class Acting(Layer):
+            def forward(self, x):
+                x = super().forward(x)
+                if name == "index":
+                    return x + TABLE[self.place]
+                if name == "write":
+                    self.place.add_(1)
+                if name == "store":
+                    SEEN.append(x.detach().sum())
+                if name == "hook":
+                    x.register_hook(lambda g: 2 * g)
+                return x
+
+        layers = [Acting() for _ in range(3)]
+        for layer in layers:
+            layer.register_buffer("place", torch.tensor([1]))
+        SEEN.clear()
+        self.compare(Model(Stack(layers)), graphs=None)
+        half = len(SEEN) // 2
+        self.assertEqual(SEEN[:half], SEEN[half:])
+        self.assertEqual(name == "store", half > 0)
+
+    def test_result_is_input(self):
+        """If all layers are dropped, eager mode returns the argument itself."""
+        self.compare(Stack([Layer() for _ in range(3)], 0.6), graphs=None)
+
+    def test_all_results(self):
+        class All(Stack):
+            def forward(self, x):
+                results = []
+                for layer in self.layers:
+                    if torch.rand([]) < self.drop:
+                        continue
+                    x = layer(x)
+                    results.append(x)
+                return x, results
+
+        class Wrapped(Model):
+            def forward(self, x):
+                return self.stack(self.first(x))
+
+        self.compare(Wrapped(All([Layer() for _ in range(3)])), graphs=None)
+
+    def test_number_is_read(self):
+        class Reading(Continuing):
+            def forward(self, x):
+                total = 0
+                for layer in self.layers:
+                    number = torch.rand([], dtype=torch.float64)
+                    total = total + number
+                    if number < self.drop:
+                        continue
+                    x = layer(x) * number
+                return x + total + torch.rand([], dtype=torch.float64)
+
+        self.compare(Model(Reading([Layer() for _ in range(3)])), graphs=None)
+
+    def test_certain_numbers(self):
+        """Branches of which the outcome is certain draw in program order, too."""
+
+        class Both(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.one, self.other = Stack([Layer() for _ in range(2)], 0.0), Stack([Layer() for _ in range(3)], 0.4)
+
+            def forward(self, x):
+                return self.one(self.other(self.one(x)))
+
+        with torch._inductor.config.patch(fallback_random=False):
+            self.compare(Model(Both()))
+
+    def test_evaluation(self):
+        model = Model(Stack([Layer() for _ in range(3)])).eval()
+        self.compare(model, graphs=None)
+        model.train()
+        torch._dynamo.reset()
+        with torch.no_grad():
+            self.compare(model, graphs=None)
+
+    def test_hooks_of_parameters(self):
+        """A hook of a parameter is not called for a layer that was dropped."""
+        model = Model(Stack([Layer() for _ in range(4)]))
+        called = []
+        for i, layer in enumerate(model.stack.layers):
+            layer.up.weight.register_post_accumulate_grad_hook(lambda p, i=i: called.append(i))
+        compiled = torch.compile(model, options={"pygraph": True})
+        for seed in range(10):
+            torch.manual_seed(seed)
+            ran = [i for i in range(4) if torch.rand([]) >= 0.4]
+            torch.manual_seed(seed)
+            called.clear()
+            compiled(torch.ones(3, SIZE)).sum().backward()
+            self.assertEqual(sorted(called), ran)
+        self.assertEqual(number_of_graphs(), 1)
+
+    def test_optimizer(self):
+        """Weight decay leaves a layer that was dropped."""
+        models = [Model(Stack([Layer() for _ in range(4)]).double()).double()]
+        models.append(copy.deepcopy(models[0]))
+        x = torch.randn(3, SIZE, dtype=torch.float64)
+        for model, fn in zip(models, (models[0], torch.compile(models[1], options={"pygraph": True}))):
+            optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+            torch.manual_seed(0)
+            for _ in range(10):
+                fn(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        self.assertEqual(*([*model.parameters()] for model in models))
+        self.assertEqual(number_of_graphs(), 1)
+
+    def test_large_layers(self):
+        """Where the device takes longer than the host, each layer has a graph."""
+        with mock.patch.multiple(drops, HOST=0, MAX_SECONDS=0):
+            self.compare(Model(Stack([Layer() for _ in range(4)], 0.2)), graphs=2)
+        # Before the loop for each input, a layer, and after the loop
+        self.assertEqual(number_of_graphs(), 4)
+        torch._dynamo.reset()
+        counters.clear()
+        with mock.patch.object(drops, "HOST", 0):
+            self.compare(Model(Stack([Layer() for _ in range(4)], 0.01)), graphs=None, calls=4)
+        self.assertEqual(number_of_graphs(), 2)
+
+    def test_other_device(self):
+        with mock.patch.object(drops, "DEVICES", ("cuda",)):
+            self.compare(Model(Stack([Layer() for _ in range(4)], 0.2)), graphs=2)
+
+    @settings(max_examples=25, deadline=None, database=None, phases=(Phase.generate,))
+    @given(seed=strategies.integers(0, 2**32))
+    def test_programs(self, seed):
+        note(f"seed {seed}")
+        torch._dynamo.reset()
+        counters.clear()
+        self.compare(program(random.Random(seed)), graphs=None, calls=12)
+
+
+TABLE = torch.nn.Parameter(torch.ones(2, SIZE))
+SEEN: list[torch.Tensor] = []
+
+
+class Program(torch.nn.Module):
+    """Stacks that read one another, with parameters that layers share."""
+
+    def __init__(self, choices: random.Random) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(SIZE, SIZE), torch.nn.Linear(SIZE, SIZE)
+        self.stacks = torch.nn.ModuleList()
+        self.reads: list[int | None] = []
+        layers = []
+        for i in range(choices.randint(1, 3)):
+            own = [Layer() for _ in range(choices.randint(1, 3))]
+            for layer in own:
+                if layers and choices.random() < 0.2:
+                    layer.up = choices.choice(layers).up
+                if choices.random() < 0.1:
+                    layer.norm = torch.nn.BatchNorm1d(SIZE)
+                if choices.random() < 0.2:
+                    layer.down.requires_grad_(False)
+            layers += own
+            self.reads.append(choices.choice([None, *range(i)]))
+            drop = choices.choice([0.0, 0.3, 0.6, 1.0])
+            self.stacks.append(choices.choice([Stack, Continuing])(own, drop))
+        self.returns = choices.choice([1, 1, 1, 2])
+        self.is_embedded = choices.random() < 0.8
+
+    def forward(self, x):
+        results = []
+        start = self.first(x) if self.is_embedded else x
+        for stack, read in zip(self.stacks, self.reads):
+            # What a later stack reads may lead to a result by a layer alone that is dropped.
+            results.append(stack(start, *([] if read is None else [results[read]])))
+        return tuple(self.last(r) for r in results[-self.returns :])
+
+
+def program(choices: random.Random) -> torch.nn.Module:
+    torch.manual_seed(choices.randint(0, 1000))
+    return Program(choices)
+
+
+class PartitionTest(TestCase):
+    def test_captured(self):
+        """On a GPU, all but the delivery of the outcomes is captured, in both directions."""
+
+        def all_run(self):
+            return (*self.function(), *self.detached((False,) * len(self.gates)))
+
+        # Numbers are fake, too.
+        decide = mock.patch.object(Branches, "_decide", lambda *args: True)
+        with fake_cuda() as graphs, decide, mock.patch.object(drawn.DrawnInFront, "__call__", all_run):
+            model = Model(Stack([Layer(0.5) for _ in range(3)])).to("cuda")
+            torch.compile(model, options={"pygraph": True})(torch.randn(3, SIZE, device="cuda")).sum().backward()
+        self.assertEqual([[p.captured for p in graph.partitions] for graph in graphs], [[False, True]] * 2)
+        # Parameters stay where they are, detached or not.
+        self.assertEqual([len(graph.external_inputs) for graph in graphs], [1, 2])
+
+
+instantiate_parametrized_tests(DropTest)
+
+
+if __name__ == "__main__":
+    if HAS_CPU:
+        run_tests()

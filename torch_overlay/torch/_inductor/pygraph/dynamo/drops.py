@@ -1,0 +1,257 @@
+"""
+Layers that a random number of the CPU drops, as layerdrop does, in one graph.
+
+Both paths of such a branch run, and torch.where selects. The numbers are drawn in front of the graph, in program order
+and by the program's own operators. The outcomes are inputs of the graph (drawn.py). Eager mode cannot be told from this:
+
+- No operator of a path raises for values, writes what existed before, or acts outside of the graph.
+- A path that is not taken gets a gradient of zeros, from which its operators may make NaN. So torch.where detaches what
+  a path reads from before it, if the path is not taken.
+- A parameter from which only paths that are not taken lead to results enters the graph detached. It gets no gradient,
+  as in eager mode, and not zeros.
+- Inductor draws the seeds of dropout in front of the graph, and no number is that of eager mode.
+
+The device runs dropped layers, too. Where that takes longer than a graph for each layer takes the host, the loop's body
+becomes a function (loops.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any, NoReturn, TYPE_CHECKING
+
+import torch
+import torch.fx
+from torch._dynamo import variables
+from torch._dynamo.exc import UnspecializeRestartAnalysis
+from torch._inductor.pygraph.dynamo.conds import check_node, is_movable
+from torch._inductor.pygraph.dynamo.drawn import DrawnInFront, Gate, move_in_front
+from torch._inductor.pygraph.dynamo.hosts import ancestors_of, context, Hosts, is_in_order, is_known
+from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, storage
+from torch._inductor.pygraph.dynamo.operators import draws, is_draw, is_total, may_write, name_of, plain_name
+from torch._inductor.pygraph.dynamo.stores import RefusedError
+from torch.utils._ordered_set import OrderedSet
+from torch.utils._pytree import tree_iter
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables.base import VariableTracker
+
+
+log = logging.getLogger(__name__)
+
+# Key in a code object's context: whether the graphs of a frame run dropped layers. None: not tried
+SELECTS = "pygraph_selects_layers"
+
+# Devices on which a graph for each layer costs more than the layer
+DEVICES = ("cuda",)
+
+# Seconds that the graphs of a layer, one for each direction, take the host. A device that computes the layer in less
+# waits for the host anyway.
+HOST = 150e-6
+
+# Seconds that a device may run a larger layer for nothing, on average
+MAX_SECONDS = 10e-6
+
+# Of a GPU of today: operations and bytes in a second, and the seconds of a small kernel
+OPERATIONS, BYTES, KERNEL = 1e14, 2e12, 2e-6
+
+# Operators of libraries, which do not fuse. Inductor fuses others to about one kernel for each of these.
+MATMULS = frozenset("addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm".split())
+ATTENTION = "scaled_dot_product_attention"
+
+
+class Drops(Hosts):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gates: list[Gate] = []
+        # The branches of which the graph may run both paths
+        self.selected: OrderedSet[tuple[Any, int]] = OrderedSet()
+        self.in_front: DrawnInFront | None = None
+
+    def is_selected(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool:
+        """Return whether the graph runs both paths of a branch on ``node``."""
+        root = tx.output.root_tx
+        return root is not None and context(root.f_code).get(SELECTS) is True and is_drawn(node)
+
+    def select_layers(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> None:
+        """Raises RestartAnalysis: the next analysis tries to run both paths of branches on random numbers."""
+        output = tx.output
+        root = output.root_tx
+        examples = [example_of(n) for n in output.graph.nodes]
+        is_on_device = any(isinstance(e, torch.Tensor) and e.device.type in DEVICES for e in examples)
+        if root is None or output.package is not None or not is_on_device or not is_drawn(node):
+            return
+        if context(root.f_code).setdefault(SELECTS) is None:
+            context(root.f_code)[SELECTS] = True
+            raise UnspecializeRestartAnalysis(restart_reason="a random number drops layers")
+
+    def refuse_selection(self, tx: InstructionTranslatorBase, why: str) -> NoReturn:
+        root = tx.output.root_tx
+        context(root.f_code)[SELECTS] = False
+        log.debug("Dropped layers do not run in the graph of %s: %s", root.f_code.co_name, why)
+        raise UnspecializeRestartAnalysis(restart_reason=why)
+
+    def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:
+        found = OrderedSet(n for gate in self.gates for n in ancestors_of(gate.condition))
+        drawn = OrderedSet(super().drawn_in_front(tx))
+        return [n for n in tx.output.graph.nodes if n in drawn or (n in found and is_draw(n))]
+
+    def draw(self, tx: InstructionTranslatorBase) -> None:
+        if not self.gates:
+            super().draw(tx)
+            return
+        if any(map(is_draw, self.slice)):
+            self.refuse_selection(tx, "a guard depends on a random number, too")
+        self.in_front = DrawnInFront(len(tx.output.random_calls))
+        tx.output.random_calls.append((self.in_front, (), {}))
+
+    def complete_gates(self, tx: InstructionTranslatorBase) -> None:
+        """Make what is drawn inputs of the complete graph. Raises RestartAnalysis: that is not exact."""
+        if self.in_front is None:
+            return
+        drawn = [n for n in self.drawn_in_front(tx) if n in self.certain]
+        known = OrderedSet(a for n in (*drawn, *(g.condition for g in self.gates)) for a in ancestors_of(n))
+        try:
+            if not is_in_order(tx.output.graph, known):
+                raise RefusedError("the graph draws from the same generator")
+            move_in_front(tx.output, self.gates, known, self.in_front)
+        except RefusedError as e:
+            self.refuse_selection(tx, str(e))
+
+
+class DropJoiner(Joiner):
+    """Joins what the paths of a branch on a random number leave by torch.where, whatever the paths compute."""
+
+    def can_be_chosen(self, value: VariableTracker) -> bool:
+        # The host knows in front of the graph which path gets gradients.
+        return type(value) is variables.TensorVariable or super().can_be_chosen(value)
+
+    def select(self, site: tuple[Any, int]) -> list[Join]:
+        """Join each pair of tensors. Return the joins of tensors that existed before. Raises RefusedError."""
+        if not self.pairs:
+            return []
+        tx, graph = self.tx, self.tx.output.graph
+        extension = tx.output.extension
+        if len(extension.forked) > 1:
+            raise RefusedError("it is in a path of another branch")
+        paths = {
+            truth: OrderedSet(n for n in path.nodes if is_movable(tx, n))
+            for truth, path in zip((True, False), self.paths)
+        }
+        own = paths[True] | paths[False]
+        before = OrderedSet(storage(n) for n in graph.nodes if n not in own) - OrderedSet([None])
+        for node in own:
+            check_selected(node)
+            # It may have been read for the first time in the path.
+            if any(storage(n) is None or storage(n) in before for n in may_write(node)):
+                raise RefusedError("a path changes what existed before")
+        self._check_time(paths)
+        for i in (0, 1):
+            left = OrderedSet(storage(pair[i]) for pair in self.pairs)
+            if len(left) < len(self.pairs):
+                raise RefusedError("a path leaves one tensor under several names")
+        before |= OrderedSet(storage(j.node) for j in extension.joins)
+        gate = Gate(self.condition.as_proxy().node, paths, OrderedSet())
+        joins = []
+        for key, (a, b) in self.pairs.items():
+            where = variables.TorchInGraphFunctionVariable(torch.where)
+            joined = where.call_function(tx, [self.condition, a, b], {})
+            if not is_alike(joined, a):
+                raise RefusedError("the join has another layout")
+            self.joined[key] = joined
+            node = joined.as_proxy().node
+            gate.joins.add(node)
+            joins += [Join(node, n, own | gate.joins, site) for n in key if storage(n) in before]
+        extension.gates.append(gate)
+        return joins
+
+    def _check_time(self, paths: dict[bool, OrderedSet[torch.fx.Node]]) -> None:
+        """Raises RefusedError: the device runs long for nothing."""
+        devices = OrderedSet(a.device.type for a, _ in self.pairs.values())
+        if not devices <= OrderedSet(DEVICES):
+            raise RefusedError("a graph for each layer costs less")
+        chance = chance_of(self.condition.as_proxy().node)
+        if chance is None:
+            chance = 0.5
+        # A backward takes twice as long as its forward.
+        factor = 3 if torch.is_grad_enabled() else 1
+        taken, other = (factor * seconds_of(paths[truth]) for truth in (True, False))
+        if max(taken, other) > HOST and (1 - chance) * taken + chance * other > MAX_SECONDS:
+            raise RefusedError("the device would run long for nothing")
+
+
+def is_drawn(node: torch.fx.Node) -> bool:
+    """Return whether a node depends on random numbers of the CPU and on constants alone."""
+    found = ancestors_of(node)
+    return any(map(is_draw, found)) and all(n.op != "placeholder" and is_known(n) for n in found)
+
+
+def check_selected(node: torch.fx.Node) -> None:
+    """Raises RefusedError: a node may not run for nothing."""
+    check_node(node)
+    values = [*tree_iter(node.meta.get("example_value"))]
+    is_size = bool(values) and all(isinstance(v, torch.SymInt) for v in values)
+    if not is_total(node) and not (is_size and plain_name(node) != "floordiv"):
+        raise RefusedError(f"{name_of(node)} in a path")
+    if torch._inductor.config.fallback_random and draws(node):
+        raise RefusedError(f"{name_of(node)} draws in a path")
+
+
+# What a path costs
+
+
+def seconds_of(nodes: Iterable[torch.fx.Node]) -> float:
+    """Estimate how long a device computes nodes."""
+    return sum(map(seconds_of_node, nodes))
+
+
+def seconds_of_node(node: torch.fx.Node) -> float:
+    tensors = [v for v in map(example_of, (node, *node.all_input_nodes)) if isinstance(v, torch.Tensor)]
+    if not tensors or example_of(node) is not tensors[0]:
+        return 0.0
+    name = plain_name(node)
+    is_of_library = name in MATMULS or name == ATTENTION
+    seconds = operations_of(name, tensors) / OPERATIONS + 2 * KERNEL * is_of_library
+    return seconds + sum(size_of(t) * t.element_size() for t in tensors) / BYTES
+
+
+def example_of(node: torch.fx.Node) -> Any:
+    return node.meta.get("example_value")
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return math.prod(n if type(n) is int else n.node.hint for n in tensor.shape)
+
+
+def operations_of(name: str, tensors: list[torch.Tensor]) -> float:
+    """Return the operations of an operator from its result and its operands."""
+    result, *operands = tensors
+    if name == ATTENTION and len(operands) >= 2:
+        return 4.0 * size_of(result) * size_of(operands[1][..., 0, 0, :, 0])
+    if name.startswith("conv") and len(operands) >= 2:
+        return 2.0 * size_of(result) * size_of(operands[1][0])
+    return 2.0 * size_of(result) * size_of(operands[0][..., 0, :]) if name in MATMULS else 0.0
+
+
+def chance_of(node: torch.fx.Node) -> float | None:
+    """Return the chance that a condition holds, or None if it is not known."""
+    name = plain_name(node)
+    if name in ("ne", "bool", "reshape", "logical_not", "double") and node.all_input_nodes:
+        chance = chance_of(node.all_input_nodes[0])
+        return 1 - chance if chance is not None and name == "logical_not" else chance
+    if len(node.args) == 2 and isinstance(node.args[0], torch.fx.Node) and isinstance(node.args[1], (int, float)):
+        if name_of(root_of(node.args[0])) == "rand" and name in ("lt", "le", "gt", "ge"):
+            bound = min(max(float(node.args[1]), 0.0), 1.0)
+            return bound if name in ("lt", "le") else 1 - bound
+    return None
+
+
+def root_of(node: torch.fx.Node) -> torch.fx.Node:
+    while plain_name(node) in ("double", "float", "squeeze", "reshape", "getitem") and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
