@@ -22,6 +22,7 @@ from torch._inductor.pygraph.dynamo.hosts import is_known
 from torch._inductor.pygraph.dynamo.joins import requires_grad
 from torch._inductor.pygraph.dynamo.operators import is_in_place, is_pure, may_write, storage_of
 from torch._inductor.pygraph.dynamo.stores import RefusedError
+from torch._inductor.pygraph.dynamo.tangents import Condition, holds, Results
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.output_graph import OutputGraph
 
-# Alternatives, each of which is a set of gates and their outcomes
-Condition = frozenset[frozenset[tuple[int, bool]]]
 ALWAYS: Condition = frozenset([frozenset()])
 MAX_ALTERNATIVES = 64
 
@@ -79,7 +78,7 @@ class DrawnInFront:
 
         @functools.lru_cache(maxsize=1024)
         def detached(outcomes: tuple[bool, ...]) -> tuple[bool, ...]:
-            return tuple(not any(all(outcomes[i] is side for i, side in term) for term in group) for group in groups)
+            return tuple(not holds(group, outcomes) for group in groups)
 
         self.detached = detached
 
@@ -127,9 +126,9 @@ class DetachedSource(ChainedSource):
 
 def move_in_front(
     output: OutputGraph, gates: Sequence[Gate], known: OrderedSet[torch.fx.Node], in_front: DrawnInFront
-) -> None:
+) -> Results | None:
     """
-    Draw in front of the graph.
+    Draw in front of the graph. Return which results lead gradients to inputs, if that depends on the call.
 
     Args:
         known: nodes that the host computes
@@ -142,7 +141,7 @@ def move_in_front(
     reached = conditions_of(graph, gates, readers_of(graph, is_in_place))
     if reached != conditions_of(graph, gates, readers_of(graph, may_write)):
         raise RefusedError("an operator may write what a path reads")
-    check_results(graph, gates, reached)
+    by_result = conditions_by_result(graph, gates, reached)
     detach_operands(output, gates)
     groups: dict[Condition, int] = {}
     written = OrderedSet(storage_of(n) for node in graph.nodes for n in may_write(node))
@@ -164,12 +163,14 @@ def move_in_front(
             flag = DrawnSource(in_front.index, len(read) + group)
             argument.source = DetachedSource(argument.source, flag)
     in_front.complete(function, [read.index(gate.condition) for gate in gates], [*groups])
+    made = {}
     for place, node in enumerate(read):
         if any(user not in known for user in node.users):
-            made = add_input(output, node, DrawnSource(in_front.index, place))
-            node.replace_all_uses_with(made, delete_user_cb=lambda user: user not in known)
+            made[node] = add_input(output, node, DrawnSource(in_front.index, place))
+            node.replace_all_uses_with(made[node], delete_user_cb=lambda user: user not in known)
     for node in reversed([n for n in graph.nodes if n in known]):
         graph.erase_node(node)
+    return Results([made[gate.condition] for gate in gates], by_result) if by_result else None
 
 
 def erase_unread(graph: torch.fx.Graph, known: OrderedSet[torch.fx.Node]) -> None:
@@ -244,19 +245,33 @@ def conditions_of(
     return found
 
 
-def check_results(graph: torch.fx.Graph, gates: Sequence[Gate], reached: dict[torch.fx.Node, Condition]) -> None:
+def conditions_by_result(
+    graph: torch.fx.Graph, gates: Sequence[Gate], reached: dict[torch.fx.Node, Condition]
+) -> dict[torch.fx.Node, dict[int, Condition]]:
     """
-    Raises RefusedError: in some calls, only gradients of some results reach an input. If the program uses another one,
-    AOTAutograd would give the input zeros.
+    Return for inputs, and for each result that leads a gradient to them, in which calls it does. These inputs are those
+    that all results together reach in more calls than one of them does.
+
+    Raises:
+        RefusedError: results may not be those of one node of autograd.
     """
     readers = readers_of(graph, is_in_place)
     inputs = [n for n in graph.find_nodes(op="placeholder") if reached.get(n)]
+    by_input: dict[torch.fx.Node, dict[int, Condition]] = {n: {} for n in inputs}
     (output,) = graph.find_nodes(op="output")
-    for result in output.all_input_nodes:
-        if requires_grad(result):
-            found = conditions_of(graph, gates, readers, result)
-            if any(found.get(node) and found[node] != reached[node] for node in inputs):
-                raise RefusedError("gradients of results reach an input in different calls")
+    results = output.args[0]
+    differentiable = [i for i, n in enumerate(results) if requires_grad(n)]
+    for i in differentiable:
+        found = conditions_of(graph, gates, readers, results[i])
+        for node in inputs:
+            if found.get(node):
+                by_input[node][i] = found[node]
+    different = {n: by for n, by in by_input.items() if any(condition != reached[n] for condition in by.values())}
+    given = [storage_of(n) for n in graph.find_nodes(op="placeholder")]
+    own = OrderedSet(storage_of(results[i]) for i in differentiable)
+    if different and (len(own) < len(differentiable) or any(s in (None, *given) for s in own)):
+        raise RefusedError("results that share memory have gradients in different calls")
+    return different
 
 
 def readers_of(

@@ -17,6 +17,7 @@ becomes a function (loops.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from typing import Any, NoReturn, TYPE_CHECKING
@@ -36,10 +37,11 @@ from torch.utils._pytree import tree_iter
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
+    from torch._inductor.pygraph.dynamo.tangents import Results
 
 
 log = logging.getLogger(__name__)
@@ -72,6 +74,7 @@ class Drops(Hosts):
         # The branches of which the graph may run both paths
         self.selected: OrderedSet[tuple[Any, int]] = OrderedSet()
         self.in_front: DrawnInFront | None = None
+        self.results: Results | None = None
 
     def is_selected(self, tx: InstructionTranslatorBase, node: torch.fx.Node) -> bool:
         """Return whether the graph runs both paths of a branch on ``node``."""
@@ -119,9 +122,23 @@ class Drops(Hosts):
         try:
             if not is_in_order(tx.output.graph, known):
                 raise RefusedError("the graph draws from the same generator")
-            move_in_front(tx.output, self.gates, known, self.in_front)
+            self.results = move_in_front(tx.output, self.gates, known, self.in_front)
         except RefusedError as e:
             self.refuse_selection(tx, str(e))
+
+
+    @contextlib.contextmanager
+    def around_compilation(self, tx: InstructionTranslatorBase) -> Iterator[None]:
+        output = tx.output
+        backend = output.compiler_fn
+        if self.results is not None:
+            # Inputs that nothing reads are gone by now.
+            output.compiler_fn = self.results.backend(output.graph, backend)
+        try:
+            with super().around_compilation(tx):
+                yield
+        finally:
+            output.compiler_fn = backend
 
 
 class DropJoiner(Joiner):
