@@ -24,7 +24,7 @@ from torch._inductor.pygraph import FunctionReport, report
 from torch._inductor.pygraph.capture import agreement, allocation, bound, collectives
 from torch._inductor.pygraph.report import Report
 from torch._inductor.pygraph.types.partition import Collective
-from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import Verdict
 from torch._inductor.test_case import TestCase
 from torch.distributed import _functional_collectives as functional
@@ -395,6 +395,27 @@ class CollectivesTest(DynamoDistributedMultiProcTestCase):
             self.check(lambda x, y: reduced(x.sin() + y).cos())
             (entry,) = report()
             self.assertEqual(entry.choice, "no_graph")
+
+    @parametrize("force", ("node_update", "copy"))
+    def test_one_rank_fails_in_capture(self, force):
+        "Between two collectives: NCCL would wait for it in the second one."
+        agree, begun = collectives.agree_to_go_on, []
+
+        def fail(*args: Any) -> None:
+            begun.append(args)
+            if self.rank == 1 and len(begun) == 2:
+                raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=""))
+            agree(*args)
+
+        patch = mock.patch.object(collectives, "agree_to_go_on", fail)
+        patch.start()
+        self.addCleanup(patch.stop)
+        with self.ranks():
+            self.check(
+                lambda x, y: reduced(reduced(x.sin() + y).cos()), pygraph_ranks=True, pygraph_force=force
+            )
+            (entry,) = report()
+            self.assertEqual((entry.choice, len(begun)), ("no_graph", 2))
 
 
 instantiate_parametrized_tests(CollectivesTest)

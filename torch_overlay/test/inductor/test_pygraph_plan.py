@@ -217,7 +217,7 @@ class World:
             ),
             views=tuple((i, (0, 1), (1, 0), 2, 4) for i in range(self.views())),
             words=None if shape.words is None or shape.numbers is not None else self.words,
-            nodes=self.update,
+            nodes=self.update if shape.numbers is None else None,
             launch=self.launch,
             cached=self.cached,
             outputs=tuple(map(self.output, range(len(shape.kinds)), shape.kinds)),
@@ -243,8 +243,8 @@ class World:
 
     # What the replay calls.
 
-    def general(self, inputs: Any, *numbers: Any) -> list[str]:
-        self.events.append(("general", type(inputs), [*map(self.name, inputs)], numbers))
+    def general(self, inputs: Any, *of_sizes: Any) -> list[str]:
+        self.events.append(("general", type(inputs), [*map(self.name, inputs)], of_sizes[:1]))
         return ["general"]
 
     def restore(self, inputs: list[Any]) -> None:
@@ -406,8 +406,8 @@ class World:
         try:
             with self.changed_caches(changes), around:
                 try:
-                    numbers = () if self.shape.numbers is None else (self.shape.numbers,)
-                    result: Any = [*map(self.name, self.replay(inputs, *numbers))]
+                    of_sizes = () if self.shape.numbers is None else (self.shape.numbers, self.update)
+                    result: Any = [*map(self.name, self.replay(inputs, *of_sizes))]
                 except (RuntimeError, ValueError) as e:
                     result = type(e), str(e)
                 caches = self.caches()

@@ -39,6 +39,8 @@ from torch.testing._internal.pygraph_simulation import (
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+REDUCE = torch.ops._c10d_functional.all_reduce_.default
+
 # Until a decision, with a second look at both candidates.
 CALLS = 4 * TIMED + 8
 
@@ -54,7 +56,8 @@ class Rank:
         dies_after: calls
         never_calls: it does not compile the function
         sizes: of its inputs
-        fails: in which part of a recording, if any: "rehearsal", which comes before the capture, or "proof"
+        fails: in which part of a recording, if any: "rehearsal", which comes before the capture, "capture", between its
+            two collectives, or "proof"
         remembered: the decision of an earlier process
     """
 
@@ -73,6 +76,7 @@ class Rank:
     def __post_init__(self) -> None:
         self.simulation = Simulation()
         self.turn = threading.Semaphore(0)
+        self.registered = 0
         self.is_done = self.times_out = False
         self.blocked: Callable[[], bool] | None = None
 
@@ -115,7 +119,8 @@ class Store:
 class Program:
     """
     Runs ranks on threads, one at a time, in an order that ``choose`` draws. A collective ends when all ranks are in
-    the same call of it, and a rank that reads an event waits for the collectives before it.
+    the same call of it, and a rank that reads an event waits for the collectives before it. A rank that captures a
+    collective waits without a time-out until all ranks do, as NCCL does.
     """
 
     def __init__(self, ranks: list[Rank], choose: Callable[[list[Rank]], Rank], directory: Path) -> None:
@@ -137,7 +142,9 @@ class Program:
                 # As the store does; a collective of a rank that has gone never ends, and NCCL's own time-out ends it.
                 waits = [r for r in left if r.times_out is False and r.blocked.__name__ == "is_set"]
                 self.time_outs += bool(waits)
-                ready = waits[:1] or left[:1]
+                ready = waits[:1] or [r for r in left if r.blocked.__name__ != "all_registered"][:1]
+                if not ready:
+                    raise AssertionError(f"ranks {[r.number for r in left]} wait for ever")
                 ready[0].times_out = True
             self.current = self.choose(ready)
             self.current.turn.release()
@@ -177,14 +184,22 @@ class Program:
         replay = candidate("replay", rank.graph)
 
         def record(inputs: list[Any]) -> tuple[Any, list[Any]]:
-            steps = collectives.Collectives(replay, ("group",), "f", 0)
-            # Names count the recordings of a process.
-            steps.to_agree_on = [f"record/{len(rank.ran)}/{step}" for step in ("capture", "deploy")]
+            steps = agreement.Steps("f", ("group",))
+            # A process counts its recordings.
+            steps.name = f"record/{len(rank.ran)}"
+            recorded = collectives.Collectives(replay, steps, 0)
+            capture = functools.partial(self.capture, rank, steps)
+            parts = {
+                "rehearsal": recorded.agree_to_capture,
+                "first": capture,
+                "capture": capture,
+                "proof": functools.partial(recorded.agree_to_deploy, 0),
+            }
             try:
-                for part, agree in (("rehearsal", steps.agree_to_capture), ("proof", lambda: steps.agree_to_deploy(0))):
+                for part, run in parts.items():
                     if rank.fails == part:
                         raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=""))
-                    agree()
+                    run()
             except RefusedError:
                 steps.refuse()
                 refuse(controller, is_capturable=False)
@@ -207,6 +222,17 @@ class Program:
             lost=self.lost[rank.number],
         )
         return rank.selection
+
+    def capture(self, rank: Rank, steps: agreement.Steps) -> None:
+        """Capture a collective."""
+        collectives.agree_to_go_on(steps, REDUCE, (None, "sum", "group"), {})
+        rank.registered += 1
+        count = rank.registered
+
+        def all_registered() -> bool:
+            return all(r.registered >= count for r in self.ranks)
+
+        self.pause(rank, all_registered)
 
     def _run_rank(self, rank: Rank) -> None:
         rank.turn.acquire()
@@ -287,7 +313,7 @@ class RanksTest(SelectTestCase):
         self.assertEqual((program.choices(), program.time_outs), ([NO_GRAPH] * 2, 0))
         self.assertTrue(all(codes(r.selection.report) == [Code.DEVICE_BOUND] for r in program.ranks))
 
-    @parametrize("fails", ("rehearsal", "proof"))
+    @parametrize("fails", ("rehearsal", "capture", "proof"))
     def test_rank_that_cannot_record(self, fails):
         """The others do not wait for it."""
         program = self.program([Rank(0), Rank(1, fails=fails), Rank(2)])
@@ -338,7 +364,7 @@ class RanksTest(SelectTestCase):
                 graph=data.draw(st.sampled_from([10.0, 10.0, 150.0])),
                 dies_after=data.draw(st.sampled_from([CALLS] * 5 + [1, 3, TIMED + 1, TIMED + 9])),
                 never_calls=data.draw(st.integers(0, 9)) == 9,
-                fails=data.draw(st.sampled_from([""] * 8 + ["rehearsal", "proof"])),
+                fails=data.draw(st.sampled_from([""] * 8 + ["rehearsal", "capture", "proof"])),
                 remembered=data.draw(st.sampled_from([None, None, NO_GRAPH, NODE_UPDATE])),
             )
             for i in range(data.draw(st.integers(2, 8)))

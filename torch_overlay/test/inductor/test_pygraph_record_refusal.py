@@ -115,20 +115,33 @@ class RefusalTest(CollectiveTestCase):
             ("proof", "no_graph"),
             ("nodes", "no_graph"),
             ("deploy", "no_graph"),
+            ("collective", "no_graph"),
             ("capture", "copy"),
         ),
     )
     def test_collectives_of_a_graph_that_fails(self, failure, choice):
         "Here, or on another rank."
         asked = []
+        step = "0" if failure == "collective" else failure
 
         def agree(groups, name, value):
             asked.append((groups, name.rpartition("/")[2], value))
-            return value and name.rpartition("/")[2] != failure
+            return value and name.rpartition("/")[2] != step
 
         refused = DriverError("refused")
+        capture = torch.cuda.graph
+
+        @contextlib.contextmanager
+        def forked(*args, **kwargs):
+            try:
+                with capture(*args, **kwargs):
+                    yield
+            except RefusedError:
+                raise RuntimeError("the stream of the collectives has not joined")
+
         here = {
             "proof": hiding(0),
+            "collective": mock.patch.object(torch.cuda, "graph", forked),
             "nodes": mock.patch.object(collectives.Collectives, "_enable", side_effect=refused),
         }
         with (
@@ -138,9 +151,57 @@ class RefusalTest(CollectiveTestCase):
             self.check_collectives("in_between")
         (entry,) = report()
         self.assertEqual((entry.choice, entry.copied_bytes != 0), (choice, choice == "copy"))
-        ready = True if failure == "deploy" else None
-        both = [(("0",), "capture", True), (("0",), "deploy", ready)]
-        self.assertEqual(asked, both[:1] if failure == "capture" else both)
+        capture = [("capture", True)]
+        # Here it fails behind the last collective, which other ranks do not know.
+        ends = {"deploy": [("deploy", True)], "collective": [("deploy", None)]}
+        rest = [("0", True), *ends.get(failure, [("deploy", None), ("1", None)])]
+        steps = capture if failure == "capture" else capture + rest
+        self.assertEqual(asked, [(("0",), *step) for step in steps])
+        if failure == "collective":
+            self.assertEqual(entry.reasons[0].code, Code.RANKS_DISAGREE_ON_CAPTURE)
+
+    @parametrize("failure", ("", "capture", "0", "deploy"))
+    def test_collectives_whose_inputs_are_copied(self, failure):
+        "As where inputs are bound: no rank captures or deploys the graph alone."
+        self.ranks_decide, self.force, asked = True, "copy", []
+
+        def agree(groups, name, value):
+            asked.append((name.rpartition("/")[2], value))
+            return value and name.rpartition("/")[2] != failure
+
+        with mock.patch.object(agreement, "agree", agree):
+            self.check_collectives("in_between")
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph" if failure else "copy")
+        expected = [("capture", True), ("0", True), ("deploy", None if failure == "0" else True)]
+        self.assertEqual(asked, expected[:1] if failure == "capture" else expected)
+
+    def test_memory_that_one_rank_lacks(self):
+        "The others do not wait for it to copy inputs."
+        self.ranks_decide, self.force, asked = True, "copy", []
+        lack = Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE)
+        with (
+            mock.patch.object(agreement, "agree", lambda groups, name, value: asked.append(value)),
+            mock.patch.object(copying.CopyGraphNode, "_lack_of_memory", lambda node: lack),
+        ):
+            self.check_collectives("in_between")
+        self.assertEqual(asked, [None])
+
+    def test_recording_that_fails_between_collectives_of_two_groups(self):
+        "The ranks of either group wait at another step."
+        self.ranks_decide, self.groups, self.force, asked = True, ("0", "1"), "node_update", []
+
+        def agree(groups, name, value):
+            # With the number of the recording, or the group.
+            step = "/".join(name.split("/")[-2:])
+            asked.append((groups, step, value))
+            return value and step != "0/0"
+
+        with mock.patch.object(agreement, "agree", agree):
+            self.check_collectives("scattered")
+        both, first, second = ("0", "1"), ("0",), ("1",)
+        expected = [(both, "1/capture", True), (first, "0/0", True), (second, "1/0", None), (both, "1/deploy", None)]
+        self.assertEqual(asked, expected)
 
     @parametrize("is_interrupt", (False, True))
     def test_recording_with_collectives_ends(self, is_interrupt):
@@ -164,7 +225,7 @@ class RefusalTest(CollectiveTestCase):
             self.assertRaises(KeyboardInterrupt) if is_interrupt else contextlib.nullcontext(),
         ):
             self.check_collectives("in_between")
-        self.assertEqual(asked, [("capture", True), ("deploy", None)])
+        self.assertEqual(asked, [("capture", True), ("0", True), ("deploy", None), ("1", None)])
         self.assertEqual([graph.is_destroyed for graph in graphs], [True])
 
     @parametrize("repeats, adds_atomically", ((True, False), (False, False), (True, True)))

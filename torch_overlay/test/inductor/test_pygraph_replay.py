@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import struct
 import sys
 import threading
 import types
@@ -343,33 +344,74 @@ class CompiledReplayTest(Compiled, ReplayTest):
         self.assertTrue(self.launch(x))
         self.assertEqual(self.sets, [10, 11])
 
-    def test_rows_of_launches(self):
-        """
-        A node is set again after another row set it, or if the parameters of the row that set it are gone, since others
-        may lie at their address.
-        """
-        sets, word = [], ctypes.c_uint64()
+    def node_that_notes(self) -> tuple[list[int], int, object]:
+        "Return a list of the parameters that a node is set to, the address of the function that does, and its owner."
+        sets: list[int] = []
 
         def set_node(executable: int, node: int, params: int) -> int:
             sets.append(params)
+            return self.refuses
+
+        self.refuses = False
+        function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
+        return sets, ctypes.cast(function, ctypes.c_void_p).value, function
+
+    def test_rows_of_launches(self):
+        "A node is set again after another row set it to other parameters, or refused, also if these lie where others lay."
+        sets, address, function = self.node_that_notes()
+        word = ctypes.c_uint64()
+
+        def node_set(params: int) -> object:
+            node = address, 8, 10, params, None, [(ctypes.addressof(word), 8, 0, 0, None)]
+            return native.compiled.NodeSet([node], function)
+
+        def row(nodes: object, like: object) -> object:
+            return native.compiled.Row(1, [nodes], like)
+
+        shared = node_set(9)
+        first = row(shared, None)
+        other = row(node_set(11), first)
+        for called in (first, first, other, first):
+            self.assertTrue(called([5]))
+        self.assertEqual(sets, [9, 11, 9])
+        self.assertTrue(row(shared, other)([5]))
+        self.assertEqual(sets, [9, 11, 9])
+        self.refuses = True
+        self.assertFalse(first([6]))
+        self.refuses = False
+        self.assertTrue(first([6]))
+        self.assertEqual(sets, [9, 11, 9, 9, 9])
+        shared = first = None
+        self.assertTrue(row(node_set(9), other)([6]))
+        self.assertEqual(sets, [9, 11, 9, 9, 9, 9])
+        with self.assertRaises(ValueError):
+            other([5, 6])
+
+    def test_nodes_of_a_library_call(self):
+        "They have parameters of their own, with the addresses of a call, and what the library passed beside them."
+        contents: list[bytes] = []
+
+        def set_node(executable: int, node: int, params: int) -> int:
+            parameters = ctypes.c_uint64.from_address(params + 40).value
+            for k in range(2):
+                contents.append(ctypes.string_at(ctypes.c_uint64.from_address(parameters + 8 * k).value, 16))
             return 0
 
         function = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 3)(set_node)
         address = ctypes.cast(function, ctypes.c_void_p).value
-
-        def row(params: int, like: object) -> object:
-            node = address, 8, 10, params, None, [(ctypes.addressof(word), 8, 0, 0, None)]
-            return native.compiled.Nodes([0], [node], function, like)
-
-        first = row(9, None)
-        other = row(11, first)
-        self.assertTrue(first([5]))
-        self.assertTrue(first([5]))
-        self.assertTrue(other([5]))
-        self.assertTrue(first([5]))
-        first = None
-        self.assertTrue(row(9, other)([5]))
-        self.assertEqual(sets, [9, 11, 9, 9])
+        given = [struct.pack("<QQ", 1, 2), struct.pack("<QQ", 3, 4)]
+        slots = [(0, 8, 0, 16), (1, 0, 1, 0), (1, 8, 2, 0)]
+        launched = [(address, bytes(72), given, None, slots)]
+        places = [(0, 5, None), None, (1, 0, 2)]
+        nodes = [native.compiled.NodeSet(launched, 8, [10], places, function) for _ in range(2)]
+        for k, to in enumerate(([100, 200, 7], [1000, 200, 8])):
+            self.assertTrue(native.compiled.Row(3, [nodes[k]], None)(to))
+        self.assertEqual(
+            [struct.unpack("<QQ", content) for content in contents],
+            [(1, 100 + 5 + 16), (3, 200 + 7), (1, 1000 + 5 + 16), (3, 200 + 8)],
+        )
+        with self.assertRaises(ValueError):
+            native.compiled.NodeSet([(address, bytes(72), given, None, [(0, 9, 0, 0)])], 8, [10], places, function)
 
     def test_thread_of_autograd_is_known_at_once(self):
         "Python's object of the thread has nothing there, and would take an exception to say so."

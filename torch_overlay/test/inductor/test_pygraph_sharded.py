@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -11,12 +12,17 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._guards import TracingContext
+from torch._inductor.pygraph import report
+from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.dynamo.capabilities import MENDING, PYGRAPH
 from torch._inductor.test_case import run_tests, TestCase
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.modelled_operators import on_host
+from torch.testing._internal.pygraph_functions import RecordTestCase
 
 
 if TYPE_CHECKING:
@@ -98,7 +104,71 @@ class FullyShardTest(TestCase):
         self.assertEqual(backend.static, [[0, 1, 3, 4]] * 2)
 
 
+class GatheredParametersTest(RecordTestCase):
+    """A block, recorded on the modelled device, whose parameter is gathered for its forward, and again for its backward."""
+
+    @parametrize("force", ("node_update", "prelude"))
+    def test_freed_by_resharding(self, force):
+        "Each lies elsewhere in each step. Nothing holds it, copies it or records again."
+        forward = self.deploy(
+            "w, x = args; args.clear(); a = new(); launch(mul, a, w, x); b = new(); launch(sin, b, a); return (b, a)",
+            [self.randn(), self.randn()],
+            mode="forward",
+            force=force,
+        )
+        backward = self.deploy(
+            "w, a, t = args; args.clear(); launch(mul, a, a, t); b = new(); launch(mul, b, w, a); return (b,)",
+            [self.randn(), self.randn(), self.randn()],
+            mode="backward",
+            names=("primals_1", "mul", "tangents_1"),
+            reused=(1,),
+            force=force,
+        )
+        recorded, record = [], bound.BoundGraphNode._record
+
+        def noted(node: bound.BoundGraphNode, *args: Any) -> Any:
+            recorded.append(step)
+            return record(node, *args)
+
+        patch = mock.patch.object(bound.BoundGraphNode, "_record", noted)
+        patch.start()
+        self.addCleanup(patch.stop)
+        # So that the next parameter lies elsewhere.
+        others = []
+        for step in range(12):
+            weight, x, tangent = (torch.randn(8) for _ in range(3))
+            gathered, ref = self.gathered(weight)
+            y, activation = forward(gathered, self.device.tensor(x))
+            self.assertEqual(on_host(y), (weight * x).sin())
+            del gathered
+            if is_steady := step > 5:
+                self.assertTrue(ref.expired())
+            others.append(self.randn())
+            gathered, ref = self.gathered(weight)
+            saved = [gathered, activation, self.device.tensor(tangent)]
+            del gathered, activation
+            (gradient,) = backward.call(saved)
+            self.assertEqual(on_host(gradient), weight * (weight * x * tangent))
+            if is_steady:
+                self.assertTrue(ref.expired())
+            others.append(self.randn())
+            del y, gradient
+        self.assertEqual([(e.choice, e.copied_bytes) for e in report()], [(force, 0)] * 2)
+        self.assertLess(max(recorded), 6, recorded)
+
+    def gathered(self, weight: torch.Tensor) -> tuple[torch.Tensor, StorageWeakRef]:
+        found = self.device.tensor(weight)
+        return found, StorageWeakRef(found.untyped_storage())
+
+
 instantiate_parametrized_tests(FullyShardTest)
+instantiate_parametrized_tests(GatheredParametersTest)
+
+
+class PythonGatheredParametersTest(GatheredParametersTest):
+    "Without compiled code."
+
+    compiled = None
 
 if __name__ == "__main__":
     run_tests()

@@ -37,7 +37,7 @@ from .compare import compare, Difference, snapshot
 from .models.sharded import Block, split_block
 from .processes import process_group
 from .program import seed, VARIANTS
-from .report import write_rows
+from .report import bytes_text, write_rows
 from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
 from .tp import add_arguments, command_on_ranks, run_on_rank
 from .worker import hardly_called, report, reset_report, summary, totals, undecided
@@ -360,9 +360,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
     loops = {variant: loop(run) for variant, run in runs.items()}
     timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=largest)
     missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
-    missed += misses(timings, reserved, late)
-    if copied := totals(entries)["copied_bytes"]:
-        missed.append(f"copies {copied} bytes a call")
+    missed += [*misses(timings, reserved, late), *copies(entries)]
     return {
         **described(name, RANKS),
         **fields(timings),
@@ -383,7 +381,21 @@ def row(name: str, args: argparse.Namespace) -> Row:
         "bitwise": "pygraph" in runs and of_pygraph.bitwise,
         "failed": failed,
         "missed": missed,
+        "note": staged(entries),
     }
+
+
+def copies(entries: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield how many bytes graphs copy that bind no input."""
+    if copied := sum(entry["copied_bytes"] for entry in entries if entry["choice"] == "copy"):
+        yield f"copies {copied} bytes a call"
+
+
+def staged(entries: list[dict[str, Any]]) -> str:
+    """Say what bound graphs copy, which are operands of collectives. Stock copies these and the other inputs."""
+    bound = [entry for entry in entries if entry["choice"] != "copy" and entry["copied_bytes"]]
+    own, of_stock = (bytes_text(sum(entry[name] for entry in bound)) for name in ("copied_bytes", "stock_copied_bytes"))
+    return f"copies {own} of inputs for collectives, stock copies {of_stock} in these graphs" if bound else ""
 
 
 def misses(timings: dict[str, Timing], memory: dict[str, int], late: dict[str, int]) -> list[str]:

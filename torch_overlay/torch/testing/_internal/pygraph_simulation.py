@@ -216,7 +216,7 @@ class SelectTestCase(TestCase):
 class DeployTestCase(SelectTestCase):
     def setUp(self):
         super().setUp()
-        self.manager = mock.Mock(roots={})
+        self.manager = mock.Mock(roots={}, ids_to_funcs={})
         self.recorded: list[dict[str, Any]] = []
         self.forgotten: list[Any] = []
 

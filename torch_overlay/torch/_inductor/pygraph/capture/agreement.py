@@ -138,6 +138,67 @@ def agree(
         return None
 
 
+# How often this process recorded a function, by name. Other ranks record it as often.
+_recordings: Counter[str] = Counter()
+
+
+class Steps:
+    """
+    The steps of a recording, which its ranks take together: the capture, each collective in it, and deploying the graph.
+    Each returns whether all ranks take it.
+
+    NCCL exchanges addresses with the other ranks while it captures a collective, and waits for them without a time-out
+    (ncclShmemAllgather of NCCL 2.28). So a rank comes to a collective only if the others of its group do.
+
+    Args:
+        function: its name, the same on all ranks
+        groups: names of all process groups of its collectives
+
+    Attributes:
+        has_begun: all ranks capture
+    """
+
+    def __init__(self, function: str, groups: Sequence[str]) -> None:
+        _recordings[function] += 1
+        self.name = f"{function}/{_recordings[function]}"
+        self.groups = tuple(groups)
+        self.has_begun = False
+        # At which other ranks may wait for this one, and the groups that take them.
+        self._ahead = {"capture": self.groups}
+        self._captured: Counter[str] = Counter()
+
+    def capture(self) -> bool:
+        self.has_begun = self._take("capture")
+        if self.has_begun:
+            self._ahead = {**{f"{group}/0": (group,) for group in self.groups}, "deploy": self.groups}
+        return self.has_begun
+
+    def collective(self, group: str | None) -> bool:
+        if group not in self.groups:
+            # It is not known who takes part.
+            return True
+        is_taken = self._take(f"{group}/{self._captured[group]}")
+        self._captured[group] += 1
+        if is_taken:
+            self._ahead[f"{group}/{self._captured[group]}"] = (group,)
+        return is_taken
+
+    def deploy(self) -> bool:
+        groups, self._ahead = self._ahead, {"deploy": self.groups}
+        return "deploy" in groups and self._take("deploy")
+
+    def refuse(self) -> None:
+        """Tell the other ranks that this one does not go on, unless they know."""
+        ahead, self._ahead = self._ahead, {}
+        for step, groups in ahead.items():
+            if groups:
+                agree(groups, f"{self.name}/{step}", None)
+
+    def _take(self, step: str) -> bool:
+        groups = self._ahead.pop(step)
+        return bool(groups) and bool(agree(groups, f"{self.name}/{step}", True))
+
+
 def sizes(groups: Sequence[str]) -> list[int]:
     """Return how many ranks are in each group, nothing if that is not known."""
     try:

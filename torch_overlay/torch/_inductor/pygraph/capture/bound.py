@@ -93,11 +93,9 @@ class BoundGraphNode(CopyGraphNode):
     def _bind_inputs(self, inputs: list[InputType]) -> list[int]:
         function = self.wrapped_function
         spec = self.request.spec
-        if spec.info.collectives:
-            self.collectives = Collectives(
-                function.model, spec.info.groups, spec.number_on_ranks, self.device, binds_all=spec.info.ranks_decide
-            )
         super()._bind_inputs(inputs)
+        if self.steps is not None:
+            self.collectives = Collectives(function.model, self.steps, self.device, binds_all=spec.info.ranks_decide)
         self.replay_graph = CellType(None)
         self.staged = []
         # Integers are sizes. Each combination of them has a function of its own.
@@ -226,16 +224,12 @@ class BoundGraphNode(CopyGraphNode):
     def _refuse(
         self, reason: Reason, inputs: list[InputType], *, is_capturable: bool = True, **kwargs: Any
     ) -> NoReturn:
-        if self.collectives is not None:
-            is_capturable = is_capturable and self.collectives.is_retryable
+        if self.steps is not None:
+            # Other ranks do not capture it again: this one may not be able to.
+            is_capturable = is_capturable and not self.steps.has_begun
         if self.rehearsal is not None:
             kwargs["rerun"] = self.rehearsal.rerun
         super()._refuse(reason, inputs, is_capturable=is_capturable, **kwargs)
-
-    def _abandon(self) -> None:
-        if self.collectives is not None:
-            self.collectives.refuse()
-        super()._abandon()
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         if idx not in self.bound_input_idxs:

@@ -6,19 +6,20 @@ one in place returns its operand, any other one a stand-in, which this rank comp
 runs with the collectives' nodes disabled. Then the whole graph runs once without the stand-ins, as the call.
 
 The operand of a collective does not move, or the graph copies it (config.pygraph_ranks), although the kernels of NCCL
-2.28 have addresses among their parameters, up to 4 KiB. During capture NCCL registers memory that can be exported with
-the other ranks, and both sides of a send have to be registered, or neither (enqueue.cc, addP2pToPlan). Placeholders
-cannot be exported. Where they could, a peer may read the operand at its old address.
+2.28 have addresses among their parameters, up to 4 KiB. A parameter need not be the only place of the address. During
+capture NCCL registers memory with a network card, which then reads the operand by itself, and memory that can be
+exported, as expandable segments can, with the other ranks of the host. Both sides of a send have to be registered, or
+neither (enqueue.cc, addP2pToPlan), and no rank knows the other side. The proof would notice none of this, as it runs no
+collective.
 
-The ranks agree that all of them capture and that all of them deploy their graphs. The operand of an all-gather is copied
-to its place in the result, which NCCL does otherwise.
+The ranks agree that all of them capture, ahead of each collective that they capture, and that all of them deploy their
+graphs. The operand of an all-gather is copied to its place in the result, which NCCL does otherwise.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections import Counter
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -67,17 +68,14 @@ WITHOUT_WAIT = ("_dtensor",)
 GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 
-# How often this process recorded a function, by name. Other ranks record it as often.
-_recordings: Counter[str] = Counter()
-
 # Functions that not all ranks capture. Ranks with sizes of their own would wait for every one of the others' sizes.
 _not_agreed: weakref.WeakSet[ModelType] = weakref.WeakSet()
 
 
 class _Mode(TorchDispatchMode):
-    """Let ``handle`` run the collectives. Raises RefusedError for one that it cannot."""
+    """Let ``handle`` run the collectives, which have these names, or any. Raises RefusedError for another one."""
 
-    def __init__(self, handle: Callable[..., Any], names: Sequence[str]) -> None:
+    def __init__(self, handle: Callable[..., Any], names: Sequence[str] | None) -> None:
         super().__init__()
         self.handle = handle
         self.names = names
@@ -88,7 +86,7 @@ class _Mode(TorchDispatchMode):
         kwargs = kwargs or {}
         if func.namespace not in NAMESPACES:
             return func(*args, **kwargs)
-        if func.overloadpacket.__name__ not in self.names:
+        if self.names is not None and func.overloadpacket.__name__ not in self.names:
             raise RefusedError(Reason.of(Code.COLLECTIVE_NOT_OMITTABLE, op=str(func)))
         return self.handle(func, args, kwargs)
 
@@ -136,29 +134,23 @@ def _write_stand_ins(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None
 
 class Collectives:
     """
-    The steps of a recording that all ranks take together.
+    The collectives of a graph that binds its inputs.
 
     Args:
-        name: the function's name, the same on all ranks
+        steps: of the recording
         binds_all: bind more than all-reduces of one group; see config.pygraph_ranks
 
     Attributes:
-        is_retryable: whether the function may be recorded again with another binding
         operands: storages that the graph needs in its pool, once it was rehearsed
         addresses: of the operands that were captured, and of results that the program has allocated
         nodes, stand_ins: of the captured collectives and their stand-ins, by handle
     """
 
-    def __init__(
-        self, model: ModelType, groups: Sequence[str], name: str, device_index: int, *, binds_all: bool = False
-    ) -> None:
-        self.groups = groups
+    def __init__(self, model: ModelType, steps: agreement.Steps, device_index: int, *, binds_all: bool = False) -> None:
+        self.steps = steps
         self.model = model
         self.device_index = device_index
         self.binds_all = binds_all
-        _recordings[name] += 1
-        self.to_agree_on = [f"{name}/{_recordings[name]}/{step}" for step in ("capture", "deploy")]
-        self.is_retryable = True
         self.operands: OrderedSet[StorageWeakRef] = OrderedSet()
         self.addresses: OrderedSet[int] = OrderedSet()
         self.nodes: dict[int, Any] = {}
@@ -187,11 +179,11 @@ class Collectives:
 
     def agree_to_capture(self) -> None:
         """Raises RefusedError if another rank does not capture."""
-        if not self._agree():
+        # The groups of several dimensions of a mesh.
+        are_known = len(self.steps.groups) == 1 or self.binds_all
+        if not are_known or self.model in _not_agreed or not self.steps.capture():
             _not_agreed.add(self.model)
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
-        # Other ranks do not capture it again: this one may not be able to.
-        self.is_retryable = False
 
     def captured(self, model: ModelType, placeholders: PlaceholderMap) -> ModelType:
         """Return ``model`` for the capture, which notes the nodes of collectives and of stand-ins."""
@@ -224,7 +216,7 @@ class Collectives:
 
         def note(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
             given = args[0]
-            if func.overloadpacket.__name__ == "wait_tensor":
+            if _is_wait(func):
                 return wait(func, given)
             if func is GATHER and moves(given) and (pair := self._gathered_in_place(*args)) is not None:
                 result, _ = pending[pair[0].data_ptr()] = pair
@@ -238,7 +230,7 @@ class Collectives:
                     kwargs = {**kwargs, "out": (copied := staged(written))}
             tensors = [t for t in tree_leaves((args[0], copied)) if t is not None]
             self.addresses |= OrderedSet(t.data_ptr() for t in tensors)
-            result = self._noted(self.nodes, func, *args, **kwargs)
+            result = self._noted_collective(func, *args, **kwargs)
             if not _is_in_place(func):
                 pairs = zip(tree_leaves(result), tree_leaves(args[0]), strict=True)
                 pending.update((pair[0].data_ptr(), pair) for pair in pairs)
@@ -279,8 +271,13 @@ class Collectives:
         part = result.narrow(0, rank * count, count)
         copy_by_kernel(part, operand)
         self.addresses.add(part.data_ptr())
-        self._noted(self.nodes, GATHER_INTO, part, size, group, out=result)
+        self._noted_collective(GATHER_INTO, part, size, group, out=result)
         return result, part
+
+    def _noted_collective(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Capture a collective. Raises RefusedError if another rank does not."""
+        agree_to_go_on(self.steps, func, args, kwargs)
+        return self._noted(self.nodes, func, *args, **kwargs)
 
     def _noted(self, nodes: dict[int, Any], fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``fn`` and add the nodes that it adds to the graph."""
@@ -308,24 +305,8 @@ class Collectives:
         """Run collectives again. Raises RefusedError if another rank does not deploy its graph, or DriverError."""
         self._enable(executable, self.nodes, enabled=True)
         self._enable(executable, self.stand_ins, enabled=False)
-        if not self._agree():
+        if not self.steps.deploy():
             raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
-
-    def refuse(self) -> None:
-        """Tell the other ranks that this one does not go on, unless that is known."""
-        if self.to_agree_on and self.groups:
-            agreement.agree(self.groups, self.to_agree_on[0], None)
-        self.to_agree_on = []
-
-    def _agree(self) -> bool:
-        # The groups of several dimensions of a mesh.
-        are_known = len(self.groups) == 1 or (self.binds_all and self.groups)
-        if not are_known or self.model in _not_agreed:
-            self.refuse()
-            return False
-        is_agreed = bool(agreement.agree(self.groups, self.to_agree_on[0], True))
-        self.to_agree_on = self.to_agree_on[1:] if is_agreed else []
-        return is_agreed
 
     def _enable(self, executable: int, nodes: dict[int, Any], *, enabled: bool) -> None:
         cu = bindings()
@@ -338,5 +319,39 @@ class Collectives:
                 check(cu.cuGraphNodeSetEnabled(graph, node, int(enabled)))
 
 
+def agree_to_go_on(
+    steps: agreement.Steps, func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Called ahead of each collective of a capture. Raises RefusedError if another rank does not come to it."""
+    if not steps.collective(_group_of(func, args, kwargs)):
+        raise RefusedError(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+
+
+def captured_together(model: ModelType, steps: agreement.Steps) -> ModelType:
+    """Return ``model`` for a capture that binds nothing."""
+
+    def capture(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if not _is_wait(func):
+            agree_to_go_on(steps, func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def run(inputs: list[InputType]) -> OutputType:
+        with _Mode(capture, None):
+            return model(inputs)
+
+    return run
+
+
 def _is_in_place(func: Any) -> bool:
     return func.overloadpacket.__name__ in IN_PLACE
+
+
+def _is_wait(func: Any) -> bool:
+    return func.overloadpacket.__name__ == "wait_tensor"
+
+
+def _group_of(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """Return the name of a collective's process group, None if it has none. Its schema calls the group group_name."""
+    names = (argument.name for argument in func._schema.arguments)
+    group = {**dict(zip(names, args)), **kwargs}.get("group_name")
+    return group if isinstance(group, str) else None

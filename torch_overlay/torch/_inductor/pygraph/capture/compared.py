@@ -20,10 +20,10 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Sequence
+    from collections.abc import Callable, Container, Iterator, Sequence
 
-    from torch._inductor.pygraph.capture.entry import Entry, Slot
     from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.entry import Entry, Slot
 
 
 # Of the stack that is filled, and by which a call moves down.
@@ -112,7 +112,7 @@ class CallComparison:
     Args:
         address: of an operand or a result, from its slot
         is_temporary, is_elsewhere: addresses of the memory of the entry, and of the other capture
-        undefined: returns the bytes of the entry that the library leaves undefined
+        undefined: returns the bytes of the entry that the library leaves undefined, given whether to capture it for that
     """
 
     entry: Entry
@@ -120,7 +120,7 @@ class CallComparison:
     address: Callable[[Slot], int]
     is_temporary: Container[int]
     is_elsewhere: Container[int]
-    undefined: Callable[[], OrderedSet[Place]]
+    undefined: Callable[[bool], OrderedSet[Place]]
 
     def difference(self) -> str | None:
         """Return how they differ, or None."""
@@ -134,9 +134,12 @@ class CallComparison:
             for k, (node, slots) in enumerate(zip(self.nodes, self.entry.slots))
             for word in differences(k, node.captured, self._expected(k, node, slots))
         ]
-        if found:
-            undefined = self.undefined()
+        # Other entries with the kernel may have shown them.
+        for captures in (False, True) if found else ():
+            undefined = self.undefined(captures)
             found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
+            if not found:
+                break
         if not found:
             return None
         texts = [
@@ -159,31 +162,37 @@ class CallComparison:
 
 
 def undefined_bytes(
-    entry: Entry, capture: Callable[[Callable[[Callable[[], Any]], Any]], Entry], is_temporary: Container[int]
-) -> OrderedSet[Place]:
+    entries: Sequence[Entry],
+    capture: Callable[[Callable[[Callable[[], Any]], Any]], Sequence[Entry]],
+    is_temporary: Container[int],
+) -> list[OrderedSet[Place]]:
     """
-    Return the bytes that differ between captures of a call alone.
+    Return for each entry the bytes that differ between captures of its call alone.
 
     Args:
-        capture: captures the call of ``entry`` once more; see Memo.captured
+        capture: captures the calls of ``entries`` once more; see Memo.captured
         is_temporary: addresses of the memory of these captures
     """
-    undefined = OrderedSet[Place]()
+    undefined = [OrderedSet[Place]() for _ in entries]
     other, another = (functools.partial(on_other_stack, byte) for byte in (0x5A, 0xA5))
     # What is between would leave something of its own on the stack.
-    for around in (other, lambda run: another(functools.partial(another, run))):
-        again = capture(around)
-        for k, (a, b, slots) in enumerate(zip(entry.nodes, again.nodes, entry.slots)):
-            places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
-
-            def expected(buffer: int, offset: int, value: int, found: int, places: Any = places) -> int:
-                is_address = value in is_temporary and found in is_temporary
-                return found if is_address or (buffer, offset) in places else value
-
-            if is_same_launch(a, b):
-                for word in differences(k, b.captured, replaced(a, b, expected)):
-                    undefined.update(word.places())
+    for around in (other, lambda run: another(functools.partial(another, run))) if entries else ():
+        for entry, again, found in zip(entries, capture(around), undefined):
+            for word in _words_that_differ(entry, again, is_temporary):
+                found.update(word.places())
     return undefined
+
+
+def _words_that_differ(entry: Entry, again: Entry, is_temporary: Container[int]) -> Iterator[Difference]:
+    for k, (a, b, slots) in enumerate(zip(entry.nodes, again.nodes, entry.slots)):
+        places = OrderedSet((slot.buffer, slot.offset) for slot in slots)
+
+        def expected(buffer: int, offset: int, value: int, found: int, places: Any = places) -> int:
+            is_address = value in is_temporary and found in is_temporary
+            return found if is_address or (buffer, offset) in places else value
+
+        if is_same_launch(a, b):
+            yield from differences(k, b.captured, replaced(a, b, expected))
 
 
 def is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:

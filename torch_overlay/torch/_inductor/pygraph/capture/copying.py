@@ -14,8 +14,10 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import AliasesBoundMemory, CompilationMode, CUDAGraphNode, RecordingRefused
+from torch._inductor.pygraph.capture.agreement import Steps
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
+from torch._inductor.pygraph.capture.collectives import captured_together
 from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
@@ -66,6 +68,7 @@ class CopyGraphNode(CUDAGraphNode):
 
     # While it is recorded.
     graph: torch.cuda.CUDAGraph | None = None
+    steps: Steps | None = None
     branches: RehearsedBranches | CapturedBranches | None = None
 
     def __init__(self, *args: Any) -> None:
@@ -87,6 +90,8 @@ class CopyGraphNode(CUDAGraphNode):
 
     def _abandon(self) -> None:
         """Called when there is no recording, for whatever reason."""
+        if self.steps is not None:
+            self.steps.refuse()
         destroy_graph(self)
 
     @property
@@ -115,9 +120,12 @@ class CopyGraphNode(CUDAGraphNode):
             (i, self._tensor_metadata(inputs[i], ignore_storage_offset=False))  # type: ignore[arg-type]
             for i in self.cudagraph_managed_idxs
         ]
+        spec, info = self.policy.spec, self.policy.spec.info
+        if info.collectives:
+            self.steps = Steps(spec.number_on_ranks, info.groups)
         if (lack := self._lack_of_memory()) is not None:
             self._refuse(lack, inputs, is_capturable=False)
-        if (info := self.policy.spec.info).paths:
+        if info.paths:
             if info.collectives:
                 self._refuse(Reason.of(Code.BRANCH_WITH_COLLECTIVES), inputs, is_capturable=False)
             self.branches = RehearsedBranches()
@@ -214,11 +222,18 @@ class CopyGraphNode(CUDAGraphNode):
         host = None if is_rehearsed else HostGenerators()
         if not self.binds_values:
             model = self._with_branches(model)
+            if self._ranks_decide():
+                if not self.steps.capture():
+                    self._give_up(Reason.of(Code.RANKS_DISAGREE_ON_CAPTURE))
+                model = captured_together(model, self.steps)
         try:
             with self.values:
                 outputs = super()._record(model, inputs)
         except Exception as e:
-            failure = first_line(e)
+            # The end of a capture that was left raises in its turn.
+            cause = e.__context__ if isinstance(e.__context__, RefusedError) else e
+            failed = Reason.of(Code.CAPTURE_FAILED, error=first_line(e))
+            reason = cause.reason if isinstance(cause, RefusedError) else failed
         else:
             if host is not None and not host.equals(HostGenerators()):
                 host.restore()
@@ -230,7 +245,7 @@ class CopyGraphNode(CUDAGraphNode):
                 self.thread_of_values = threading.get_ident()
             return outputs
         clean_up_failed_capture(self, stream)
-        self._give_up(Reason.of(Code.CAPTURE_FAILED, error=failure))
+        self._give_up(reason)
 
     def _recording_input(self, idx: int, inp: torch.Tensor) -> torch.Tensor:
         try:
@@ -240,7 +255,12 @@ class CopyGraphNode(CUDAGraphNode):
             pass
         self._give_up(Reason.of(Code.NO_MEMORY_BEFORE_CAPTURE))
 
+    def _ranks_decide(self) -> bool:
+        return self.steps is not None and self.request.spec.info.ranks_decide and bool(self.steps.groups)
+
     def _first_replay(self) -> None:
+        if self._ranks_decide() and not self.steps.deploy():
+            self._give_up(Reason.of(Code.RANKS_DISAGREE_ON_DEPLOY))
         try:
             super()._first_replay()
         except RuntimeError as e:
@@ -253,7 +273,7 @@ class CopyGraphNode(CUDAGraphNode):
     def _recorded(self) -> None:
         """Called when the recording is complete."""
         self.call_inputs = []
-        self.branches = None
+        self.branches = self.steps = None
         self.policy.recorded(self.facts)
 
     def _give_up(self, reason: Reason) -> NoReturn:

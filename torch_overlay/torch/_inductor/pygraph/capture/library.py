@@ -9,6 +9,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
+import logging
 import weakref
 from collections import OrderedDict
 from typing import Any, NamedTuple, TYPE_CHECKING
@@ -16,13 +18,13 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture.allocation import Allocation
-from torch._inductor.pygraph.capture.compared import undefined_bytes
+from torch._inductor.pygraph.capture.compared import CallComparison, undefined_bytes
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
-from torch._inductor.pygraph.capture.entry import Entry, Slot
 from torch._inductor.pygraph.graph import placeholder
 from torch._inductor.pygraph.graph.captured import read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
+from torch._inductor.pygraph.graph.entry import Entry, Form, form_key, Slot
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.utils import _pytree as pytree
@@ -35,9 +37,12 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.pygraph.capture.compared import Place
+    from torch._inductor.pygraph.graph.captured import CapturedNode, Function
     from torch.cuda import _POOL_HANDLE
     from torch.utils._pytree import TreeSpec
 
+
+log = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -128,7 +133,15 @@ class Scratch:
 
 
 class Memo(Scratch):
-    """The entries of one manager: the least recently used ones are dropped."""
+    """
+    The entries of one manager: the least recently used ones are dropped.
+
+    Attributes:
+        known: by what a call depends on
+        nbytes: of these
+        forms: by what they are
+        functions: of the nodes
+    """
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
         super().__init__(manager.device_index, manager.stream)
@@ -137,9 +150,11 @@ class Memo(Scratch):
         torch._C._cuda_beginAllocateCurrentThreadToPool(self.device, self.pool)
         torch._C._cuda_endAllocateToPool(self.device, self.pool)
         weakref.finalize(self, torch._C._cuda_releasePool, self.device, self.pool)
-        self.entries: OrderedDict[Signature, Entry] = OrderedDict()
+        self.known: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0
-        self._undefined: weakref.WeakKeyDictionary[Entry, OrderedSet[Place]] = weakref.WeakKeyDictionary()
+        self.forms: dict[Any, Form] = {}
+        # Libraries stay loaded.
+        self.functions: dict[int, Function] = {}
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[None]:
@@ -159,32 +174,119 @@ class Memo(Scratch):
             yield
 
     def entry(self, signature: Signature, spec: TreeSpec) -> Entry:
-        """``spec``: the structure of the call's arguments. Raises RefusedError: the call cannot be captured."""
-        entry = self.entries.get(signature)
-        if entry is None:
-            entry = self.entries[signature] = self.captured(signature, spec)
-            self.nbytes += entry.nbytes
-            while self.nbytes > MAX_MEMO_BYTES and len(self.entries) > 1:
-                _, dropped = self.entries.popitem(last=False)
-                self.nbytes -= dropped.nbytes
-        self.entries.move_to_end(signature)
+        """As ``entries``, of one call."""
+        (entry,) = self.entries({signature: spec})
         return entry
 
-    def undefined(self, entry: Entry, signature: Signature, spec: TreeSpec) -> OrderedSet[Place]:
-        """Return the bytes of an entry that the library leaves undefined. All layers with the entry ask for them."""
-        if (found := self._undefined.get(entry)) is None:
-            capture = functools.partial(self.captured, signature, spec)
-            found = self._undefined[entry] = undefined_bytes(entry, capture, PoolRanges(self.pool))
+    def entries(self, calls: dict[Signature, TreeSpec]) -> list[Entry]:
+        """
+        ``calls``: the structure of the arguments by what a call depends on. Raises RefusedError: one cannot be captured.
+        """
+        missing = {signature: spec for signature, spec in calls.items() if signature not in self.known}
+        try:
+            made = self.captured(missing)
+        except RefusedError:
+            # Others may be captured.
+            made = [entry for signature, spec in missing.items() for entry in self.captured({signature: spec})]
+        self.known.update(zip(missing, made))
+        self.nbytes += sum(entry.nbytes for entry in made)
+        found = [self.known[signature] for signature in calls]
+        for signature in calls:
+            self.known.move_to_end(signature)
+        while self.nbytes > MAX_MEMO_BYTES and len(self.known) > len(calls):
+            _, dropped = self.known.popitem(last=False)
+            self.nbytes -= dropped.nbytes
         return found
 
+    def undefined(
+        self, entry: Entry, signature: Signature, spec: TreeSpec, captures: bool = True
+    ) -> OrderedSet[Place]:
+        """
+        Return the bytes of an entry that the library leaves undefined, as its forms know them. ``captures``: after
+        further captures of the call.
+        """
+        if captures:
+            self._find_undefined({signature: (entry, spec)})
+        return OrderedSet((k, *place) for k, form in enumerate(entry.forms) for place in form.undefined)
+
+    def _find_undefined(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> None:
+        specs = {signature: spec for signature, (_, spec) in calls.items()}
+        captures = undefined_bytes(
+            [entry for entry, _ in calls.values()],
+            lambda around: self.captured(specs, around=around),
+            PoolRanges(self.pool),
+        )
+        for (entry, _), undefined in zip(calls.values(), captures):
+            for node, buffer, byte in undefined:
+                entry.forms[node].undefined.add((buffer, byte))
+
+    def confirm(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> bool:
+        """
+        Return whether captures of these calls whose operands lie elsewhere have the parameters that are expected of the
+        entries. Their forms are compared then.
+        """
+        others = self.captured({s: spec for s, (_, spec) in calls.items()}, poison=placeholder.UNWRITTEN)
+        self._find_undefined(calls)
+        memory = PoolRanges(self.pool)
+        for (signature, (entry, spec)), other in zip(calls.items(), others):
+            comparison = CallComparison(
+                entry=entry,
+                nodes=other.nodes,
+                address=lambda slot, other=other: other.addresses[slot.tensor] + slot.delta,
+                is_temporary=memory,
+                is_elsewhere=memory,
+                undefined=functools.partial(self.undefined, entry, signature, spec),
+            )
+            if (difference := comparison.difference()) is not None:
+                log.info("%s %s", signature.op, difference)
+                return False
+            for form in entry.forms:
+                form.is_compared = True
+        return True
+
     def captured(
-        self, signature: Signature, spec: TreeSpec, around: Callable[[Callable[[], Any]], Any] | None = None
-    ) -> Entry:
-        """``around``: runs what it is called with: the operator."""
-        sizes = [(placeholder.storage_extent(operand.like()), alignment) for operand, alignment in signature.operands]
-        places = placeholder.arena(self.device, placeholder.ZERO).place(sizes)
+        self,
+        calls: dict[Signature, TreeSpec],
+        *,
+        poison: int = placeholder.ZERO,
+        around: Callable[[Callable[[], Any]], Any] | None = None,
+    ) -> list[Entry]:
+        """
+        Return entries of calls, captured in a row.
+
+        Args:
+            poison: of the placeholders of operands
+            around: runs what it is called with: each operator
+        """
+        if not calls:
+            return []
+        runs = [self._run(signature, spec, poison, around) for signature, spec in calls.items()]
+        ends = [0]
+
+        def run() -> list[list[tuple[int, int]]]:
+            results = []
+            for _, call in runs:
+                results.append(call())
+                ends.append(count_nodes(capturing_graph()))
+            return results
+
+        with cublas_workspaces():
+            graph, results = self.capture(run, self.pool)
+        nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.functions)
+        each = zip(runs, results, itertools.pairwise(ends))
+        return [
+            self._entry(places, of_call, (*(node.alone() for node in nodes[first : first + 1]), *nodes[first + 1 : end]), graph)
+            for (places, _), of_call, (first, end) in each
+        ]
+
+    def _run(
+        self, signature: Signature, spec: TreeSpec, poison: int, around: Callable[[Callable[[], Any]], Any] | None
+    ) -> tuple[list[placeholder.Placeholder], Callable[[], list[tuple[int, int]]]]:
+        """Return placeholders of operands, and what calls the operator, which returns where results are."""
+        sizes = [(placeholder.extent(*operand), alignment) for operand, alignment in signature.operands]
+        places = placeholder.arena(self.device, poison).place(sizes)
         operands = [
-            placeholder.tensor_at(place.address, operand.like(), self.device)
+            placeholder.tensor_of(place.address, *operand, self.device)
             for place, (operand, _) in zip(places, signature.operands)
         ]
         others, rest = dict(signature.arguments), iter(operands)
@@ -196,21 +298,32 @@ class Memo(Scratch):
             results = new_tensors(call() if around is None else around(call), leaves)
             return [(t.data_ptr(), placeholder.storage_extent(t)) for t in results]
 
-        with cublas_workspaces():
-            graph, results = self.capture(run, self.pool)
-        nodes = tuple(read_graph(bindings().CUgraph(graph.raw_cuda_graph())))
+        return places, run
+
+    def _entry(
+        self,
+        places: Sequence[placeholder.Placeholder],
+        results: Sequence[tuple[int, int]],
+        nodes: tuple[CapturedNode, ...],
+        graph: torch.cuda.CUDAGraph,
+    ) -> Entry:
         placeholders = placeholder.PlaceholderMap(places)
+        addresses = *(place.address for place in places), *(address for address, _ in results)
+        lowest = min((*placeholders.starts, *addresses), default=0)
         slots: list[tuple[Slot, ...]] = []
         for node in nodes:
             of_node = []
             for buffer, offset, value in node.words():
+                if value < lowest:
+                    continue
                 hit = placeholders.find(value)
                 if hit is not None and placeholders.is_better_aligned(*hit):
                     raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
                 if (hit := hit or _find(results, len(places), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
             slots.append(tuple(of_node))
-        return Entry(nodes, tuple(slots), graph)
+        forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
+        return Entry(nodes, tuple(slots), graph, forms, addresses)
 
 
 def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:

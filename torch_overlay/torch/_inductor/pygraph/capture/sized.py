@@ -24,9 +24,10 @@ from torch._inductor.pygraph.capture.compared import CallComparison, launches_sa
 from torch._inductor.pygraph.capture.library import alignment_of, SEEDS, settings, Signature
 from torch._inductor.pygraph.graph.binding import Word, WORD_BYTES
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
+from torch._inductor.pygraph.graph.entry import Source
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
-from torch._inductor.pygraph.graph.sized import enabled_update, Launches, SizedGraphs
+from torch._inductor.pygraph.graph.sized import enabled_update, Launches, LibraryNodes, SizedGraphs
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import OutputType
     from torch._inductor.pygraph.capture.at_sizes import SizedModel
-    from torch._inductor.pygraph.capture.entry import Entry, Slot
     from torch._inductor.pygraph.capture.library import Memo, TracedCall
     from torch._inductor.pygraph.graph.binding import NodeUpdate
     from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.entry import Entry, Slot
     from torch._inductor.pygraph.values.sizes import AtSizes
     from torch._inductor.utils import InputType
     from torch.cuda import _POOL_HANDLE
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 # Of a recording.
-MAX_ROWS = 128
+MAX_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -67,13 +68,13 @@ class LibraryCall:
     """
     Args:
         tensors: operands, then results; None is no tensor of the function
-        indices: of these, among what a replay sets: (address, offset, number that is added)
+        sources: of these, among what a replay sets
         nodes: of the recording
     """
 
     call: TracedCall
     tensors: tuple[TensorOf | None, ...]
-    indices: tuple[tuple[int, int, int | None] | None, ...]
+    sources: tuple[Source | None, ...]
     nodes: list[CapturedNode]
 
     @functools.cached_property
@@ -123,8 +124,6 @@ class SizedRecording:
         # Kernels of library calls that its nodes did not take, and why.
         self.refused: list[list[Any]] = []
         self.refusal: Reason | None = None
-        # Forms of the library calls in captures that ``compare`` found equal.
-        self.compared: OrderedSet[Any] = OrderedSet()
         self.top = top
         at = model.function.at(sizes)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
@@ -158,12 +157,14 @@ class SizedRecording:
                 self.launches.append(self._launch(capture, event, nodes))
             else:
                 tensors = tuple(itertools.chain(*next(of_calls)))
-                indices = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
-                self.calls.append(LibraryCall(call, tensors, indices, nodes))
+                sources = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
+                self.calls.append(LibraryCall(call, tensors, sources, nodes))
+        self.library_nodes = [LibraryNodes([n.node for n in call.nodes], call.sources) for call in self.calls]
         self.of_libraries = [*OrderedSet(n for call in self.calls for n in self._numbers_of(call))]
         order = [node.node for node in capture.nodes]
         attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
-        self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, self._fixed_updates(), memo.device)
+        fixed, calls = self._fixed_updates(), self.library_nodes
+        self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, fixed, calls, memo.device)
         # What the prologue of a replay gives the generator, a graph that was not captured does not have.
         self.draws = any(call.call.op.overloadpacket in SEEDS for call in self.calls)
         self._outputs()
@@ -173,10 +174,8 @@ class SizedRecording:
         self.compare(capture, kept.at)
 
     def close(self) -> None:
-        """Let go of replays, which have the graph and are held by what they set."""
-        for launches in self.rows.values():
-            if launches is not None:
-                launches.replay = launches.new = None
+        """Let go of replays, which have the graph and are held by it."""
+        self.graphs.close()
 
     @property
     def num_nodes(self) -> int:
@@ -214,11 +213,11 @@ class SizedRecording:
     def _number(self, place: int) -> int:
         return len(self.owners) + place
 
-    def _address(self, owner: str, offset: int) -> tuple[int, int, int | None]:
-        """Return (address, offset, number that is added) of an address. ``offset`` is the place of a number."""
+    def _address(self, owner: str, offset: int) -> Source:
+        """``offset``: the place of a number."""
         within, first = self.within.get(owner, (owner, 0))
         base, known = self.places[within], self.model.function.known(offset)
-        return (base, first, self._number(offset)) if known is None else (base, first + known, None)
+        return Source(base, first, self._number(offset)) if known is None else Source(base, first + known, None)
 
     def numbers(self, at: AtSizes) -> tuple[int, ...]:
         """Return what a replay sets, behind the addresses of a call."""
@@ -288,20 +287,35 @@ class SizedRecording:
         return None if (launches := self.rows[key]) is None else KeptSizes(at, launches)
 
     def _launches(self, at: AtSizes, row: tuple[int, ...]) -> Launches | None:
-        entries = [self._entry(call, at) for call in self.calls]
+        entries = self._entries(at)
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
         count = len(self.owners) + len(at.numbers)
-        launches = Launches(count, row, entries, lambda i, entry: self._updates(self.calls[i], entry))
+        launches = Launches(count, row, entries)
         if self.draws and launches.attributes != self.graphs.attributes:
             reason = Reason.of(Code.DRAWS_AT_OTHER_SIZES)
             log.info("another recording at sizes %s: %s (%s)", at.sizes, reason.text, reason.code.name)
             return None
         return None if launches.kernels in self.refused else launches
 
-    def _entry(self, call: LibraryCall, at: AtSizes) -> Entry:
-        return self.memo.entry(self._signature(call, at), call.call.spec)
+    def _entries(self, at: AtSizes) -> list[Entry]:
+        """Return what each library call launches."""
+        signatures = {like: self._signature(self.calls[like], at) for like in OrderedSet(self.alike)}
+        calls = {signature: self.calls[like].call.spec for like, signature in signatures.items()}
+        by_signature = dict(zip(calls, self.memo.entries(calls)))
+        return [by_signature[signatures[like]] for like in self.alike]
+
+    @functools.cached_property
+    def alike(self) -> list[int]:
+        """For each library call the first one that has the same signature at all sizes."""
+        first: dict[Any, int] = {}
+        return [first.setdefault(self._identity(call), i) for i, call in enumerate(self.calls)]
+
+    def _identity(self, call: LibraryCall) -> tuple[Any, ...]:
+        operands = (t for t in call.tensors[: len(call.call.operands)] if t is not None)
+        layouts = tuple((t.size, t.stride, t.offset, t.dtype, self.alignments[t.owner]) for t in operands)
+        return call.call.op, layouts, call.call.arguments, call.structure
 
     def _signature(self, call: LibraryCall, at: AtSizes) -> Signature:
         operands = [
@@ -310,20 +324,6 @@ class SizedRecording:
             if t is not None
         ]
         return Signature(call.call.op, tuple(operands), call.call.arguments, call.structure, settings())
-
-    def _updates(self, call: LibraryCall, entry: Entry) -> list[NodeUpdate]:
-        updates = []
-        for node, launched, slots in zip(call.nodes, entry.nodes, entry.slots):
-            # Layers share the entry.
-            held = launched.copied()
-            words = []
-            for buffer, offset, tensor, delta in slots:
-                # Results that the function does not use stay where the memo has them.
-                if (index := call.indices[tensor]) is not None:
-                    base, first, plus = index
-                    words.append(Word(base, first + delta, _word(held.buffers[buffer], offset, WORD_BYTES), plus))
-            updates.append(held.update(self.executable, node.node, words))
-        return updates
 
     # Outputs
 
@@ -360,16 +360,18 @@ class SizedRecording:
     # Proof
 
     def is_compared(self, kept: KeptSizes) -> bool:
-        """
-        Return whether each library call has a form that ``compare`` has met. A form is the operator, its kernels, and
-        which words of their parameters are addresses.
-        """
-        return all(self._form(call, entry) in self.compared for call, entry in zip(self.calls, kept.launches.calls))
+        """Return whether what each library call launches has forms that were compared."""
+        return all(entry.is_compared for entry in kept.launches.calls)
 
-    def _form(self, call: LibraryCall, entry: Entry) -> tuple[Any, ...]:
-        slots = tuple((slot.buffer, slot.offset, slot.tensor) for of_node in entry.slots for slot in of_node)
-        kernels = tuple((node.launch, node.attributes, *map(len, node.captured)) for node in entry.nodes)
-        return call.call.op, call.call.arguments, call.structure, kernels, slots
+    def confirm(self, kept: KeptSizes) -> bool:
+        """Return as is_compared, after further captures of the calls with other forms."""
+        entries = {like: kept.launches.calls[like] for like in OrderedSet(self.alike)}
+        calls = {
+            self._signature(self.calls[like], kept.at): (entry, self.calls[like].call.spec)
+            for like, entry in entries.items()
+            if not entry.is_compared
+        }
+        return not calls or self.memo.confirm(calls)
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
@@ -386,7 +388,8 @@ class SizedRecording:
                     raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
             else:
                 self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
-        self.compared.update(self._form(call, self._entry(call, at)) for call in self.calls)
+        for form in itertools.chain(*(entry.forms for entry in self._entries(at))):
+            form.is_compared = True
 
     def _compare_call(
         self,
@@ -405,17 +408,18 @@ class SizedRecording:
             first = slot.tensor - len(traced.operands)
             if first >= 0:
                 return results[first] + slot.delta
-            index, delta, plus = call.indices[slot.tensor]
-            return numbers[index] + delta + slot.delta + (0 if plus is None else numbers[plus])
+            word, offset, plus = call.sources[slot.tensor]
+            return numbers[word] + offset + slot.delta + (0 if plus is None else numbers[plus])
 
-        entry = self._entry(call, at)
+        signature, spec = self._signature(call, at), call.call.spec
+        entry = self.memo.entry(signature, spec)
         comparison = CallComparison(
             entry=entry,
             nodes=nodes,
             address=address,
             is_temporary=temporary,
             is_elsewhere=capture.temporary,
-            undefined=functools.partial(self.memo.undefined, entry, self._signature(call, at), call.call.spec),
+            undefined=functools.partial(self.memo.undefined, entry, signature, spec),
         )
         if (difference := comparison.difference()) is not None:
             raise differs(at, f"{traced.op} {difference}")
@@ -426,6 +430,16 @@ class SizedRecording:
         return FunctionCapture(self.model, inputs, at, self.alignments, self.reserve, self.blocks, self.memo, self.pool)
 
     # Calls
+
+    def is_trusted(self, kept: KeptSizes) -> bool:
+        """
+        Return whether a call may replay these launches without a proof: there was one, or each library call has a form
+        that was compared, and the graph was proven with other launches.
+        """
+        launches = kept.launches
+        if launches.on is None and (known := self.graphs.known(launches)) is not None:
+            launches.begin(known, self.library_nodes)
+        return launches.is_trusted or (self.is_compared(kept) and launches.trust())
 
     def bind(self, inputs: Sequence[InputType], kept: KeptSizes, *, again: bool = False) -> list[torch.Tensor] | None:
         """
@@ -441,7 +455,8 @@ class SizedRecording:
         pointers = [*(t.data_ptr() for t in tensors), *numbers]
         try:
             if kept.launches.on is None:
-                kept.launches.begin(self.graphs.find(kept.launches, pointers, self._fixed_updates))
+                found = self.graphs.find(kept.launches, pointers, self._fixed_updates)
+                kept.launches.begin(found, self.library_nodes)
             for launches in self._others(kept.launches) if again else ():
                 kept.launches.move(pointers)
                 launches.move(pointers)

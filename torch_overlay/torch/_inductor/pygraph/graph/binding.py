@@ -92,9 +92,8 @@ def parameter_layout(function: Any) -> list[tuple[int, int]]:
         layout.append(check(result))
 
 
-def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
-    """Return (offset in bytes, copy) of each parameter of a kernel node."""
-    layout = parameter_layout(kernel_function(params))
+def read_parameters(params: Any, layout: Sequence[tuple[int, int]]) -> list[tuple[int, bytes]]:
+    """Return (offset in bytes, content) of each parameter of a kernel node."""
     if params.kernelParams:
         pointers = ctypes.cast(int(params.kernelParams), ctypes.POINTER(ctypes.c_void_p))
         addresses = [pointers[i] for i in range(len(layout))]
@@ -109,10 +108,13 @@ def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
         addresses = [block + offset for offset, _ in layout]
     else:
         return []
-    return [
-        (offset, ctypes.create_string_buffer(ctypes.string_at(address, size), size))
-        for address, (offset, size) in zip(addresses, layout)
-    ]
+    return [(offset, ctypes.string_at(address, size)) for address, (offset, size) in zip(addresses, layout)]
+
+
+def kernel_parameters(params: Any) -> list[tuple[int, ctypes.Array[Any]]]:
+    """Return (offset in bytes, copy) of each parameter of a kernel node."""
+    layout = parameter_layout(kernel_function(params))
+    return [(offset, ctypes.create_string_buffer(c, len(c))) for offset, c in read_parameters(params, layout)]
 
 
 def set_kernel_parameters(params: Any, buffers: Sequence[ctypes.Array[Any]]) -> object:

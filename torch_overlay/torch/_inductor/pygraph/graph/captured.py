@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-from typing import Any, TYPE_CHECKING
+import functools
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.driver import bindings, check
@@ -49,27 +50,24 @@ class CapturedNode:
     """
     Attributes:
         edge: type and ports, from the node before. A programmatic one lets a kernel begin while that node runs
-        params: the driver's struct. A kernel's points to ``buffers``
-        buffers: of a kernel each parameter, of a memset the struct
+        struct: the driver's. A kernel's has no parameters
         grid: of a kernel
-        launch: the type, and of a kernel its function, block and shared memory
+        launch: whether it is a kernel, and of a kernel its function, block and shared memory
         attributes: of a kernel, and of its function
-        captured: the content of the buffers at capture
+        captured: of a kernel each parameter, of a memset the struct
     """
 
     node: Any
     edge: tuple[int, int, int]
-    params: Any
-    buffers: tuple[ctypes.Array[Any], ...]
+    struct: bytes
     grid: tuple[int, int, int]
     launch: tuple[Any, ...]
     attributes: tuple[Any, ...]
     captured: tuple[bytes, ...]
-    keep: object
 
     @property
     def is_kernel(self) -> bool:
-        return self.launch[0] == bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL
+        return self.launch[0]
 
     @property
     def kind(self) -> tuple[bool, tuple[int, int, int]]:
@@ -79,6 +77,26 @@ class CapturedNode:
     @property
     def function(self) -> int:
         return self.launch[1]
+
+    # What sets another node to launch the same
+
+    @functools.cached_property
+    def params(self) -> Any:
+        """The driver's struct. A kernel's points to ``buffers``."""
+        cu = bindings()
+        params = cu.CUDA_KERNEL_NODE_PARAMS() if self.is_kernel else cu.CUDA_MEMSET_NODE_PARAMS()
+        ctypes.memmove(int(params.getPtr()), self.struct, len(self.struct))
+        if self.is_kernel:
+            # The driver reads the parameters from ``keep``.
+            object.__setattr__(self, "keep", binding.set_kernel_parameters(params, self.buffers))
+        return params
+
+    @functools.cached_property
+    def buffers(self) -> tuple[ctypes.Array[Any], ...]:
+        """Of a kernel each parameter, of a memset the struct."""
+        if not self.is_kernel:
+            return (binding.struct_buffer(self.params, binding.MEMSET_BYTES),)
+        return tuple(ctypes.create_string_buffer(content, len(content)) for content in self.captured)
 
     def __str__(self) -> str:
         if not self.is_kernel:
@@ -103,20 +121,13 @@ class CapturedNode:
 
     def copied(self) -> CapturedNode:
         """Return a copy, with parameters of its own."""
-        cu = bindings()
-        new = cu.CUDA_KERNEL_NODE_PARAMS() if self.is_kernel else cu.CUDA_MEMSET_NODE_PARAMS()
-        nbytes = KERNEL_BYTES if self.is_kernel else binding.MEMSET_BYTES
-        ctypes.memmove(int(new.getPtr()), int(self.params.getPtr()), nbytes)
-        if not self.is_kernel:
-            (content,), buffer = self.captured, binding.struct_buffer(new, nbytes)
-            buffer[:] = content
-            buffers, keep = (buffer,), new
-        else:
-            buffers = tuple(ctypes.create_string_buffer(content, len(content)) for content in self.captured)
-            keep = binding.set_kernel_parameters(new, buffers)
         # dataclasses.replace takes several times as long.
-        same = self.grid, self.launch, self.attributes, self.captured
-        return CapturedNode(self.node, self.edge, new, buffers, *same, keep)
+        same = self.node, self.edge, self.struct, self.grid, self.launch, self.attributes, self.captured
+        return CapturedNode(*same)
+
+    def alone(self) -> CapturedNode:
+        """Return the node as if there was none before."""
+        return self if self.edge == PLAIN_EDGE else dataclasses.replace(self, edge=PLAIN_EDGE)
 
     def update(self, executable: Any, node: Any, words: list[binding.Word]) -> binding.NodeUpdate:
         """Return the update that lets ``node`` of an executable graph launch the same."""
@@ -129,46 +140,68 @@ class CapturedNode:
         )
 
 
-def read_node(node: Any, kind: Any, edge: tuple[int, int, int]) -> CapturedNode:
-    """Raises RefusedError: it is neither a kernel nor a memset."""
+class Function(NamedTuple):
+    """A kernel's parameters as (offset, size) in bytes, and its attributes."""
+
+    layout: list[tuple[int, int]]
+    attributes: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, function: Any) -> Function:
+        found = []
+        for which in _attribute_ids()[1]:
+            status, value = bindings().cuFuncGetAttribute(which, function)
+            found.append(None if int(status) else value)
+        return cls(binding.parameter_layout(function), tuple(found))
+
+
+@functools.cache
+def _attribute_ids() -> tuple[list[Any], list[Any]]:
+    cu = bindings()
+    # Older drivers and bindings lack some.
+    ids = (getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}", None) for name in NODE_ATTRIBUTES)
+    of_functions = [getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}") for name in FUNCTION_ATTRIBUTES]
+    return [which for which in ids if which is not None], of_functions
+
+
+def read_node(
+    node: Any, kind: Any, edge: tuple[int, int, int], functions: dict[int, Function] | None = None
+) -> CapturedNode:
+    """``functions``: those that are known, by address. Raises RefusedError: it is neither a kernel nor a memset."""
     cu = bindings()
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
         params = check(cu.cuGraphKernelNodeGetParams(node))
         function = binding.kernel_function(params)
-        buffers = tuple(buffer for _, buffer in binding.kernel_parameters(params))
-        keep = binding.set_kernel_parameters(params, buffers)
+        if (known := (functions or {}).get(int(function))) is None:
+            known = Function.of(function)
+            if functions is not None:
+                functions[int(function)] = known
+        captured = tuple(content for _, content in binding.read_parameters(params, known.layout))
         grid = params.gridDimX, params.gridDimY, params.gridDimZ
         block = params.blockDimX, params.blockDimY, params.blockDimZ
-        launch = kind, int(function), block, params.sharedMemBytes
-        attributes = _attributes(node, function)
-    elif kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
-        params = keep = check(cu.cuGraphMemsetNodeGetParams(node))
-        buffers = (binding.struct_buffer(params, binding.MEMSET_BYTES),)
-        grid, launch, attributes = (1, 1, 1), (kind,), ()
-    else:
-        raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
-    captured = tuple(bytes(buffer) for buffer in buffers)
-    return CapturedNode(node, edge, params, buffers, grid, launch, attributes, captured, keep)
+        launch = True, int(function), block, params.sharedMemBytes
+        params.kernelParams = params.extra = 0
+        struct = bytes(binding.struct_buffer(params, KERNEL_BYTES))
+        attributes = *_attributes(node), *known.attributes
+        return CapturedNode(node, edge, struct, grid, launch, attributes, captured)
+    if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
+        params = check(cu.cuGraphMemsetNodeGetParams(node))
+        struct = bytes(binding.struct_buffer(params, binding.MEMSET_BYTES))
+        return CapturedNode(node, edge, struct, (1, 1, 1), (False,), (), (struct,))
+    raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
 
 
-def _attributes(node: Any, function: Any) -> tuple[Any, ...]:
-    cu = bindings()
-    found: list[Any] = []
-    for name in NODE_ATTRIBUTES:
-        # Older drivers and bindings lack some.
-        if (which := getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}", None)) is not None:
-            status, value = cu.cuGraphKernelNodeGetAttribute(node, which)
-            found.append(None if int(status) else bytes(binding.struct_buffer(value, ATTRIBUTE_BYTES)))
-    for name in FUNCTION_ATTRIBUTES:
-        which = getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}")
-        status, value = cu.cuFuncGetAttribute(which, function)
-        found.append(None if int(status) else value)
+def _attributes(node: Any) -> tuple[Any, ...]:
+    found = []
+    for which in _attribute_ids()[0]:
+        status, value = bindings().cuGraphKernelNodeGetAttribute(node, which)
+        found.append(None if int(status) else bytes(binding.struct_buffer(value, ATTRIBUTE_BYTES)))
     return tuple(found)
 
 
-def read_graph(graph: Any) -> list[CapturedNode]:
+def read_graph(graph: Any, functions: dict[int, Function] | None = None) -> list[CapturedNode]:
     """
-    Return the nodes of a graph in the order of their creation.
+    Return the nodes of a graph in the order of their creation. ``functions``: see read_node.
 
     Raises:
         RefusedError: a node is neither a kernel nor a memset, or does not wait for the one before.
@@ -184,7 +217,7 @@ def read_graph(graph: Any) -> list[CapturedNode]:
     # Before CUDA 13 there is no such data.
     data = data_and_count[0] if len(data_and_count) > 1 else ()
     of_node = {int(b): (int(edge.type), int(edge.from_port), int(edge.to_port)) for b, edge in zip(tos, data or ())}
-    return [read_node(node, kind, of_node.get(int(node), PLAIN_EDGE)) for node, kind in nodes]
+    return [read_node(node, kind, of_node.get(int(node), PLAIN_EDGE), functions) for node, kind in nodes]
 
 
 def is_kernel(node: Any) -> bool:

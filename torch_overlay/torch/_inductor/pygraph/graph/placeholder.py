@@ -132,6 +132,16 @@ def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tens
     return tensor_in(torch._C._construct_storage_from_data_pointer(address, device, storage_extent(like)), like)
 
 
+def tensor_of(
+    address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device_index: int
+) -> torch.Tensor:
+    """As tensor_at."""
+    device = torch.device("cuda", device_index)
+    storage = torch._C._construct_storage_from_data_pointer(address, device, extent(size, stride, dtype))
+    metadata = {"size": size, "stride": stride, "dtype": dtype, "device": device, "storage_offset": 0}
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+
+
 def tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a storage of the device, with size, stride and dtype of ``like``."""
     metadata = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": storage.device}
@@ -140,10 +150,14 @@ def tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor
 
 def storage_extent(t: torch.Tensor) -> int:
     """Return the bytes from the first element of a strided tensor to the end of its last."""
-    if t.numel() == 0:
+    return extent(t.shape, t.stride(), t.dtype)
+
+
+def extent(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
+    """As storage_extent."""
+    if 0 in size:
         return 0
-    last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-    return (last + 1) * t.element_size()
+    return (sum((n - 1) * step for n, step in zip(size, stride)) + 1) * dtype.itemsize
 
 
 class PlaceholderMap:

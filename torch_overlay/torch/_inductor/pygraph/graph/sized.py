@@ -13,7 +13,7 @@ import functools
 import logging
 import weakref
 from types import CellType
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph import native
@@ -24,10 +24,10 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.pygraph.graph.binding import Word
-    from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.entry import Entry, Source
 
 
 log = logging.getLogger(__name__)
@@ -38,8 +38,10 @@ MAX_OWN_GRAPHS = 32
 # come in turn would take longer than running the function uncaptured.
 IDLE_LAUNCHES = 8 * MAX_OWN_GRAPHS
 
-# Of rows of launches that were compared on one executable graph.
-MAX_PROVEN_ROWS = 1 << 16
+# Of one executable graph.
+MAX_TRUSTED_ROWS = 1 << 16
+# One in so many rows is proven, even if nothing in it is new.
+UNPROVEN_ROWS = 16
 
 
 def set_enabled(executable: Any, node: Any, flag: ctypes.c_uint32) -> tuple[Any, ...]:
@@ -155,14 +157,72 @@ def _launch(executable: Any, device_index: int, graph: object) -> None:
         _check(cu.cuGraphLaunch, (executable, stream), "the graph")
 
 
-class CallUpdates(list[NodeUpdate]):
-    """What sets a graph's nodes of one library call, for all rows in which it launches the same. ``keep`` owns that."""
+class LibraryNodes(NamedTuple):
+    """The captured nodes of a library call of a recording, and where a call has the addresses of its tensors."""
 
-    __slots__ = ("keep", "__weakref__")
+    nodes: Sequence[Any]
+    sources: Sequence[Source | None]
 
-    def __init__(self, updates: Iterable[NodeUpdate], keep: object) -> None:
-        super().__init__(updates)
-        self.keep = keep
+
+class Updates:
+    """What sets some nodes of one executable graph. Rows share it: a node whose parameters did not change is not set again."""
+
+    __slots__ = ("_compiled", "__weakref__")
+
+    _compiled: Any
+
+    @property
+    def compiled(self) -> Any:
+        """native.compiled.NodeSet, or None where there is none."""
+        if not hasattr(self, "_compiled"):
+            self._compiled = None
+            if native.compiled is not None:
+                try:
+                    self._compiled = self._compile()
+                except DriverError as e:
+                    log.info("nodes are set by Python: %s", e)
+        return self._compiled
+
+    def _compile(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def all(self) -> Sequence[NodeUpdate]:
+        raise NotImplementedError
+
+
+class FixedUpdates(Updates):
+    """Of the nodes that launch the same function at all sizes."""
+
+    __slots__ = ("all",)
+
+    def __init__(self, updates: Sequence[NodeUpdate]) -> None:
+        self.all = updates
+
+    def _compile(self) -> Any:
+        return native.compiled.NodeSet([*map(description, self.all)], self.all)
+
+
+class CallUpdates(Updates):
+    """Of the nodes of a library call, which are set to what an entry launches."""
+
+    __slots__ = ("on", "call", "entry", "_all")
+
+    def __init__(self, on: SizedGraph, call: LibraryNodes, entry: Entry) -> None:
+        self.on, self.call, self.entry = on, call, entry
+        self._all: Sequence[NodeUpdate] | None = None
+
+    def _args(self) -> tuple[Any, Sequence[Any], Sequence[Source | None]]:
+        return self.on.executable, [self.on.nodes[int(node)] for node in self.call.nodes], self.call.sources
+
+    def _compile(self) -> Any:
+        return self.entry.compiled(*self._args())
+
+    @property
+    def all(self) -> Sequence[NodeUpdate]:
+        if self._all is None:
+            self._all = self.entry.updates(*self._args())
+        return self._all
 
 
 class SizedGraph:
@@ -177,40 +237,41 @@ class SizedGraph:
     Attributes:
         cell: has ``graph``, or None once it was dropped
         updates: of each node the last one; empty if it is not known what the nodes hold
-        native: the last one of compiled code, which has ``updates`` then
-        proven: rows of launches whose results were compared with those of an uncaptured run
+        row: the last native.compiled.Row, which has ``updates`` then
+        trusted: rows of launches that were proven, or in which nothing was new
+        unproven: how many of the latter came since the last proof
+        replay: a Replay of this graph, or None
     """
+
+    replay: Any = None
 
     def __init__(self, graph: Any, executable: Any, nodes: dict[int, Any], fixed: Sequence[NodeUpdate]) -> None:
         self.cell = CellType(graph)
         self.executable = executable
         self.nodes = nodes
-        self.fixed = self.bound(fixed)
+        bound = [
+            update._replace(args=(executable, nodes[int(update.args[1])], *update.args[2:])) for update in fixed
+        ]
+        self.fixed = FixedUpdates(bound)
         self.updates: list[NodeUpdate] = []
-        self.native: Any = None
-        self.proven: OrderedSet[Any] = OrderedSet()
-        # The key is the position of a library call, and the id of what the call launches.
-        self._of_calls: weakref.WeakValueDictionary[tuple[int, int], CallUpdates] = weakref.WeakValueDictionary()
+        self.row: Any = None
+        self.trusted: OrderedSet[Any] = OrderedSet()
+        self.unproven = 0
+        # The key is the position of a library call, and what the call launches.
+        self._of_calls: weakref.WeakValueDictionary[tuple[int, Entry], CallUpdates] = weakref.WeakValueDictionary()
 
     @property
     def graph(self) -> Any:
         return self.cell.cell_contents
 
-    def bound(self, updates: Sequence[NodeUpdate]) -> list[NodeUpdate]:
-        """Return what sets this graph's nodes, of updates of the captured ones."""
-        return [
-            update._replace(args=(self.executable, self.nodes[int(update.args[1])], *update.args[2:]))
-            for update in updates
-        ]
+    def drop(self) -> None:
+        """Replays find it empty."""
+        self.cell.cell_contents = self.replay = None
 
-    def of_call(self, position: int, launched: object, new: Callable[[], Sequence[NodeUpdate]]) -> CallUpdates:
-        """
-        Return what sets the nodes of a library call to what it launches. Rows share it: a node whose parameters did not
-        change is not set again.
-        """
-        key = position, id(launched)
-        if (found := self._of_calls.get(key)) is None:
-            found = self._of_calls[key] = CallUpdates(self.bound(new()), launched)
+    def of_call(self, position: int, call: LibraryNodes, entry: Entry) -> CallUpdates:
+        """Return what sets the nodes of a library call to what it launches."""
+        if (found := self._of_calls.get((position, entry))) is None:
+            found = self._of_calls[position, entry] = CallUpdates(self, call, entry)
         return found
 
 
@@ -223,6 +284,7 @@ class SizedGraphs:
         nodes: of it, in a row
         attributes: of those of library calls
         fixed: see SizedGraph
+        calls: the library calls of the recording
     """
 
     def __init__(
@@ -232,32 +294,43 @@ class SizedGraphs:
         nodes: Sequence[Any],
         attributes: tuple[Any, ...],
         fixed: Sequence[NodeUpdate],
+        calls: Sequence[LibraryNodes],
         device_index: int,
     ) -> None:
         self.device_index = device_index
         self.attributes = attributes
+        self.calls = calls
         self.captured = SizedGraph(graph, executable, {int(node): node for node in nodes}, fixed)
         self.own: dict[tuple[Any, ...], SizedGraph] = {}
+
+    def known(self, launches: Launches) -> SizedGraph | None:
+        """Return the graph with the attributes of ``launches``, if there is one."""
+        return self.captured if launches.attributes == self.attributes else self.own.get(launches.attributes)
 
     def find(
         self, launches: Launches, inputs: Sequence[int], new_fixed: Callable[[], Sequence[NodeUpdate]]
     ) -> SizedGraph:
-        """
-        Return the graph with the attributes of ``launches``. If there is none, make it for a call with ``inputs``.
-        Raises DriverError.
-        """
-        if launches.attributes == self.attributes:
-            return self.captured
-        if (found := self.own.get(launches.attributes)) is not None:
+        """As ``known``. If there is none, make it for a call with ``inputs``. Raises DriverError."""
+        if (found := self.known(launches)) is not None:
             return found
         self._make_room()
         fixed, order = new_fixed(), self.captured.nodes
-        by_node = {int(u.args[1]): u for u in (*fixed, *launches.new_updates()) if u.set is not set_enabled}
+        of_calls = [
+            update
+            for call, entry in zip(self.calls, launches.calls)
+            for update in entry.updates(self.captured.executable, call.nodes, call.sources)
+        ]
+        by_node = {int(u.args[1]): u for u in (*fixed, *of_calls) if u.set is not set_enabled}
         like = next((own.graph for own in self.own.values()), None)
         own = OwnGraph(self.captured.graph, [by_node[node] for node in order], inputs, self.device_index, like)
         added = SizedGraph(own, own.executable, dict(zip(order, own.nodes)), fixed)
         self.own[launches.attributes] = added
         return added
+
+    def close(self) -> None:
+        """Let go of replays, which have the graphs and what these belong to."""
+        for graph in (self.captured, *self.own.values()):
+            graph.replay = None
 
     def _make_room(self) -> None:
         """Drop the least recently launched graph if there are too many. Raises DriverError: all are in use."""
@@ -266,8 +339,7 @@ class SizedGraphs:
         oldest = max(self.own, key=lambda attributes: self.own[attributes].graph.launch.age)
         if self.own[oldest].graph.launch.age < IDLE_LAUNCHES:
             raise DriverError(f"{MAX_OWN_GRAPHS} graphs with other attributes are in use")
-        # Replays find it empty.
-        self.own.pop(oldest).cell.cell_contents = None
+        self.own.pop(oldest).drop()
 
 
 class Launches:
@@ -278,31 +350,20 @@ class Launches:
         count: of what words refer to: addresses, then numbers of the call's sizes
         row: what identifies these launches
         calls: what each library call launches. Other nodes launch the same function at all sizes
-        new: returns updates of the captured nodes of a library call, given its position and what it launches. No two
-            have parameters in the same memory
 
     Attributes:
         on: the graph, None before the first call
         set: writes addresses and numbers of a call into its nodes. Returns False if the driver refuses
-        replay: a Replay of these launches, or None
     """
 
     on: SizedGraph | None = None
     set: Any = None
-    replay: Any = None
 
-    def __init__(
-        self,
-        count: int,
-        row: Any,
-        calls: Sequence[Any],
-        new: Callable[[int, Any], Sequence[NodeUpdate]],
-    ) -> None:
+    def __init__(self, count: int, row: Any, calls: Sequence[Entry]) -> None:
         self.count = count
         self.row = row
         self.calls = calls
-        self.new: Any = new
-        of_libraries: list[CapturedNode] = [launched for call in calls for launched in call.nodes]
+        of_libraries = [launched for call in calls for launched in call.nodes]
         self.attributes = tuple(launched.attributes for launched in of_libraries)
         self.kernels = [(launched.launch, launched.attributes) for launched in of_libraries]
 
@@ -311,63 +372,67 @@ class Launches:
         return self.on is not None and self.on.graph is None
 
     @property
-    def is_proven(self) -> bool:
-        """Whether results were compared with those of an uncaptured run, on the graph as it is."""
-        return self.on is not None and self.row in self.on.proven
+    def is_trusted(self) -> bool:
+        """Whether the graph as it is may launch these."""
+        return self.on is not None and self.row in self.on.trusted
+
+    def trust(self) -> bool:
+        """Let the graph launch these without a proof, if it was proven with others. Return whether it may."""
+        if (on := self.on) is None or not on.trusted or on.unproven + 1 >= UNPROVEN_ROWS:
+            return False
+        on.unproven += 1
+        self._add(on)
+        return True
 
     def note_proof(self) -> None:
-        if len(self.on.proven) < MAX_PROVEN_ROWS:  # type: ignore[union-attr]
-            self.on.proven.add(self.row)  # type: ignore[union-attr]
+        """Results were compared with those of an uncaptured run."""
+        on: Any = self.on
+        on.unproven = 0
+        self._add(on)
 
-    def new_updates(self) -> list[NodeUpdate]:
-        """Return updates of the captured nodes of library calls, for a graph that is to be made."""
-        return [update for i, call in enumerate(self.calls) for update in self.new(i, call)]
+    def _add(self, on: SizedGraph) -> None:
+        if len(on.trusted) < MAX_TRUSTED_ROWS:
+            on.trusted.add(self.row)
 
-    def begin(self, on: SizedGraph) -> None:
+    def begin(self, on: SizedGraph, calls: Sequence[LibraryNodes]) -> None:
         self.on = on
-        self.of_calls = [on.of_call(i, call, functools.partial(self.new, i, call)) for i, call in enumerate(self.calls)]
-        self.updates = [*on.fixed, *(update for of_call in self.of_calls for update in of_call)]
-        # The function refers to the recording, and the recording to these launches.
-        self.new = None
-        self.set = self._compiled(on) or self._set
+        of_calls = (on.of_call(i, call, entry) for i, (call, entry) in enumerate(zip(calls, self.calls)))
+        self.updates = [on.fixed, *of_calls]
+        compiled = [updates.compiled for updates in self.updates]
+        self.set = self._set
+        if None not in compiled:
+            self.set = on.row = native.compiled.Row(self.count, compiled, on.row)
 
     def move(self, inputs: Sequence[int]) -> None:
         """Set the nodes' parameters and grids for a call. Raises DriverError: the graph must not be launched then."""
         if not self.set(inputs):
             raise DriverError(self._refusal(inputs))
 
-    def _compiled(self, on: SizedGraph) -> Any:
-        """Return native.compiled.Nodes of these updates, or None where there is none."""
-        if native.compiled is None:
-            return None
-        try:
-            nodes = [*map(description, self.updates)]
-        except DriverError as e:
-            log.info("nodes are set by Python: %s", e)
-            return None
-        on.native = native.compiled.Nodes([0] * self.count, nodes, self.updates, on.native)
-        return on.native
+    def _all(self) -> list[NodeUpdate]:
+        return [update for updates in self.updates for update in updates.all]
 
     def _set(self, inputs: Sequence[int]) -> bool:
-        on = self.on
-        before = on.updates or [None] * len(self.updates)  # type: ignore[union-attr]
+        on: Any = self.on
+        updates = self._all()
+        before = on.updates or [None] * len(updates)
         # Unknown until all are set.
-        on.updates = []  # type: ignore[union-attr]
-        changed = [update for update, held in zip(self.updates, before) if update.write(inputs) or update is not held]
+        on.updates = []
+        changed = [update for update, held in zip(updates, before) if update.write(inputs) or update is not held]
         try:
             for update in changed:
                 _check(update.set, update.args, update.keep)
         except DriverError:
             return False
-        on.updates = self.updates  # type: ignore[union-attr]
+        on.updates = updates
         return True
 
     def _refusal(self, inputs: Sequence[int]) -> str:
         """Set all nodes again, and return which refuses and how."""
-        for update in self.updates:
+        updates = self._all()
+        for update in updates:
             update.write(inputs)
         try:
-            for update in self.updates:
+            for update in updates:
                 _check(update.set, update.args, update.keep)
         except DriverError as e:
             return str(e)

@@ -46,20 +46,20 @@ class Replay:
         self._last_seen: CUDAGraphNode | None = None
         self._live_of_last: tuple[PathOutput, ...] = ()
 
-    def __call__(self, inputs: list[InputType], *numbers: tuple[int, ...]) -> OutputType:
-        """``numbers`` are those of the call, if the plan is for many sizes."""
+    def __call__(self, inputs: list[InputType], *of_sizes: Any) -> OutputType:
+        """``of_sizes``: the numbers of the call and what sets the nodes, if the plan is for many sizes."""
         plan, state = self.plan, self.state
         if self._fits(inputs) and not plan.is_capturing() and plan.containers() is plan.owner and state.acquire():
             try:
                 state.follow()
-                outputs = self._run(inputs, *numbers)
+                outputs = self._run(inputs, *of_sizes)
             finally:
                 state.release()
             if outputs is not None:
                 return outputs
             if plan.dropped and inputs[plan.dropped[0]] is None:
                 plan.restore(inputs)
-        return self.general(inputs, *numbers)
+        return self.general(inputs, *of_sizes)
 
     def _fits(self, inputs: list[InputType]) -> bool:
         """Return whether the static inputs are those of the recording."""
@@ -68,9 +68,10 @@ class Replay:
             return False
         return all(isinstance(t := inputs[i], torch.Tensor) and t.data_ptr() == address for i, address in plan.static)
 
-    def _run(self, inputs: list[InputType], *numbers: tuple[int, ...]) -> OutputType | None:
+    def _run(self, inputs: list[InputType], *of_sizes: Any) -> OutputType | None:
         """Return the outputs, or None if the general path has to be taken."""
-        plan = self.plan
+        plan, numbers = self.plan, of_sizes[:1]
+        nodes: Any = of_sizes[1] if of_sizes else plan.nodes
         last = None if plan.node is None else plan.manager._current_node
         if not self._may_follow(last) or not all(o.describes(plan.cached[i]) for i, o in self._cached):
             return None
@@ -88,7 +89,7 @@ class Replay:
             return None
         for i in plan.dropped:
             inputs[i] = None
-        if not are_dead(plan.dead_after) or not plan.nodes(pointers):
+        if not are_dead(plan.dead_after) or not nodes(pointers):
             return None
         manager = plan.manager
         if plan.node is not None:

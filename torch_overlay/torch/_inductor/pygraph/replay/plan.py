@@ -7,7 +7,7 @@ attributes of ReplayPlan say, if another call has the lock of the trees, if a ca
 owner, or if a bound input is a conjugate or a negative that is not computed.
 
 A recording for many sizes is none of trees': its plan has no ``node``. A call of such a plan has numbers besides the
-inputs. The numbers are further words, and what outputs have for sizes and strides.
+inputs, and what sets the nodes. The numbers are further words, and what outputs have for sizes and strides.
 
 Two interpreters follow a plan: interpreter.Replay, and Replay of the compiled module. They read ``_current_node`` and
 ``path_state`` of the manager, ``MarkStepBox.mark_step_counter``, ``GenerationTracker.generation``,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch._inductor.cudagraph_trees import CUDAGraphNode, CUDAGraphTreeManager, PathOutputIndex
     from torch._inductor.pygraph.capture.bound import BoundGraphNode
     from torch._inductor.pygraph.capture.sized import SizedRecording
-    from torch._inductor.pygraph.graph.sized import Launches
+    from torch._inductor.pygraph.graph.sized import SizedGraph
     from torch._inductor.utils import InputType
 
 
@@ -91,7 +91,8 @@ class ReplayPlan:
         allocators: each makes memory for an output, given the numbers of the call if it has some
         views: of bound inputs and allocations: (position, size, stride, offset in bytes, itemsize). Size, stride and
             offset are positions in the numbers
-        nodes: sets the addresses of bound inputs and allocations, and the words. Returns False if a node refused
+        nodes: sets the addresses of bound inputs and allocations, and the words. Returns False if a node refused. None if
+            each call has its own
         cached: tensors that the node caches, by output
     """
 
@@ -121,7 +122,7 @@ class ReplayPlan:
     allocators: tuple[Callable[..., torch.Tensor], ...]
     views: tuple[tuple[Any, ...], ...] = ()
     words: Callable[[], list[int]] | None = None
-    nodes: Callable[[list[int]], bool]
+    nodes: Callable[[list[int]], bool] | None = None
     launch: Callable[[Any], None]
     cached: list[torch.Tensor | None]
     outputs: tuple[Output, ...]
@@ -175,17 +176,16 @@ def replay_plan(node: BoundGraphNode, manager: CUDAGraphTreeManager, mode: str, 
 
 
 def sized_plan(
-    recording: SizedRecording, launches: Launches, manager: CUDAGraphTreeManager, mode: str, owner: object
+    recording: SizedRecording, on: SizedGraph, manager: CUDAGraphTreeManager, mode: str, owner: object
 ) -> ReplayPlan:
-    """Return the plan of a recording for the sizes at which its nodes launch ``launches``."""
+    """Return the plan of a recording for all sizes at which ``on`` is launched."""
 
     def nothing(of: object) -> tuple[()]:
         return ()
 
-    cell = launches.on.cell  # type: ignore[union-attr]
     return ReplayPlan(
         node=None,
-        graph=cell,
+        graph=on.cell,
         is_outdated=CellType(False),
         manager=manager,
         containers=thread_containers,
@@ -200,8 +200,7 @@ def sized_plan(
         restore=nothing,  # type: ignore[arg-type]
         allocators=tuple(recording.allocators),
         views=tuple(recording.views),
-        nodes=launches.set,
-        launch=launch_of(cell.cell_contents),
+        launch=launch_of(on.graph),
         cached=[None] * len(recording.outputs),
         outputs=tuple(Output(kind, value) for kind, value in recording.outputs),  # type: ignore[arg-type]
     )

@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# At so many sizes beside the first one a graph is proven as a recording is. At others its results are compared in one
-# call of those at which library calls launch the same, and its nodes where a library call launches other kernels than at
-# sizes before.
+# At so many sizes beside the first one a graph is proven as a recording is. At others SizedRecording.is_trusted says
+# whether its results are compared first.
 PROVEN_SIZES = 3
 
 # Of one function: one for each bucket and topology. The least recently used one is dropped.
@@ -163,8 +162,8 @@ class ManySizes:
         self.top: tuple[int, ...] = ()
         # How many were dropped for a function that needed larger ones.
         self.renewals = 0
-        # What replays at these sizes, and the numbers that it takes.
-        self.known: dict[Any, tuple[Any, tuple[int, ...]]] = {}
+        # What replays at these sizes, and what it takes: numbers, and what sets the nodes.
+        self.known: dict[Any, tuple[Any, tuple[int, ...], Any]] = {}
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
         self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
@@ -216,13 +215,13 @@ class ManySizes:
             # torch._dynamo.reset drops graphs.
             if found is None or manager.roots is None:
                 return self.general(inputs)
-            run, numbers = found
+            run, numbers, row = found
             report.captured_calls += 1
-            return run(inputs, numbers)
+            return run(inputs, numbers, row)
 
         return replay
 
-    def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...]) -> OutputType:
+    def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...], row: Any) -> OutputType:
         """Take the general path in a call that was counted as a replay."""
         self.report.captured_calls -= 1
         return self.general(inputs, is_new=False)
@@ -238,11 +237,11 @@ class ManySizes:
         ):
             return uncaptured(inputs)
         outputs: OutputType | None = None
-        found: tuple[Any, tuple[int, ...]] | None = None
+        found: tuple[Any, tuple[int, ...], Any] | None = None
         self.may_have_run = False
         try:
             self._begin()
-            found = self._known_launches(inputs) if is_new else None
+            found = self._trusted(inputs) if is_new else None
             outputs = self._replay(inputs) if found is None else None
         except Exception as e:
             if self.may_have_run:
@@ -251,13 +250,13 @@ class ManySizes:
         finally:
             self.state.release()
         if found is not None:
-            run, numbers = found
+            run, numbers, row = found
             self.report.captured_calls += 1
-            return run(inputs, numbers)
+            return run(inputs, numbers, row)
         return uncaptured(inputs) if outputs is None else outputs
 
-    def _known_launches(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...]] | None:
-        """Return what replays these sizes, if it replayed others before."""
+    def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:
+        """Return what replays these sizes without a proof, if the recording that was used last does."""
         sizes = self._sizes(inputs)
         if not self.recordings or len(self.proven) <= PROVEN_SIZES or sizes in self.refused:
             return None
@@ -267,10 +266,10 @@ class ManySizes:
         except RefusedError:
             # The general path notes the refusal.
             return None
-        if kept is None or kept.launches.replay is None or not kept.launches.is_proven:
+        if kept is None or not recording.is_trusted(kept):
             return None
-        self._know(recording, kept, self.sizes_of(inputs))
-        return self.known[self.sizes_of(inputs)]
+        self.deployment.controller.prepared_size()
+        return self._know(recording, kept, self.sizes_of(inputs))
 
     def _begin(self) -> None:
         self.state.follow()
@@ -298,7 +297,7 @@ class ManySizes:
                 if (kept := recording.at_sizes(sizes)) is None:
                     continue
                 is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
-                if is_proof or not kept.launches.is_proven:
+                if is_proof or not recording.is_trusted(kept):
                     self.deployment.controller.prepared_size()
                     # While the graph is timed, memory stays until all is decided.
                     is_decided = self.report.choice != UNDECIDED
@@ -324,15 +323,16 @@ class ManySizes:
         recording = kept = None
         return self._record(inputs)
 
-    def _know(self, recording: SizedRecording, kept: KeptSizes, sizes: Any) -> None:
+    def _know(self, recording: SizedRecording, kept: KeptSizes, sizes: Any) -> tuple[Any, tuple[int, ...], Any]:
         """Replay further calls at these sizes without this object."""
         if len(self.known) >= MAX_KNOWN_SIZES:
             self.known.clear()
-        launches = kept.launches
-        if launches.replay is None:
-            plan = sized_plan(recording, launches, self.manager, self.spec.mode, self.deployment.owner)
-            launches.replay = make_replay(plan, self.state, self.not_replayed)
-        self.known[sizes] = launches.replay, recording.numbers(kept.at)
+        on: Any = kept.launches.on
+        if on.replay is None:
+            plan = sized_plan(recording, on, self.manager, self.spec.mode, self.deployment.owner)
+            on.replay = make_replay(plan, self.state, self.not_replayed)
+        self.known[sizes] = known = on.replay, recording.numbers(kept.at), kept.launches.set
+        return known
 
     def _drop(self, recordings: Sequence[SizedRecording]) -> None:
         self.known.clear()
@@ -432,7 +432,7 @@ class ManySizes:
         self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], is_proof: bool
     ) -> OutputType | None:
         """Compare a recording at further sizes. Returns and raises as _proven."""
-        if is_proof or not recording.is_compared(kept):
+        if is_proof or not recording.confirm(kept):
             recording.compare(recording.scratch(inputs, kept.at), kept.at)
         if not is_proof and recording.model.can_repeat:
             expected = self.model([*inputs])

@@ -11,6 +11,7 @@ import operator
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.placeholder import extent
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, TensorAt
 from torch._inductor.runtime.triton_heuristics import GridExpr
 
@@ -185,10 +186,7 @@ class AtSizes(NamedTuple):
 
     def extent(self, t: TensorOf) -> int:
         """Return the bytes from the first element to the end of the last."""
-        size, stride, dtype = self.layout(t)
-        if 0 in size:
-            return 0
-        return (sum((n - 1) * step for n, step in zip(size, stride)) + 1) * dtype.itemsize
+        return extent(*self.layout(t))
 
 
 class SizedFunction:

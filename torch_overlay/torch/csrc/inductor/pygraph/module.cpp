@@ -43,8 +43,8 @@ PyMODINIT_FUNC PyInit__replay() {
   using namespace torch::inductor::pygraph;
   Ref module(PyModule_Create(&definition));
   if (!module || !layout_matches() || !add_trees(module.get()) ||
-      !add_values(module.get()) || !add_replay(module.get()) ||
-      !add_calls(module.get())) {
+      !add_values(module.get()) || !add_nodes(module.get()) ||
+      !add_replay(module.get()) || !add_calls(module.get())) {
     return nullptr;
   }
   return module.release();

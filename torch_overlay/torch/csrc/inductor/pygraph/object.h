@@ -42,6 +42,7 @@ namespace torch::inductor::pygraph {
 
 // Each adds the types and functions of one file to the module.
 bool add_calls(PyObject* module);
+bool add_nodes(PyObject* module);
 bool add_replay(PyObject* module);
 bool add_trees(PyObject* module);
 bool add_values(PyObject* module);

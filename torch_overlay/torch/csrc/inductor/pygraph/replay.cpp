@@ -1,5 +1,6 @@
 #include "replay.h"
 
+#include "nodes.h"
 #include "values.h"
 
 #include <ATen/cuda/EmptyTensor.h>
@@ -9,135 +10,6 @@
 #include <algorithm>
 
 namespace torch::inductor::pygraph {
-
-Node::Node(PyObject* description) {
-  auto [set_, executable_, node_, params_, context_, words_] =
-      members<6>(description);
-  set = as_address(set_);
-  executable = as_address(executable_);
-  node = as_address(node_);
-  params = as_address(params_);
-  is_switch = context_ == Py_False;
-  if (context_ != Py_None && !is_switch) {
-    context = as_address(context_);
-  }
-  for_each(words_, [&](PyObject* word) {
-    auto [place, nbytes, input, offset, plus] = members<5>(word);
-    words.push_back(
-        {as_address(place),
-         as_word(nbytes) == sizeof(uint32_t),
-         as_word(input),
-         PyLong_AsUnsignedLongLongMask(offset),
-         plus == Py_None ? std::nullopt : std::optional(as_word(plus))});
-  });
-}
-
-bool Node::Word::write(const uint64_t* inputs) const {
-  const uint64_t value =
-      inputs[input] + offset + (plus.has_value() ? inputs[*plus] : 0);
-  if (is_short) {
-    auto* to = static_cast<uint32_t*>(place);
-    return std::exchange(*to, static_cast<uint32_t>(value)) !=
-        static_cast<uint32_t>(value);
-  }
-  return std::exchange(*static_cast<uint64_t*>(place), value) != value;
-}
-
-bool Node::write(const uint64_t* inputs) const {
-  bool has_changed = false;
-  for (const Word& word : words) {
-    has_changed |= word.write(inputs);
-  }
-  return has_changed;
-}
-
-bool Node::call() const {
-  if (is_switch) {
-    using Set = int (*)(void*, void*, unsigned);
-    const unsigned flag = *static_cast<const uint32_t*>(params);
-    return reinterpret_cast<Set>(set)(executable, node, flag) == 0;
-  }
-  if (context.has_value()) {
-    using Set = int (*)(void*, void*, const void*, void*);
-    return reinterpret_cast<Set>(set)(executable, node, params, *context) == 0;
-  }
-  using Set = int (*)(void*, void*, const void*);
-  return reinterpret_cast<Set>(set)(executable, node, params) == 0;
-}
-
-Nodes::Nodes(PyObject* args, PyObject* /*kwargs*/) {
-  const bool is_sized = PyTuple_Check(args) && PyTuple_GET_SIZE(args) == 4;
-  Ref first = checked(PyTuple_GetSlice(args, 0, 3));
-  auto [known, descriptions, owner] = members<3>(first.get());
-  pointers = as_words(known);
-  for_each(descriptions, [&](PyObject* item) { nodes.emplace_back(item); });
-  keep = Ref::share(owner);
-  if (!is_sized) {
-    held = std::make_shared<Held>();
-    for (const Node& node : nodes) {
-      held->params.push_back(node.params);
-    }
-    held->last = number = ++held->count;
-    return;
-  }
-  auto [a, b, c, like] = members<4>(args);
-  if (like == Py_None) {
-    held = std::make_shared<Held>();
-    held->params.resize(nodes.size());
-  } else {
-    held = Boxed<Nodes>::of(Boxed<Nodes>::share(like).get()).held;
-  }
-  number = ++held->count;
-  if (held->params.size() != nodes.size()) {
-    raise(PyExc_ValueError, "expected all nodes of the graph");
-  }
-}
-
-Nodes::~Nodes() {
-  for (size_t i = 0; held != nullptr && i < nodes.size(); ++i) {
-    if (held->params[i] == nodes[i].params) {
-      held->params[i] = nullptr;
-    }
-  }
-}
-
-PyObject* Nodes::call(const Call& call) {
-  return guarded([&]() -> PyObject* {
-    auto to = as_numbers(call.count() == 1 ? call.args[0] : Py_None);
-    if (to.size() != pointers.size()) {
-      raise(PyExc_ValueError, "expected a pointer for each input");
-    }
-    return PyBool_FromLong(update(to.data()));
-  });
-}
-
-bool Nodes::update(const uint64_t* to) {
-  if (is_known() && std::equal(pointers.begin(), pointers.end(), to)) {
-    return true;
-  }
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (nodes[i].write(to)) {
-      held->params[i] = nullptr;
-    }
-  }
-  if (!set_changed()) {
-    held->forget();
-    return false;
-  }
-  std::copy_n(to, pointers.size(), pointers.begin());
-  held->last = number;
-  return true;
-}
-
-bool Nodes::set_changed() {
-  for (size_t i = 0; i < nodes.size(); ++i) {
-    if (held->params[i] != nodes[i].params && !nodes[i].call()) {
-      return false;
-    }
-    held->params[i] = nodes[i].params;
-  }
-  return true;
-}
 
 Launch::Launch(PyObject* args, PyObject* /*kwargs*/) {
   auto [function, graph, index, device, stream, fallback, like] =
@@ -186,21 +58,6 @@ PyObject* age(PyObject* self, void* /*closure*/) {
 // How many other launches of the recording there were since the last one.
 PyGetSetDef launch_getset[] = {
     {"age", age, nullptr, nullptr, nullptr},
-    {}};
-
-PyObject* pointers(PyObject* self, void* /*closure*/) {
-  return guarded([&]() -> PyObject* {
-    const Nodes& nodes = Boxed<Nodes>::of(self);
-    if (nodes.is_known()) {
-      return as_list(nodes.pointers).release();
-    }
-    Ref unknown = checked(Py_BuildValue("[i]", -1));
-    return PySequence_Repeat(unknown.get(), nodes.pointers.size());
-  });
-}
-
-PyGetSetDef nodes_getset[] = {
-    {"pointers", pointers, nullptr, nullptr, nullptr},
     {}};
 
 at::ScalarType dtype_of(PyObject* dtype) {
@@ -343,14 +200,15 @@ void Replay::add_output(PyObject* output) {
 PyObject* Replay::call(const Call& call) {
   bool has_dropped = false;
   auto replay = [&]() -> PyObject* {
-    const bool has_numbers = call.count() == 2;
+    const bool has_numbers = call.count() == 3;
     if (!(has_numbers || call.count() == 1) ||
         !PyList_CheckExact(call.args[0]) || !fits(call.args[0])) {
       return nullptr;
     }
     check_not_captured(is_capturing);
     PyObject* numbers = has_numbers ? call.args[1] : nullptr;
-    return run(call.args[0], has_dropped, {}, numbers);
+    PyObject* row = has_numbers ? call.args[2] : nullptr;
+    return run(call.args[0], has_dropped, {}, numbers, row);
   };
   return attempted(replay, [&]() -> PyObject* {
     bool is_whole = !has_dropped || Ref(call.pass_to(restore));
@@ -373,7 +231,8 @@ PyObject* Replay::run(
     PyObject* inputs,
     bool& has_dropped,
     const Given& given,
-    PyObject* numbers) {
+    PyObject* numbers,
+    PyObject* row) {
   check_thread();
   TreeState& of_trees = Boxed<TreeState>::of(state.get());
   if (!of_trees.acquire()) {
@@ -435,7 +294,7 @@ PyObject* Replay::run(
     checked(PyList_SetItem(inputs, i, Ref::share(Py_None).release()));
   }
   check_dead(dead_after);
-  bind(pointers);
+  bind(pointers, row);
   Given::check(given.staged);
 
   if (is_in_tree) {
@@ -508,9 +367,17 @@ void Replay::check_caches() const {
 
 // Sets the nodes. Throws Unusual if one refused: the general path tries again
 // and reports the error.
-void Replay::bind(const Pointers& pointers) const {
-  if (Boxed<Nodes>::is(nodes.get())) {
-    Nodes& compiled = Boxed<Nodes>::of(nodes.get());
+void Replay::bind(const Pointers& pointers, PyObject* row) const {
+  PyObject* to = row == nullptr ? nodes.get() : row;
+  if (Boxed<Row>::is(to)) {
+    Row& compiled = Boxed<Row>::of(to);
+    if (pointers.size() != compiled.count || !compiled.update(pointers)) {
+      throw Unusual();
+    }
+    return;
+  }
+  if (Boxed<Nodes>::is(to)) {
+    Nodes& compiled = Boxed<Nodes>::of(to);
     if (pointers.size() != compiled.pointers.size() ||
         !compiled.update(pointers.data())) {
       throw Unusual();
@@ -518,7 +385,7 @@ void Replay::bind(const Pointers& pointers) const {
     return;
   }
   Ref list = as_list(pointers);
-  if (checked(PyObject_CallOneArg(nodes.get(), list.get())).get() != Py_True) {
+  if (checked(PyObject_CallOneArg(to, list.get())).get() != Py_True) {
     throw Unusual();
   }
 }
@@ -574,11 +441,9 @@ PyMemberDef replay_members[] = {
 
 bool add_replay(PyObject* module) {
   Boxed<Launch>::type.tp_getset = launch_getset;
-  Boxed<Nodes>::type.tp_getset = nodes_getset;
   Boxed<Replay>::type.tp_members = replay_members;
   return Boxed<Allocator>::ready(module, "Allocator") &&
       Boxed<Launch>::ready(module, "Launch") &&
-      Boxed<Nodes>::ready(module, "Nodes") &&
       Boxed<Replay>::ready(module, "Replay");
 }
 

@@ -15,93 +15,6 @@
 
 namespace torch::inductor::pygraph {
 
-// One node of an executable graph that holds inputs, or whether it is enabled.
-struct Node {
-  // A word of the node's parameters, of 8 or 4 bytes: the address of an input,
-  // or a number, plus an offset, plus another number if there is a `plus`.
-  struct Word {
-    // Returns whether the word changed.
-    bool write(const uint64_t* inputs) const;
-
-    void* place;
-    bool is_short;
-    size_t input;
-    uint64_t offset;
-    std::optional<size_t> plus;
-  };
-
-  explicit Node(PyObject* description);
-
-  // Returns whether a word changed.
-  bool write(const uint64_t* inputs) const;
-
-  // Sets the node to `params`. False if the driver refused.
-  bool call() const;
-
-  // The driver function that sets the node.
-  void* set;
-  void* executable;
-  void* node;
-  // The words lie in the parameters, or the parameters point to them.
-  void* params;
-  std::optional<void*> context;
-  std::vector<Word> words;
-  // `params` is the flag that switches the node on.
-  bool is_switch = false;
-};
-
-// What the nodes of an executable graph were set to last.
-struct Held {
-  // The next update sets every node.
-  void forget() {
-    std::fill(params.begin(), params.end(), nullptr);
-    last = 0;
-  }
-
-  // Of each node, null if it is not known.
-  std::vector<const void*> params;
-  // The number of the Nodes that set them, 0 if none did.
-  uint64_t last = 0;
-  uint64_t count = 0;
-};
-
-// Nodes(pointers, nodes, keep): the nodes of one executable graph that hold
-// inputs, as graph/binding.py describes them. The graph holds `pointers` now.
-// `keep` owns the memory that the nodes point to. A call updates them.
-//
-// Nodes(pointers, nodes, keep, like): all nodes of an executable graph, as
-// graph/sized.py describes them. `like` is another one of the same graph, or
-// None: what the nodes hold is not known then.
-struct Nodes {
-  Nodes(PyObject* args, PyObject* kwargs);
-  Nodes(Nodes&&) = default;
-  // Parameters of others may get the memory of these.
-  ~Nodes();
-  PyObject* call(const Call& call);
-
-  // Sets the nodes to these inputs. False if a node refused: the graph must not
-  // be launched then.
-  bool update(const uint64_t* to);
-
-  bool is_known() const {
-    return held->last == number;
-  }
-
-  template <typename F>
-  void visit(F&& f) {
-    f(keep);
-  }
-
-  std::vector<Node> nodes;
-  Pointers pointers;
-  Ref keep;
-  std::shared_ptr<Held> held;
-  uint64_t number = 0;
-
- private:
-  bool set_changed();
-};
-
 // Launch(launch, executable, device_index, current_device, current_stream,
 // general, like): launches an executable graph in the current stream, with
 // the driver function `launch`. It calls `general` if another device is the
@@ -281,9 +194,9 @@ struct Given {
   Times staged;
 };
 
-// Replay(plan, state, general): a call with inputs, and with numbers if the plan
-// is for many sizes, replays the recording if the plan allows it, and else calls
-// `general` with the same arguments.
+// Replay(plan, state, general): a call with inputs, and with numbers and a Row if
+// the plan is for many sizes, replays the recording if the plan allows it, and
+// else calls `general` with the same arguments.
 struct Replay : Trees {
   Replay(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call);
@@ -299,7 +212,8 @@ struct Replay : Trees {
       PyObject* inputs,
       bool& has_dropped,
       const Given& given = {},
-      PyObject* numbers = nullptr);
+      PyObject* numbers = nullptr,
+      PyObject* row = nullptr);
 
   template <typename F>
   void visit(F&& f) {
@@ -354,7 +268,7 @@ struct Replay : Trees {
   void add_output(PyObject* output);
   void check_path(PyObject* last);
   void check_caches() const;
-  void bind(const Pointers& pointers) const;
+  void bind(const Pointers& pointers, PyObject* row) const;
   Ref collect(
       PyObject* inputs,
       const c10::SmallVector<Ref, 16>& tensors,
