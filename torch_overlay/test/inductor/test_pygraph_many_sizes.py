@@ -423,7 +423,8 @@ class ManySizesTest(ManySizesTestCase):
         program = self.program(mlp)
         self.check(program, (37, 37, 5, 6, 7, 9))
         with self.outputs_elsewhere():
-            self.check(program, (10,))
+            # The first call has the results of the uncaptured function. The next one is rehearsed.
+            self.check(program, (10, 11, 10))
         (reason,) = self.refused
         self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
         self.check(program, (10, 5, 10))
@@ -470,13 +471,13 @@ class ManySizesTest(ManySizesTestCase):
         known = {form: True for form in self.memo().forms.values() if form.is_compared}
         entry_of = library.Memo._entry
 
-        def without_the_last(self: Any, *args: Any) -> Any:
+        def without_the_first(self: Any, *args: Any) -> Any:
             entry = entry_of(self, *args)
             if all(map(known.get, entry.forms)):
                 return entry
-            return dataclasses.replace(entry, slots=tuple(of_node[:-1] for of_node in entry.slots))
+            return dataclasses.replace(entry, slots=tuple(of_node[1:] for of_node in entry.slots))
 
-        with mock.patch.object(library.Memo, "_entry", without_the_last):
+        with mock.patch.object(library.Memo, "_entry", without_the_first):
             self.check(program, range(10, 65))
         (reason,) = self.refused
         self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
@@ -1142,7 +1143,7 @@ class FewSizesTest(ManySizesTestCase):
         program = self.program(mlp)
         self.check(program, (37, 5, 9) * 4 + (6, 6, 7, 8, 10))
         with self.outputs_elsewhere(), mock.patch.object(graph_sized, "UNPROVEN_ROWS", 1):
-            self.check(program, (11,))
+            self.check(program, (11, 11))
         self.check(program, (6, 6, 6, 37, 5, 9))
         self.assertEqual([r.code for r in self.refused], [Code.DIFFERS_AT_SIZES])
         self.assertEqual([entry.sizes for entry in report()], [[37], [5], [9], [6]])

@@ -403,7 +403,7 @@ class ModelledDriver(Clones):
         return self.success, froms, tos, [cu.CUgraphEdgeData() for _ in froms], count or len(edges)
 
     def cuPointerGetAttribute(self, attribute: Any, address: int) -> Any:
-        for start, end in self.allocations():
+        for start, end in (*self.allocations(), *self.reserved):
             if start <= address < end:
                 is_start = attribute == cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
                 return self.success, start if is_start else end - start

@@ -115,10 +115,6 @@ class SizedModel:
         for call in size_map.calls:
             if isinstance(call, KernelAt) and any(map(_takes_scratch, spec.objects[call.kernel].launchers)):
                 raise unknown(call.kernel)
-        # Whether a further run on the same inputs does the same.
-        self.can_repeat = not (spec.mutated_input_idxs or spec.reused_input_idxs) and not any(
-            isinstance(e, OperatorOf) and operator_name(e.name) == "randint" for e in self.function.events
-        )
         self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         self.memory = dict(self.function.allocations)
         for event in self.function.events:

@@ -33,7 +33,7 @@ from torch._inductor.pygraph.types.reason import Code, first_line, Reason, Refus
 from torch._inductor.pygraph.types.report import FunctionReport
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import equal_bits, mark_unwritten
-from torch._inductor.pygraph.verify.rehearsal import Rehearsal
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal, RngState, SavedInput
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -167,6 +167,8 @@ class ManySizes:
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
         self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
+        # Rows of launches at which results of a replay were not equal to those of an uncaptured run.
+        self.unequal: OrderedSet[Any] = OrderedSet()
         # Sizes at which the function runs uncaptured.
         self.refused: OrderedSet[tuple[int, ...]] = OrderedSet()
         # In this call.
@@ -266,10 +268,14 @@ class ManySizes:
         except RefusedError:
             # The general path notes the refusal.
             return None
-        if kept is None or not recording.is_trusted(kept):
+        if kept is None or not self._is_trusted(recording, kept):
             return None
         self.deployment.controller.prepared_size()
         return self._know(recording, kept, self.sizes_of(inputs))
+
+    def _is_trusted(self, recording: SizedRecording, kept: KeptSizes) -> bool:
+        """Return whether a call may replay a recording without a proof. None does while it is open why results differ."""
+        return kept.launches.is_trusted or (not self.unequal and recording.is_trusted(kept))
 
     def _begin(self) -> None:
         self.state.follow()
@@ -297,7 +303,7 @@ class ManySizes:
                 if (kept := recording.at_sizes(sizes)) is None:
                     continue
                 is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
-                if is_proof or not recording.is_trusted(kept):
+                if is_proof or not self._is_trusted(recording, kept):
                     self.deployment.controller.prepared_size()
                     # While the graph is timed, memory stays until all is decided.
                     is_decided = self.report.choice != UNDECIDED
@@ -315,7 +321,8 @@ class ManySizes:
                 if recording is not self.recordings[-1]:
                     self.recordings.remove(recording)
                     self.recordings.append(recording)
-                self._know(recording, kept, self.sizes_of(inputs))
+                if kept.launches.is_trusted:
+                    self._know(recording, kept, self.sizes_of(inputs))
                 self.report.captured_calls += 1
                 inputs.clear()
                 return outputs
@@ -434,20 +441,37 @@ class ManySizes:
         """Compare a recording at further sizes. Returns and raises as _proven."""
         if is_proof or not recording.confirm(kept):
             recording.compare(recording.scratch(inputs, kept.at), kept.at)
-        if not is_proof and recording.model.can_repeat:
-            expected = self.model([*inputs])
-            if (tensors := recording.bind(inputs, kept, again=True)) is None:
-                return None
-            for t in tensors[len(recording.model.inputs) :]:
-                mark_unwritten(t)
-            outputs = recording.launch(inputs, kept, tensors)
-            if all(map(_are_identical, outputs, expected)):
-                kept.launches.note_proof()
-                return outputs
+        row = kept.launches.row
+        if not is_proof and row not in self.unequal:
+            return self._compared(recording, kept, inputs)
         rehearsal = self._rehearse(inputs)
-        if not is_proof and recording.model.can_repeat and rehearsal.repeats_itself():
+        if not is_proof and rehearsal.repeats_itself():
             raise differs(kept.at, "it has other results than the function")
         return self._proven(recording, kept, inputs, rehearsal)
+
+    def _compared(self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType]) -> OutputType | None:
+        """
+        Replay a recording aside and run the call uncaptured, with the same random numbers. Return the latter's outputs;
+        None if the inputs cannot be bound. Results that differ may be a fault, or differ in each run of the function.
+        """
+        written = OrderedSet([*self.spec.mutated_input_idxs, *self.spec.reused_input_idxs])
+        aside = [SavedInput(t).like(t) if i in written else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
+        if (tensors := recording.bind(aside, kept, again=True)) is None:
+            return None
+        for t in tensors[len(recording.model.inputs) :]:
+            # So that it shows what the graph does not write.
+            mark_unwritten(t)
+        generators = RngState(self.spec.device_index, inputs)
+        replayed = recording.launch(aside, kept, tensors)
+        generators.restore()
+        self.may_have_run = True
+        outputs = self.model([*inputs])
+        pairs = [*zip(replayed, outputs), *((aside[i], inputs[i]) for i in self.spec.mutated_input_idxs)]
+        if all(map(_are_identical, *zip(*pairs))):
+            kept.launches.note_proof()
+        else:
+            self.unequal.add(kept.launches.row)
+        return outputs
 
     def _proven(
         self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal
@@ -472,6 +496,7 @@ class ManySizes:
             rehearsal.restore()
             raise RefusedError(failure)
         self.proven.add(kept.at.sizes)
+        self.unequal.discard(kept.launches.row)
         kept.launches.note_proof()
         counters["pygraph"]["proven_sizes"] += 1
         return outputs
