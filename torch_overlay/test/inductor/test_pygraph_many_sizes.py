@@ -475,7 +475,8 @@ class ManySizesTest(ManySizesTestCase):
             entry = entry_of(self, *args)
             if all(map(known.get, entry.forms)):
                 return entry
-            return dataclasses.replace(entry, slots=tuple(of_node[1:] for of_node in entry.slots))
+            slots = tuple(of_node[1:] for of_node in entry.slots)
+            return library.Entry(entry.nodes, slots, entry.graph, entry.forms, entry.addresses)
 
         with mock.patch.object(library.Memo, "_entry", without_the_first):
             self.check(program, range(10, 65))

@@ -16,7 +16,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._inductor import cudagraph_trees
 from torch._inductor.pygraph.capture.allocation import Copied, placed_allocator, with_allocator
-from torch._inductor.pygraph.capture.compared import differences, is_same_launch, on_other_stack, replaced
+from torch._inductor.pygraph.capture.compared import differences, is_same_launch, on_other_stack
 from torch._inductor.pygraph.capture.library import cublas_workspaces, Scratch
 from torch._inductor.pygraph.graph import binding
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_node
@@ -61,7 +61,7 @@ def _words(
         return found if value in own and found in of_others else value
 
     for k, (node, other) in enumerate(zip(nodes, others)):
-        yield from differences(k, other.captured, replaced(node, other, expected))
+        yield from differences(k, node, other, expected)
 
 
 class Again:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import WORD_BYTES
+from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
 from torch._inductor.pygraph.graph.memory import is_pageable
 from torch.utils._ordered_set import OrderedSet
 
@@ -85,14 +86,31 @@ class Difference(NamedTuple):
         return all(is_pageable(int.from_bytes(word, "little")) for word in (self.found, self.expected))
 
 
-def differences(node: int, found: Sequence[bytes], expected: Sequence[bytes]) -> list[Difference]:
-    """Return which words of a node's parameters differ."""
-    words = [
-        Difference(node, buffer, offset, a[offset : offset + WORD_BYTES], b[offset : offset + WORD_BYTES])
-        for buffer, (a, b) in enumerate(zip(found, expected))
-        for offset in range(0, len(b), WORD_BYTES)
-    ]
-    return [word for word in words if word.found != word.expected]
+def differences(
+    k: int,
+    launched: CapturedNode,
+    node: CapturedNode,
+    expected: Callable[[int, int, int, int], int],
+    known: Container[tuple[int, int]] = (),
+) -> Iterator[Difference]:
+    """
+    Yield the words in which the parameters of a node differ from those that are expected.
+
+    Args:
+        k: the position of the node
+        launched: has as many bytes
+        expected: (buffer, offset, value in ``launched``, value in ``node``) returns the expected value
+        known: (buffer, offset) of words at which equal ones may not be expected
+    """
+    for buffer, (a, b) in enumerate(zip(launched.captured, node.captured)):
+        words = zip(itertools.count(0, WORD_BYTES), aligned_words(a), aligned_words(b))
+        for offset, value, found in words:
+            if value != found or (buffer, offset) in known:
+                if (word := expected(buffer, offset, value, found)) != found:
+                    yield Difference(k, buffer, offset, *(n.to_bytes(WORD_BYTES, "little") for n in (found, word)))
+        rest = len(a) // WORD_BYTES * WORD_BYTES
+        if a[rest:] != b[rest:]:
+            yield Difference(k, buffer, rest, b[rest:], a[rest:])
 
 
 def launches_same(predicted: CapturedNode, node: CapturedNode) -> bool:
@@ -129,11 +147,7 @@ class CallComparison:
         for launched, node in zip(self.entry.nodes, self.nodes):
             if not is_same_launch(launched, node):
                 return f"launches another kernel alone: {launched}, in the function {node}"
-        found = [
-            word
-            for k, (node, slots) in enumerate(zip(self.nodes, self.entry.slots))
-            for word in differences(k, node.captured, self._expected(k, node, slots))
-        ]
+        found = [word for k in range(len(self.nodes)) for word in self._differences(k)]
         # Other entries with the kernel may have shown them.
         for captures in (False, True) if found else ():
             undefined = self.undefined(captures)
@@ -150,15 +164,15 @@ class CallComparison:
         ]
         return f"has {len(found)} other words alone: {'; '.join(texts)}"
 
-    def _expected(self, k: int, node: CapturedNode, slots: Sequence[Slot]) -> list[bytes]:
-        places = {(slot.buffer, slot.offset): slot for slot in slots}
+    def _differences(self, k: int) -> Iterator[Difference]:
+        slots = {(slot.buffer, slot.offset): slot for slot in self.entry.slots[k]}
 
         def expected(buffer: int, offset: int, value: int, found: int) -> int:
-            if (slot := places.get((buffer, offset))) is not None:
+            if (slot := slots.get((buffer, offset))) is not None:
                 return self.address(slot)
             return found if value in self.is_temporary and found in self.is_elsewhere else value
 
-        return replaced(self.entry.nodes[k], node, expected)
+        return differences(k, self.entry.nodes[k], self.nodes[k], expected, slots)
 
 
 def undefined_bytes(
@@ -192,18 +206,9 @@ def _words_that_differ(entry: Entry, again: Entry, is_temporary: Container[int])
             return found if is_address or (buffer, offset) in places else value
 
         if is_same_launch(a, b):
-            yield from differences(k, b.captured, replaced(a, b, expected))
+            yield from differences(k, a, b, expected)
 
 
 def is_same_launch(a: CapturedNode, b: CapturedNode) -> bool:
     lengths = [[*map(len, node.captured)] for node in (a, b)]
     return (a.launch, a.grid, a.attributes, lengths[0]) == (b.launch, b.grid, b.attributes, lengths[1])
-
-
-def replaced(launched: CapturedNode, node: CapturedNode, value_of: Callable[[int, int, int, int], int]) -> list[bytes]:
-    """Return the parameters of ``launched``; ``value_of`` (buffer, offset, value, found in ``node``) replaces words."""
-    contents = [bytearray(content) for content in launched.captured]
-    for (buffer, offset, value), (*_, found) in zip(launched.words(), node.words()):
-        word = value_of(buffer, offset, value, found)
-        contents[buffer][offset : offset + WORD_BYTES] = word.to_bytes(WORD_BYTES, "little")
-    return [*map(bytes, contents)]

@@ -21,7 +21,7 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.compared import CallComparison, undefined_bytes
 from torch._inductor.pygraph.capture.copying import clean_up_failed_capture
 from torch._inductor.pygraph.graph import placeholder
-from torch._inductor.pygraph.graph.captured import read_graph
+from torch._inductor.pygraph.graph.captured import read_graph, Shared
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
 from torch._inductor.pygraph.graph.entry import Entry, Form, form_key, Slot
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.pygraph.capture.compared import Place
-    from torch._inductor.pygraph.graph.captured import CapturedNode, Function
+    from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch.cuda import _POOL_HANDLE
     from torch.utils._pytree import TreeSpec
 
@@ -140,7 +140,7 @@ class Memo(Scratch):
         known: by what a call depends on
         nbytes: of these
         forms: by what they are
-        functions: of the nodes
+        shared: by the entries
     """
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
@@ -154,7 +154,7 @@ class Memo(Scratch):
         self.nbytes = 0
         self.forms: dict[Any, Form] = {}
         # Libraries stay loaded.
-        self.functions: dict[int, Function] = {}
+        self.shared = Shared()
 
     @contextlib.contextmanager
     def workspace(self) -> Iterator[None]:
@@ -272,7 +272,7 @@ class Memo(Scratch):
 
         with cublas_workspaces():
             graph, results = self.capture(run, self.pool)
-        nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.functions)
+        nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.shared)
         each = zip(runs, results, itertools.pairwise(ends))
         return [
             self._entry(places, of_call, (*(node.alone() for node in nodes[first : first + 1]), *nodes[first + 1 : end]), graph)
@@ -313,17 +313,15 @@ class Memo(Scratch):
         slots: list[tuple[Slot, ...]] = []
         for node in nodes:
             of_node = []
-            for buffer, offset, value in node.words():
-                if value < lowest:
-                    continue
+            for buffer, offset, value in node.words(lowest):
                 hit = placeholders.find(value)
                 if hit is not None and placeholders.is_better_aligned(*hit):
                     raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
                 if (hit := hit or _find(results, len(places), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
-            slots.append(tuple(of_node))
+            slots.append(self.shared.same(tuple(of_node)))
         forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
-        return Entry(nodes, tuple(slots), graph, forms, addresses)
+        return Entry(nodes, self.shared.same(tuple(slots)), graph, self.shared.same(forms), addresses)
 
 
 def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:

@@ -299,12 +299,12 @@ class SizedRecording:
             return None
         return None if launches.kernels in self.refused else launches
 
-    def _entries(self, at: AtSizes) -> list[Entry]:
+    def _entries(self, at: AtSizes) -> tuple[Entry, ...]:
         """Return what each library call launches."""
         signatures = {like: self._signature(self.calls[like], at) for like in OrderedSet(self.alike)}
         calls = {signature: self.calls[like].call.spec for like, signature in signatures.items()}
         by_signature = dict(zip(calls, self.memo.entries(calls)))
-        return [by_signature[signatures[like]] for like in self.alike]
+        return tuple(by_signature[signatures[like]] for like in self.alike)
 
     @functools.cached_property
     def alike(self) -> list[int]:

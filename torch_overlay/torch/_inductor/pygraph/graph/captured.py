@@ -109,11 +109,12 @@ class CapturedNode:
             f"shared memory, {len(self.buffers)} parameters)"
         )
 
-    def words(self) -> Iterator[tuple[int, int, int]]:
-        """Yield (buffer, offset, value) of each aligned word at capture."""
+    def words(self, lowest: int = 0) -> Iterator[tuple[int, int, int]]:
+        """Yield (buffer, offset, value) of each aligned word at capture that is not below ``lowest``."""
         for i, content in enumerate(self.captured):
             for k, value in enumerate(binding.aligned_words(content)):
-                yield i, binding.WORD_BYTES * k, value
+                if value >= lowest:
+                    yield i, binding.WORD_BYTES * k, value
 
     def grid_places(self) -> list[ctypes.c_uint32]:
         address = int(self.params.getPtr())
@@ -164,25 +165,43 @@ def _attribute_ids() -> tuple[list[Any], list[Any]]:
     return [which for which in ids if which is not None], of_functions
 
 
-def read_node(
-    node: Any, kind: Any, edge: tuple[int, int, int], functions: dict[int, Function] | None = None
-) -> CapturedNode:
-    """``functions``: those that are known, by address. Raises RefusedError: it is neither a kernel nor a memset."""
+class Shared:
+    """
+    What captured nodes have in common.
+
+    Attributes:
+        functions: by address
+        tuples: by themselves: equal ones are one object
+    """
+
+    def __init__(self) -> None:
+        self.functions: dict[int, Function] = {}
+        self.tuples: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def function(self, function: Any) -> Function:
+        if (known := self.functions.get(int(function))) is None:
+            known = self.functions[int(function)] = Function.of(function)
+        return known
+
+    def same(self, t: tuple[Any, ...]) -> tuple[Any, ...]:
+        return self.tuples.setdefault(t, t)
+
+
+def read_node(node: Any, kind: Any, edge: tuple[int, int, int], shared: Shared | None = None) -> CapturedNode:
+    """Raises RefusedError: it is neither a kernel nor a memset."""
     cu = bindings()
+    shared = shared or Shared()
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_KERNEL:
         params = check(cu.cuGraphKernelNodeGetParams(node))
         function = binding.kernel_function(params)
-        if (known := (functions or {}).get(int(function))) is None:
-            known = Function.of(function)
-            if functions is not None:
-                functions[int(function)] = known
+        known = shared.function(function)
         captured = tuple(content for _, content in binding.read_parameters(params, known.layout))
         grid = params.gridDimX, params.gridDimY, params.gridDimZ
         block = params.blockDimX, params.blockDimY, params.blockDimZ
-        launch = True, int(function), block, params.sharedMemBytes
+        launch = shared.same((True, int(function), block, params.sharedMemBytes))
         params.kernelParams = params.extra = 0
         struct = bytes(binding.struct_buffer(params, KERNEL_BYTES))
-        attributes = *_attributes(node), *known.attributes
+        attributes = shared.same((*_attributes(node), *known.attributes))
         return CapturedNode(node, edge, struct, grid, launch, attributes, captured)
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
         params = check(cu.cuGraphMemsetNodeGetParams(node))
@@ -199,9 +218,9 @@ def _attributes(node: Any) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def read_graph(graph: Any, functions: dict[int, Function] | None = None) -> list[CapturedNode]:
+def read_graph(graph: Any, shared: Shared | None = None) -> list[CapturedNode]:
     """
-    Return the nodes of a graph in the order of their creation. ``functions``: see read_node.
+    Return the nodes of a graph in the order of their creation. ``shared``: with other graphs.
 
     Raises:
         RefusedError: a node is neither a kernel nor a memset, or does not wait for the one before.
@@ -217,7 +236,7 @@ def read_graph(graph: Any, functions: dict[int, Function] | None = None) -> list
     # Before CUDA 13 there is no such data.
     data = data_and_count[0] if len(data_and_count) > 1 else ()
     of_node = {int(b): (int(edge.type), int(edge.from_port), int(edge.to_port)) for b, edge in zip(tos, data or ())}
-    return [read_node(node, kind, of_node.get(int(node), PLAIN_EDGE), functions) for node, kind in nodes]
+    return [read_node(node, kind, of_node.get(int(node), PLAIN_EDGE), shared) for node, kind in nodes]
 
 
 def is_kernel(node: Any) -> bool:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
-import functools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
@@ -65,7 +64,6 @@ class Form:
     undefined: OrderedSet[tuple[int, int]] = dataclasses.field(default_factory=OrderedSet)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Entry:
     """
     The nodes that a call adds to a graph.
@@ -76,13 +74,28 @@ class Entry:
         graph: owns the nodes
         forms: of the nodes
         addresses: of the tensors at capture
+        sets: what sets nodes of executable graphs to these, by what identifies the nodes
     """
 
-    nodes: tuple[CapturedNode, ...]
-    slots: tuple[tuple[Slot, ...], ...]
-    graph: torch.cuda.CUDAGraph
-    forms: tuple[Form, ...]
-    addresses: tuple[int, ...]
+    # There are as many as sizes and calls, and the collector visits them all.
+    __slots__ = ("nodes", "slots", "graph", "forms", "addresses", "sets", "launched")
+
+    def __init__(
+        self,
+        nodes: tuple[CapturedNode, ...],
+        slots: tuple[tuple[Slot, ...], ...],
+        graph: torch.cuda.CUDAGraph,
+        forms: tuple[Form, ...],
+        addresses: tuple[int, ...],
+    ) -> None:
+        self.nodes = nodes
+        self.slots = slots
+        self.graph = graph
+        self.forms = forms
+        self.addresses = addresses
+        self.sets: dict[int, Any] = {}
+        # As compiled code takes the nodes.
+        self.launched: list[tuple[Any, ...]] = []
 
     @property
     def is_compared(self) -> bool:
@@ -115,19 +128,13 @@ class Entry:
 
     def compiled(self, executable: Any, nodes: Sequence[Any], sources: Sequence[Source | None]) -> Any:
         """Return native.compiled.NodeSet of ``updates``. Raises DriverError if the driver lacks a function."""
-        return native.compiled.NodeSet(self._described, int(executable), [*map(int, nodes)], sources, self)
-
-    @functools.cached_property
-    def _described(self) -> list[tuple[Any, ...]]:
-        """The nodes, as compiled code takes them."""
-        described: list[tuple[Any, ...]] = []
-        for node, slots in zip(self.nodes, self.slots):
+        for node, slots in zip(self.nodes, self.slots) if not self.launched else ():
             if node.is_kernel:
-                described.append((entry_point(SET_KERNEL), node.struct, node.captured, None, slots))
+                self.launched.append((entry_point(SET_KERNEL), node.struct, node.captured, None, slots))
             else:
                 context = int(check(bindings().cuCtxGetCurrent()))
-                described.append((entry_point(SET_MEMSET), node.struct, (), context, slots))
-        return described
+                self.launched.append((entry_point(SET_MEMSET), node.struct, (), context, slots))
+        return native.compiled.NodeSet(self.launched, int(executable), [*map(int, nodes)], sources, self.graph)
 
 
 def _word(node: CapturedNode, slot: Slot) -> ctypes.c_uint64:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import logging
 import weakref
 from types import CellType
@@ -31,6 +32,11 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger(__name__)
+
+# Of executable graphs.
+_numbers = itertools.count()
+# Of library calls of one.
+MAX_CALLS = 1 << 20
 
 # Of one recording, beside the one that was captured.
 MAX_OWN_GRAPHS = 32
@@ -164,67 +170,6 @@ class LibraryNodes(NamedTuple):
     sources: Sequence[Source | None]
 
 
-class Updates:
-    """What sets some nodes of one executable graph. Rows share it: a node whose parameters did not change is not set again."""
-
-    __slots__ = ("_compiled", "__weakref__")
-
-    _compiled: Any
-
-    @property
-    def compiled(self) -> Any:
-        """native.compiled.NodeSet, or None where there is none."""
-        if not hasattr(self, "_compiled"):
-            self._compiled = None
-            if native.compiled is not None:
-                try:
-                    self._compiled = self._compile()
-                except DriverError as e:
-                    log.info("nodes are set by Python: %s", e)
-        return self._compiled
-
-    def _compile(self) -> Any:
-        raise NotImplementedError
-
-    @property
-    def all(self) -> Sequence[NodeUpdate]:
-        raise NotImplementedError
-
-
-class FixedUpdates(Updates):
-    """Of the nodes that launch the same function at all sizes."""
-
-    __slots__ = ("all",)
-
-    def __init__(self, updates: Sequence[NodeUpdate]) -> None:
-        self.all = updates
-
-    def _compile(self) -> Any:
-        return native.compiled.NodeSet([*map(description, self.all)], self.all)
-
-
-class CallUpdates(Updates):
-    """Of the nodes of a library call, which are set to what an entry launches."""
-
-    __slots__ = ("on", "call", "entry", "_all")
-
-    def __init__(self, on: SizedGraph, call: LibraryNodes, entry: Entry) -> None:
-        self.on, self.call, self.entry = on, call, entry
-        self._all: Sequence[NodeUpdate] | None = None
-
-    def _args(self) -> tuple[Any, Sequence[Any], Sequence[Source | None]]:
-        return self.on.executable, [self.on.nodes[int(node)] for node in self.call.nodes], self.call.sources
-
-    def _compile(self) -> Any:
-        return self.entry.compiled(*self._args())
-
-    @property
-    def all(self) -> Sequence[NodeUpdate]:
-        if self._all is None:
-            self._all = self.entry.updates(*self._args())
-        return self._all
-
-
 class SizedGraph:
     """
     An executable graph, and what its nodes were set to last.
@@ -236,6 +181,7 @@ class SizedGraph:
 
     Attributes:
         cell: has ``graph``, or None once it was dropped
+        fixed: what sets the nodes of ``fixed``: a native.compiled.NodeSet, or updates
         updates: of each node the last one; empty if it is not known what the nodes hold
         row: the last native.compiled.Row, which has ``updates`` then
         trusted: rows of launches that were proven, or in which nothing was new
@@ -252,13 +198,14 @@ class SizedGraph:
         bound = [
             update._replace(args=(executable, nodes[int(update.args[1])], *update.args[2:])) for update in fixed
         ]
-        self.fixed = FixedUpdates(bound)
+        self.fixed_updates = bound
+        self.fixed = _compiled(lambda: native.compiled.NodeSet([*map(description, bound)], bound)) or bound
         self.updates: list[NodeUpdate] = []
         self.row: Any = None
         self.trusted: OrderedSet[Any] = OrderedSet()
         self.unproven = 0
-        # The key is the position of a library call, and what the call launches.
-        self._of_calls: weakref.WeakValueDictionary[tuple[int, Entry], CallUpdates] = weakref.WeakValueDictionary()
+        # With a position it identifies the nodes of a library call.
+        self.number = next(_numbers) * MAX_CALLS
 
     @property
     def graph(self) -> Any:
@@ -268,11 +215,28 @@ class SizedGraph:
         """Replays find it empty."""
         self.cell.cell_contents = self.replay = None
 
-    def of_call(self, position: int, call: LibraryNodes, entry: Entry) -> CallUpdates:
-        """Return what sets the nodes of a library call to what it launches."""
-        if (found := self._of_calls.get((position, entry))) is None:
-            found = self._of_calls[position, entry] = CallUpdates(self, call, entry)
+    def updates_of(self, call: LibraryNodes, entry: Entry) -> list[NodeUpdate]:
+        """Return what sets the nodes of a library call to what an entry launches."""
+        return entry.updates(self.executable, [self.nodes[int(node)] for node in call.nodes], call.sources)
+
+    def of_call(self, position: int, call: LibraryNodes, entry: Entry) -> Any:
+        """As updates_of, or a NodeSet. Rows share it: a node whose parameters did not change is not set again."""
+        if (found := entry.sets.get(self.number + position)) is None:
+            nodes = [self.nodes[int(node)] for node in call.nodes]
+            compiled = _compiled(lambda: entry.compiled(self.executable, nodes, call.sources))
+            found = entry.sets[self.number + position] = compiled or self.updates_of(call, entry)
         return found
+
+
+def _compiled(make: Callable[[], Any]) -> Any:
+    """Return a NodeSet, or None where there is none."""
+    if native.compiled is None:
+        return None
+    try:
+        return make()
+    except DriverError as e:
+        log.info("nodes are set by Python: %s", e)
+        return None
 
 
 class SizedGraphs:
@@ -356,16 +320,21 @@ class Launches:
         set: writes addresses and numbers of a call into its nodes. Returns False if the driver refuses
     """
 
-    on: SizedGraph | None = None
-    set: Any = None
+    # There are as many as sizes, and the collector visits them all.
+    __slots__ = ("on", "set", "count", "row", "calls", "nodes", "attributes")
 
-    def __init__(self, count: int, row: Any, calls: Sequence[Entry]) -> None:
+    def __init__(self, count: int, row: Any, calls: tuple[Entry, ...]) -> None:
+        self.on: SizedGraph | None = None
+        self.set: Any = None
+        self.nodes: Sequence[LibraryNodes] = ()
         self.count = count
         self.row = row
         self.calls = calls
-        of_libraries = [launched for call in calls for launched in call.nodes]
-        self.attributes = tuple(launched.attributes for launched in of_libraries)
-        self.kernels = [(launched.launch, launched.attributes) for launched in of_libraries]
+        self.attributes = tuple(node.attributes for call in calls for node in call.nodes)
+
+    @property
+    def kernels(self) -> list[Any]:
+        return [(node.launch, node.attributes) for call in self.calls for node in call.nodes]
 
     @property
     def was_dropped(self) -> bool:
@@ -395,25 +364,27 @@ class Launches:
             on.trusted.add(self.row)
 
     def begin(self, on: SizedGraph, calls: Sequence[LibraryNodes]) -> None:
+        """``calls``: the library calls of the recording."""
         self.on = on
-        of_calls = (on.of_call(i, call, entry) for i, (call, entry) in enumerate(zip(calls, self.calls)))
-        self.updates = [on.fixed, *of_calls]
-        compiled = [updates.compiled for updates in self.updates]
+        self.nodes = calls
+        sets = [on.fixed, *(on.of_call(i, *both) for i, both in enumerate(zip(calls, self.calls)))]
         self.set = self._set
-        if None not in compiled:
-            self.set = on.row = native.compiled.Row(self.count, compiled, on.row)
+        if not any(isinstance(each, list) for each in sets):
+            self.set = on.row = native.compiled.Row(self.count, sets, on.row)
 
     def move(self, inputs: Sequence[int]) -> None:
         """Set the nodes' parameters and grids for a call. Raises DriverError: the graph must not be launched then."""
         if not self.set(inputs):
             raise DriverError(self._refusal(inputs))
 
-    def _all(self) -> list[NodeUpdate]:
-        return [update for updates in self.updates for update in updates.all]
+    def _updates(self) -> list[NodeUpdate]:
+        on: Any = self.on
+        of_calls = (on.of_call(i, *both) for i, both in enumerate(zip(self.nodes, self.calls)))
+        return [update for updates in (on.fixed, *of_calls) for update in updates]
 
     def _set(self, inputs: Sequence[int]) -> bool:
         on: Any = self.on
-        updates = self._all()
+        updates = self._updates()
         before = on.updates or [None] * len(updates)
         # Unknown until all are set.
         on.updates = []
@@ -428,7 +399,9 @@ class Launches:
 
     def _refusal(self, inputs: Sequence[int]) -> str:
         """Set all nodes again, and return which refuses and how."""
-        updates = self._all()
+        on: Any = self.on
+        of_calls = map(on.updates_of, self.nodes, self.calls)
+        updates = [update for updates in (on.fixed_updates, *of_calls) for update in updates]
         for update in updates:
             update.write(inputs)
         try:

@@ -77,6 +77,8 @@ struct Nodes {
 // call, set to what it launches, as graph/entry.py describes it. `places` has
 // for each tensor where a call has its address, or None. Parameters are copied.
 struct NodeSet {
+  static constexpr bool IS_LEAF = true;
+
   NodeSet(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& /*call*/) {
     PyErr_SetString(PyExc_TypeError, "not callable");

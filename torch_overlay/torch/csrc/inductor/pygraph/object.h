@@ -19,6 +19,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -256,9 +257,15 @@ struct Call {
   PyObject* kwnames;
 };
 
+template <typename T, typename = void>
+struct IsLeaf : std::false_type {};
+template <typename T>
+struct IsLeaf<T, std::void_t<decltype(T::IS_LEAF)>> : std::true_type {};
+
 // A Python object that holds a T, and its type. T has a constructor that
 // Python calls, T(args, kwargs), and visit(f), which calls f with the Refs that
 // the collector follows. It may have a function `call`, which Python calls too.
+// The collector does not see a T with IS_LEAF: its Refs are in no cycle.
 template <typename T>
 struct Boxed {
   PyObject_HEAD
@@ -305,7 +312,9 @@ struct Boxed {
   }
 
   static void dealloc(PyObject* self) {
-    PyObject_GC_UnTrack(self);
+    if (!IsLeaf<T>::value) {
+      PyObject_GC_UnTrack(self);
+    }
     of(self).~T();
     Py_TYPE(self)->tp_free(self);
   }
@@ -332,14 +341,16 @@ struct Boxed {
     auto* full = new std::string("torch._inductor.pygraph._replay.");
     type.tp_name = full->append(name).c_str();
     type.tp_basicsize = sizeof(Boxed);
-    type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC |
-        Py_TPFLAGS_HAVE_VECTORCALL;
+    type.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL |
+        (IsLeaf<T>::value ? 0 : Py_TPFLAGS_HAVE_GC);
     type.tp_vectorcall_offset = offsetof(Boxed, vectorcall);
     type.tp_call = PyVectorcall_Call;
     type.tp_new = make;
     type.tp_dealloc = dealloc;
-    type.tp_traverse = traverse;
-    type.tp_clear = clear;
+    if (!IsLeaf<T>::value) {
+      type.tp_traverse = traverse;
+      type.tp_clear = clear;
+    }
     return PyModule_AddType(module, &type) == 0;
   }
 };
