@@ -166,6 +166,9 @@ class CaseRun:
             torch.backends.cudnn.allow_tf32 = False
         if case.without_cudnn_attention:
             torch.backends.cuda.enable_cudnn_sdp(False)
+        if self.suite.dynamic:
+            # Each compilation chooses configurations by timing. Those of reductions round differently.
+            torch._inductor.config.test_configs.force_filter_reduction_configs = True
         self.original = build(case, self.device, small)
         weights = self.original.named_parameters() if case.mode == "training" else ()
         self.state = {n: t.detach().clone() for n, t in [*weights, *self.original.named_buffers()]}
@@ -632,9 +635,11 @@ class CaseRun:
     def _sweep(self, names: list[str]) -> dict[str, Row]:
         """
         Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew. What new sizes
-        cost is part of it: stock's recordings, and the kernels that a library loads.
+        cost is part of it, such as stock's recordings, but not the kernels that a library loads once a process.
         """
         inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
+        if "no_cg" in names:
+            self._program("no_cg").loop(inputs)(len(inputs))
         found: dict[str, Row] = {}
         for name in names:
             with self._noting(name), self._quiet():
