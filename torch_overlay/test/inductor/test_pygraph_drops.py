@@ -152,6 +152,11 @@ class DropTest(BranchTestCase):
         self.compare(Model(make([Layer() for _ in range(4)], 0.2)))
         self.assertEqual(counters["graph_break"], {})
 
+    def test_layers_of_torch(self):
+        layers = [torch.nn.TransformerEncoderLayer(SIZE, 2, 8, dropout=0.0, batch_first=True) for _ in range(3)]
+        with torch._inductor.config.patch(fallback_random=False):
+            self.compare(Model(Continuing(layers)), shape=(2, 3, SIZE))
+
     def test_alternatives(self):
         found = self.compare(Model(Alternatives([Layer() for _ in range(4)])), graphs=None)
         self.assertEqual(number_of_graphs(), 2)

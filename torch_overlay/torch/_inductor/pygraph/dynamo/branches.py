@@ -407,7 +407,8 @@ def reads_identity(tx: InstructionTranslatorBase, inst: Instruction, joins: list
     """Return whether an instruction tells a tensor from an equal one."""
     stack = tx.stack
     if inst.opname == "IS_OP":
-        return all(value.is_tensor() for value in stack[-2:])
+        one, other = (value.realize() for value in stack[-2:])
+        return one is not other and one.is_tensor() and other.is_tensor()
     if inst.opname in KEYS:
         return any(value.is_tensor() for value in KEYS[inst.opname](stack, inst))
     if inst.opname in ("LOAD_ATTR", "LOAD_METHOD"):

@@ -65,6 +65,7 @@ OPERATIONS, BYTES, KERNEL = 1e14, 2e12, 2e-6
 # Operators of libraries, which do not fuse. Inductor fuses others to about one kernel for each of these.
 MATMULS = frozenset("addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm".split())
 ATTENTION = "scaled_dot_product_attention"
+MULTI_HEAD = "multi_head_attention_forward"
 
 
 class Drops(Hosts):
@@ -210,7 +211,9 @@ def is_drawn(node: torch.fx.Node) -> bool:
 
 def check_selected(node: torch.fx.Node) -> None:
     """Raises RefusedError: a node may not run for nothing."""
-    check_node(node)
+    if name_of(node) != MULTI_HEAD:
+        # Its second result may be None.
+        check_node(node)
     values = [*tree_iter(node.meta.get("example_value"))]
     is_size = bool(values) and all(isinstance(v, torch.SymInt) for v in values)
     if not is_total(node) and not (is_size and plain_name(node) != "floordiv"):
@@ -228,11 +231,13 @@ def seconds_of(nodes: Iterable[torch.fx.Node]) -> float:
 
 
 def seconds_of_node(node: torch.fx.Node) -> float:
-    tensors = [v for v in map(example_of, (node, *node.all_input_nodes)) if isinstance(v, torch.Tensor)]
-    if not tensors or example_of(node) is not tensors[0]:
+    results = [v for v in tree_iter(example_of(node)) if isinstance(v, torch.Tensor)]
+    operands = [v for v in map(example_of, node.all_input_nodes) if isinstance(v, torch.Tensor)]
+    if not results:
         return 0.0
+    tensors = [*results[:1], *operands]
     name = plain_name(node)
-    is_of_library = name in MATMULS or name == ATTENTION
+    is_of_library = name in MATMULS or name in (ATTENTION, MULTI_HEAD)
     seconds = operations_of(name, tensors) / OPERATIONS + 2 * KERNEL * is_of_library
     return seconds + sum(size_of(t) * t.element_size() for t in tensors) / BYTES
 
@@ -250,6 +255,9 @@ def operations_of(name: str, tensors: list[torch.Tensor]) -> float:
     result, *operands = tensors
     if name == ATTENTION and len(operands) >= 2:
         return 4.0 * size_of(result) * size_of(operands[1][..., 0, 0, :, 0])
+    if name == MULTI_HEAD:
+        # Four matmuls with the weights, and attention over the first dimension
+        return size_of(result) * (8.0 * result.shape[-1] + 4.0 * result.shape[0])
     if name.startswith("conv") and len(operands) >= 2:
         return 2.0 * size_of(result) * size_of(operands[1][0])
     return 2.0 * size_of(result) * size_of(operands[0][..., 0, :]) if name in MATMULS else 0.0

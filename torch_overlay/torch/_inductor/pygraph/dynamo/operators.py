@@ -38,9 +38,9 @@ OTHERS = frozenset(
     acos acosh addcdiv addcmul addmm argmax argmin as_strided asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm
     batch_norm bmm broadcast_to cat celu chunk conj conv1d conv2d conv3d cumsum diff dropout einsum expand_as flip
     group_norm iadd iand imul instance_norm interpolate ior is_all_true isclose isneginf isposinf isub itruediv l1_loss
-    layer_norm linear log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss norm normalize not outer pad pow
-    prelu prod rand rand_like randn randn_like repeat rms_norm roll scaled_dot_product_attention select smooth_l1_loss
-    softmax stack std tile transformer_encoder_layer_fwd tril triu type_as unbind var view_as weight_norm
+    layer_norm linear log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss multi_head_attention_forward norm
+    normalize not outer pad pow prelu prod rand rand_like randn randn_like repeat rms_norm roll
+    scaled_dot_product_attention select smooth_l1_loss softmax stack std tile transformer_encoder_layer_fwd tril triu type_as unbind var view_as weight_norm
     """.split()
 )
 TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS
