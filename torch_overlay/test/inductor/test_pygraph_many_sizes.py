@@ -42,6 +42,7 @@ from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.modelled_cuda import modelled_device, WORKSPACE_FLOATS
 from torch.testing._internal.modelled_nodes import cu
@@ -55,7 +56,7 @@ from torch.testing._internal.modelled_sizes import (
     symbolic_graphs,
     symbols,
 )
-from torch.testing._internal.modelled_triton import NotModelled
+from torch.testing._internal.modelled_triton import NotModelled, Triton
 from torch.testing._internal.pygraph_common import ByPython, run_programs
 from torch.testing._internal.pygraph_simulation import NoisySimulation
 
@@ -429,6 +430,39 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual(reason.code, Code.DIFFERS_AT_SIZES)
         self.check(program, (10, 5, 10))
 
+    def test_atomic_additions(self) -> None:
+        """Sums in another order in each run are compared as such where a row is proven. A fault is still seen."""
+        chance = random.Random(0)
+        add = Triton.atomic_add
+
+        def add_otherwise(self: Any, pointer: Any, value: Any, mask: Any = None, **kwargs: Any) -> None:
+            add(self, pointer, value * (1 + chance.uniform(-1e-5, 1e-5)), mask, **kwargs)
+
+        def sums(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            at = torch.arange(x.shape[0], device="cuda") // 2
+            return torch.zeros_like(x).index_add(0, at, x @ w), x.cos()
+
+        program = self.program(sums, (37, 8), (8, 8))
+        (name,) = symbols(program.inputs)
+
+        def check(sizes: Sequence[int]) -> None:
+            for n in sizes:
+                given = program.make_inputs({name: n})
+                expected = program.call(given, captured=False)
+                self.assertEqual(program.call(given, captured=True), expected, atol=1e-3, rtol=1e-3)
+
+        with mock.patch.object(Triton, "atomic_add", add_otherwise):
+            check((37, 37, 4, 7, 10))
+            with mock.patch.object(many_sizes.ManySizes, "_rehearse", side_effect=AssertionError("rehearsed")):
+                check((13, 5, 5, 6, 6, 9, 11, 12))
+            self.assertEqual([str(r) for r in self.refused], [])
+            (entry,) = report()
+            self.assertEqual(entry.captured_calls, entry.calls)
+            with self.outputs_elsewhere(), mock.patch.object(graph_sized, "UNPROVEN_ROWS", 1):
+                for n in (14, 14):
+                    program.call(program.make_inputs({name: n}), captured=True)
+        self.assertEqual(len(self.refused), 1)
+
     def test_rows_that_are_proven(self) -> None:
         """
         A row is proven if a library call launches kernels that were not compared yet, and one row in some is. At other
@@ -704,10 +738,10 @@ class ManySizesTest(ManySizesTestCase):
                     self.check(program, (37, 37, 5, 6, 7, 9, 64, 65))
                 self.assertTrue(self.refused)
 
-    def test_new_size_after_the_decision(self) -> None:
-        """Selection takes the calls of all sizes as one function's, and what it decided holds for new sizes."""
+    def decided(self, uncaptured_us: float) -> SizedProgram:
+        """Return a program whose graph was measured faster: 10 us a call."""
         few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
-        costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 10)])
+        costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (uncaptured_us, 10)])
         program = self.program(mlp, force=None)
         with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", lambda _: next(costs)):
             self.check(program, range(30, 40))
@@ -716,10 +750,30 @@ class ManySizesTest(ManySizesTestCase):
             self.assertEqual(entry.choice, "undecided")
             self.check(program, range(30, 40))
         self.assertEqual((entry.choice, entry.sizes), ("node_update", []))
+        self.assertIn("captured", text.facts(entry))
+        return program
+
+    def test_new_size_after_the_decision(self) -> None:
+        """Selection takes the calls of all sizes as one function's, and what it decided holds for new sizes."""
+        program = self.decided(1e6)
+        (entry,) = report()
         captured = entry.captured_calls
         self.check(program, (51, 52, 53))
         self.assertEqual(entry.captured_calls - captured, 3)
-        self.assertIn("captured", text.facts(entry))
+
+    def test_size_that_comes_seldom(self) -> None:
+        """If preparing a size takes longer than its calls gain, they run uncaptured until it came often enough."""
+        program = self.decided(110)
+        (entry,) = report()
+        captured = []
+        for function in itertools.chain(*(memory.functions for memory in many_sizes._memories.values())):
+            function.preparation.us = 450
+        for n in (51, 51, 51, 52, 51, 51, 52):
+            before = entry.captured_calls
+            self.check(program, (n,))
+            captured.append(entry.captured_calls - before)
+        # Until now each size came twice, and 450 us are what 4.5 calls gain.
+        self.assertEqual(captured, [0, 0, 0, 0, 0, 1, 0])
 
     def test_remembered(self) -> None:
         """What an earlier process decided holds for all sizes: the second call records."""
@@ -1005,6 +1059,22 @@ class TrainingTest(TrainingTestCase):
         first, second = (self.forward.call(given, captured=True)[0] for _ in range(2))
         self.assertNotEqual(first, second)
         self.assertEqual(self.forward.device.driver.own_launches, launches)
+
+    def test_results_that_differ_once(self) -> None:
+        """A further call at these sizes is rehearsed: its inputs, which runs overwrite, are as the call had them."""
+        self.programs(encoder, (16, 48), (16, 24), (24, 16))
+        self.check_steps((9, 9, 2, 8, 16, 17, 3, 15))
+        self.assertTrue(any(f.spec.reused_input_idxs for m in many_sizes._memories.values() for f in m.functions))
+        repeats = Rehearsal.repeats_itself
+        with (
+            mock.patch.object(graph_sized, "UNPROVEN_ROWS", 1),
+            mock.patch.object(Rehearsal, "repeats_itself", lambda self: (repeats(self), False)[1]),
+        ):
+            with mock.patch.object(many_sizes, "_are_identical", lambda a, b: False):
+                self.check_steps((7, 12))
+            proven = counters["pygraph"]["proven_sizes"]
+            self.check_steps((7, 12))
+        self.assertEqual(counters["pygraph"]["proven_sizes"] - proven, 4)
 
     def test_one_of_both(self) -> None:
         """A forward or a backward that cannot be recorded for many sizes has a recording for each size."""

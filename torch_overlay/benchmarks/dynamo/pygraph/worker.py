@@ -168,7 +168,7 @@ class CaseRun:
             torch.backends.cuda.enable_cudnn_sdp(False)
         if self.suite.dynamic:
             # Each compilation chooses configurations by timing. Those of reductions round differently.
-            torch._inductor.config.test_configs.force_filter_reduction_configs = True
+            torch._inductor.config.deterministic = True
         self.original = build(case, self.device, small)
         weights = self.original.named_parameters() if case.mode == "training" else ()
         self.state = {n: t.detach().clone() for n, t in [*weights, *self.original.named_buffers()]}

@@ -1,0 +1,48 @@
+"""
+When the launches of a new size are prepared: library calls are captured at its sizes, and some sizes are proven. That takes
+as long as some calls. A size is prepared in its first call if sizes came so often until now that the calls will gain what
+that takes. Else its calls run uncaptured until it came so often itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from torch._inductor.pygraph.types.report import FunctionReport
+
+
+# If more sizes wait, all of them begin anew.
+MAX_WAITING = 4096
+
+# The part of a new time in the mean.
+WEIGHT = 1 / 16
+
+
+class Preparation:
+    """
+    Attributes:
+        us: what preparing a size takes on average
+        waiting: how often sizes came that are not prepared yet
+    """
+
+    def __init__(self) -> None:
+        self.us = 0.0
+        self.waiting: dict[Any, int] = {}
+
+    def note(self, us: float) -> None:
+        """Take note that a call took so long to prepare its sizes."""
+        self.us += (max(us, 0.0) - self.us) * (WEIGHT if self.us else 1)
+
+    def is_due(self, sizes: Any, report: FunctionReport) -> bool:
+        """Return whether a call is to prepare its sizes. Until selection decides, all are."""
+        if not report.is_graph or report.saved_us <= 0:
+            return True
+        if len(self.waiting) >= MAX_WAITING:
+            self.waiting.clear()
+        came = self.waiting.pop(sizes, 0) + 1
+        if max(came, report.calls / max(report.num_sizes, 1)) * report.saved_us >= self.us:
+            return True
+        self.waiting[sizes] = came
+        return False
