@@ -510,7 +510,7 @@ class ManySizesTest(ManySizesTestCase):
             if all(map(known.get, entry.forms)):
                 return entry
             slots = tuple(of_node[1:] for of_node in entry.slots)
-            return library.Entry(entry.nodes, slots, entry.graph, entry.forms, entry.addresses)
+            return library.Entry(entry.nodes, slots, entry.graph, entry.forms, entry.addresses, entry.is_whole)
 
         with mock.patch.object(library.Memo, "_entry", without_the_first):
             self.check(program, range(10, 65))
@@ -624,6 +624,22 @@ class ManySizesTest(ManySizesTestCase):
             self.check(program, (9, 10, 9, 10))
         self.assertEqual((len(memo.known) - before, run.call_count), (2, 2 + 2))
         self.assertEqual([str(r) for r in self.refused], [])
+
+    def test_call_that_launches_nothing(self) -> None:
+        """It is captured together with another call, whose kernels are not its own."""
+
+        def program() -> None:
+            x, y = dynamic(37, 16), dynamic(41, 16)
+            with torch.no_grad():
+                torch.compile(lambda x, y: ((x * 2).t() @ x, y @ y.t()))(x, y)
+
+        (found,) = compiled(program)
+        sized = SizedProgram(self.device(), found, "node_update")
+        first, second = (str(t.shape[0]) for t in sized.inputs if isinstance(t, torch.Tensor))
+        for n, m in ((37, 101), (37, 101), (5, 100), (7, 99), (8, 98), (13, 97), (0, 96), (0, 95)):
+            given = sized.make_inputs({first: n, second: m})
+            expected = sized.call(given, captured=False)
+            self.assertEqual(sized.call(given, captured=True), expected, f"{n}, {m}", atol=0, rtol=0)
 
     def test_memo_is_bounded(self) -> None:
         """Entries that were dropped are captured again, and what a graph holds stays."""

@@ -273,10 +273,10 @@ class Memo(Scratch):
         with cublas_workspaces():
             graph, results = self.capture(run, self.pool)
         nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.shared)
-        each = zip(runs, results, itertools.pairwise(ends))
+        each = zip(calls, runs, results, itertools.pairwise(ends))
         return [
-            self._entry(places, of_call, (*(node.alone() for node in nodes[first : first + 1]), *nodes[first + 1 : end]), graph)
-            for (places, _), of_call, (first, end) in each
+            self._entry(signature, places, of_call, _without_edge(nodes[first:end]), graph)
+            for signature, (places, _), of_call, (first, end) in each
         ]
 
     def _run(
@@ -302,6 +302,7 @@ class Memo(Scratch):
 
     def _entry(
         self,
+        signature: Signature,
         places: Sequence[placeholder.Placeholder],
         results: Sequence[tuple[int, int]],
         nodes: tuple[CapturedNode, ...],
@@ -321,7 +322,15 @@ class Memo(Scratch):
                     of_node.append(Slot(buffer, offset, *hit))
             slots.append(self.shared.same(tuple(of_node)))
         forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
-        return Entry(nodes, self.shared.same(tuple(slots)), graph, self.shared.same(forms), addresses)
+        nbytes = [*(placeholder.extent(*operand) for operand, _ in signature.operands), *(n for _, n in results[:1])]
+        met = OrderedSet(slot.tensor for of_node in slots for slot in of_node)
+        is_whole = all(i in met for i, n in enumerate(nbytes) if n)
+        return Entry(nodes, self.shared.same(tuple(slots)), graph, self.shared.same(forms), addresses, is_whole)
+
+
+def _without_edge(nodes: Sequence[CapturedNode]) -> tuple[CapturedNode, ...]:
+    """Return the nodes of a call as if no other call came before it. There may be none."""
+    return (*(node.alone() for node in nodes[:1]), *nodes[1:])
 
 
 def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple[int, int] | None:

@@ -74,11 +74,12 @@ class Entry:
         graph: owns the nodes
         forms: of the nodes
         addresses: of the tensors at capture
+        is_whole: whether there is a word for each operand, and for the first result
         sets: what sets nodes of executable graphs to these, by what identifies the nodes
     """
 
     # There are as many as sizes and calls, and the collector visits them all.
-    __slots__ = ("nodes", "slots", "graph", "forms", "addresses", "sets", "launched")
+    __slots__ = ("nodes", "slots", "graph", "forms", "addresses", "is_whole", "sets", "launched")
 
     def __init__(
         self,
@@ -87,19 +88,22 @@ class Entry:
         graph: torch.cuda.CUDAGraph,
         forms: tuple[Form, ...],
         addresses: tuple[int, ...],
+        is_whole: bool,
     ) -> None:
         self.nodes = nodes
         self.slots = slots
         self.graph = graph
         self.forms = forms
         self.addresses = addresses
+        self.is_whole = is_whole
         self.sets: dict[int, Any] = {}
         # As compiled code takes the nodes.
         self.launched: list[tuple[Any, ...]] = []
 
     @property
     def is_compared(self) -> bool:
-        return all(form.is_compared for form in self.forms)
+        """Whether nothing in it is new. A call that does not read or write a tensor may leave that to another one."""
+        return self.is_whole and all(form.is_compared for form in self.forms)
 
     @property
     def kinds(self) -> list[Any]:
