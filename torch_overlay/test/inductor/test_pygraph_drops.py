@@ -238,6 +238,18 @@ class DropTest(BranchTestCase):
         self.compare(Model(Stack([Layer(0.5) for _ in range(4)], 0.2)), graphs=None)
         self.assertGreater(number_of_graphs(), 2)
 
+    def test_dropout_of_attention(self):
+        """Attention draws as eager mode does, and would draw in a dropped layer."""
+
+        class Attending(Layer):
+            def forward(self, x):
+                y = super().forward(x)[None]
+                return x + torch.nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5)[0]
+
+        with torch._inductor.config.patch(fallback_random=False):
+            self.compare(Model(Stack([Attending() for _ in range(3)])), graphs=None)
+        self.assertGreater(number_of_graphs(), 2)
+
     def test_infinite_derivative(self):
         """Zeros that a dropped layer gets for a gradient become NaN in it."""
 

@@ -9,7 +9,8 @@ and by the program's own operators. The outcomes are inputs of the graph (drawn.
   a path reads from before it, if the path is not taken.
 - A parameter from which only paths that are not taken lead to results enters the graph detached. It gets no gradient,
   as in eager mode, and not zeros.
-- Inductor draws the seeds of dropout in front of the graph, and no number is that of eager mode.
+- Inductor draws the seeds of dropout in front of the graph, and no number is that of eager mode. Attention draws as eager
+  mode does, so a path may not call it with dropout.
 
 The device runs dropped layers, too. Where that takes longer than a graph for each layer takes the host, the loop's body
 becomes a function (loops.py).
@@ -127,7 +128,6 @@ class Drops(Hosts):
         except RefusedError as e:
             self.refuse_selection(tx, str(e))
 
-
     @contextlib.contextmanager
     def around_compilation(self, tx: InstructionTranslatorBase) -> Iterator[None]:
         output = tx.output
@@ -218,7 +218,8 @@ def check_selected(node: torch.fx.Node) -> None:
     is_size = bool(values) and all(isinstance(v, torch.SymInt) for v in values)
     if not is_total(node) and not (is_size and plain_name(node) != "floordiv"):
         raise RefusedError(f"{name_of(node)} in a path")
-    if torch._inductor.config.fallback_random and draws(node):
+    draws_as_eager = torch._inductor.config.fallback_random or name_of(node) in (ATTENTION, MULTI_HEAD)
+    if draws_as_eager and draws(node):
         raise RefusedError(f"{name_of(node)} draws in a path")
 
 
