@@ -132,13 +132,15 @@ class Entry:
 
     def compiled(self, executable: Any, nodes: Sequence[Any], sources: Sequence[Source | None]) -> Any:
         """Return native.compiled.NodeSet of ``updates``. Raises DriverError if the driver lacks a function."""
-        for node, slots in zip(self.nodes, self.slots) if not self.launched else ():
-            if node.is_kernel:
-                self.launched.append((entry_point(SET_KERNEL), node.struct, node.captured, None, slots))
-            else:
-                context = int(check(bindings().cuCtxGetCurrent()))
-                self.launched.append((entry_point(SET_MEMSET), node.struct, (), context, slots))
+        self.launched = self.launched or [*map(_launched, self.nodes, self.slots)]
         return native.compiled.NodeSet(self.launched, int(executable), [*map(int, nodes)], sources, self.graph)
+
+
+def _launched(node: CapturedNode, slots: Sequence[Slot]) -> tuple[Any, ...]:
+    if node.is_kernel:
+        return entry_point(SET_KERNEL), node.struct, node.captured, None, slots
+    context = int(check(bindings().cuCtxGetCurrent()))
+    return entry_point(SET_MEMSET), node.struct, (), context, slots
 
 
 def _word(node: CapturedNode, slot: Slot) -> ctypes.c_uint64:

@@ -471,7 +471,8 @@ class ManySizes:
         Replay a recording aside and run the call uncaptured, with the same random numbers. Return the latter's outputs;
         None if the inputs cannot be bound. Results that differ may be a fault, or differ in each run of the function.
         """
-        generators = RngState(self.spec.device_index, inputs)
+        # Another thread may draw meanwhile.
+        restore = RngState(self.spec.device_index, inputs).restore if recording.draws else lambda: None
         aside = self._copied(inputs)
         if (tensors := recording.bind(aside, kept, again=True)) is None:
             return None
@@ -481,10 +482,10 @@ class ManySizes:
         replayed = self._results(recording.launch(aside, kept, tensors), aside)
         other: list[Any] | None = None
         if self.adds_atomically:
-            generators.restore()
+            restore()
             aside = self._copied(inputs)
             other = self._results(self.model([*aside]), aside)
-        generators.restore()
+        restore()
         self.may_have_run = True
         outputs = self.model([*inputs])
         results = self._results(outputs, inputs)
