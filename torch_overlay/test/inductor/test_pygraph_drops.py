@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
-from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, outcome_of
+from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs
 
 
 SIZE = 4
@@ -133,12 +133,7 @@ class DropTest(BranchTestCase):
         eager = copy.deepcopy(model)
         compiled = torch.compile(model, options={"pygraph": True})
         args = [(torch.randn(*shape, dtype=torch.float64, requires_grad=i % 2 == 0),) for i in range(2)] * (calls // 2)
-        torch.manual_seed(1)
-        expected = [outcome_of(eager, eager, a) for a in args]
-        torch.manual_seed(1)
-        found = [outcome_of(compiled, model, a) for a in args]
-        for one, other in zip(expected, found):
-            self.assertEqual(one, other)
+        found = self.compare_calls((eager, eager), (compiled, model), args, seed=1)
         self.assertEqual([*eager.buffers()], [*model.buffers()])
         if graphs is not None:
             # Each input is one that needs a gradient, or one that does not.

@@ -770,7 +770,7 @@ class ManySizesTest(ManySizesTestCase):
         return program
 
     def test_new_size_after_the_decision(self) -> None:
-        """Selection takes the calls of all sizes as one function's, and what it decided holds for new sizes."""
+        """Selection makes one decision for all sizes of a function. Calls of new sizes follow that decision."""
         program = self.decided(1e6)
         (entry,) = report()
         captured = entry.captured_calls

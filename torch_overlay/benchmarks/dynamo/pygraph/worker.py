@@ -167,7 +167,8 @@ class CaseRun:
         if case.without_cudnn_attention:
             torch.backends.cuda.enable_cudnn_sdp(False)
         if self.suite.dynamic:
-            # Each compilation chooses configurations by timing. Those of reductions round differently.
+            # Inductor would time the configurations of a reduction in each compilation. Two variants of a program may then
+            # get different configurations, whose results differ in the last place.
             torch._inductor.config.deterministic = True
         self.original = build(case, self.device, small)
         weights = self.original.named_parameters() if case.mode == "training" else ()

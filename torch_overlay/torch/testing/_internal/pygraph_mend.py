@@ -118,14 +118,25 @@ class BranchTestCase(DynamoTestCase):
     ) -> None:
         """Call ``fn`` with copies of each arguments, eagerly and compiled, and compare all that a program can see."""
         compiled = torch.compile(fn, options={"pygraph": True}, **options)
-        torch.manual_seed(0)
-        expected = [outcome_of(fn, fn, args) for args in calls]
-        torch.manual_seed(0)
-        found = [outcome_of(compiled, fn, args) for args in calls]
-        for one, other in zip(expected, found):
-            self.assertEqual(one, other)
+        self.compare_calls((fn, fn), (compiled, fn), calls)
         if graphs is not None:
             self.assertEqual(number_of_graphs(), graphs)
+
+    def compare_calls(
+        self,
+        one: tuple[Callable[..., Any], object],
+        other: tuple[Callable[..., Any], object],
+        calls: Sequence[tuple[Any, ...]],
+        seed: int = 0,
+    ) -> list[tuple[Any, ...]]:
+        """Compare the calls of two functions, each with its module if it has one. Return the outcomes of the second."""
+        outcomes = []
+        for fn, module in (one, other):
+            torch.manual_seed(seed)
+            outcomes.append([outcome_of(fn, module, args) for args in calls])
+        for expected, found in zip(*outcomes):
+            self.assertEqual(expected, found)
+        return outcomes[1]
 
 
 def outcome_of(fn: Callable[..., Any], module: object, args: tuple[Any, ...]) -> tuple[Any, ...]:

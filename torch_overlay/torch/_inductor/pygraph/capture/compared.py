@@ -94,13 +94,13 @@ def differences(
     known: Container[tuple[int, int]] = (),
 ) -> Iterator[Difference]:
     """
-    Yield the words in which the parameters of a node differ from those that are expected.
+    Compare the parameters of a captured node with the expected ones. Yield each word that differs.
 
     Args:
         k: the position of the node
-        launched: has as many bytes
-        expected: (buffer, offset, value in ``launched``, value in ``node``) returns the expected value
-        known: (buffer, offset) of words at which equal ones may not be expected
+        launched: another capture of the node, with parameters of the same sizes
+        expected: returns the expected word, given (buffer, offset, word of ``launched``, word of ``node``)
+        known: (buffer, offset) of words to ask ``expected`` for even if they are equal in both captures
     """
     for buffer, (a, b) in enumerate(zip(launched.captured, node.captured)):
         words = zip(itertools.count(0, WORD_BYTES), aligned_words(a), aligned_words(b))
@@ -130,7 +130,8 @@ class CallComparison:
     Args:
         address: of an operand or a result, from its slot
         is_temporary, is_elsewhere: addresses of the memory of the entry, and of the other capture
-        undefined: returns the bytes of the entry that the library leaves undefined, given whether to capture it for that
+        undefined: returns the bytes of the entry that the library leaves undefined. Its argument says whether to capture
+            the call again to find them
     """
 
     entry: Entry

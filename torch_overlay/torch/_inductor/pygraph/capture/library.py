@@ -137,10 +137,10 @@ class Memo(Scratch):
     The entries of one manager: the least recently used ones are dropped.
 
     Attributes:
-        known: by what a call depends on
-        nbytes: of these
-        forms: by what they are
-        shared: by the entries
+        known: entries, by signature
+        nbytes: bytes that these entries take
+        forms: by form_key
+        shared: facts that the nodes of entries share
     """
 
     def __init__(self, manager: CUDAGraphTreeManager) -> None:
@@ -153,7 +153,7 @@ class Memo(Scratch):
         self.known: OrderedDict[Signature, Entry] = OrderedDict()
         self.nbytes = 0
         self.forms: dict[Any, Form] = {}
-        # Libraries stay loaded.
+        # No function's address gets another function: libraries stay loaded.
         self.shared = Shared()
 
     @contextlib.contextmanager
@@ -180,7 +180,8 @@ class Memo(Scratch):
 
     def entries(self, calls: dict[Signature, TreeSpec]) -> list[Entry]:
         """
-        ``calls``: the structure of the arguments by what a call depends on. Raises RefusedError: one cannot be captured.
+        Return the entry of each call. ``calls`` has the structure of a call's arguments, by signature. Raises
+        RefusedError: a call cannot be captured.
         """
         missing = {signature: spec for signature, spec in calls.items() if signature not in self.known}
         try:
@@ -199,11 +200,11 @@ class Memo(Scratch):
         return found
 
     def undefined(
-        self, entry: Entry, signature: Signature, spec: TreeSpec, captures: bool = True
+        self, entry: Entry, signature: Signature, spec: TreeSpec, captures: bool
     ) -> OrderedSet[Place]:
         """
-        Return the bytes of an entry that the library leaves undefined, as its forms know them. ``captures``: after
-        further captures of the call.
+        Return the bytes of an entry that the library leaves undefined. The forms of the entry have them. ``captures``:
+        whether to capture the call again first, to find more.
         """
         if captures:
             self._find_undefined({signature: (entry, spec)})
@@ -222,8 +223,8 @@ class Memo(Scratch):
 
     def confirm(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> bool:
         """
-        Return whether captures of these calls whose operands lie elsewhere have the parameters that are expected of the
-        entries. Their forms are compared then.
+        Capture the calls once more, with operands at other addresses. Return whether the parameters are those that the
+        entries say for these addresses. If so, mark the forms of the entries as compared.
         """
         others = self.captured({s: spec for s, (_, spec) in calls.items()}, poison=placeholder.UNWRITTEN)
         self._find_undefined(calls)

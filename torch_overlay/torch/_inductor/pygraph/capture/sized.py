@@ -214,7 +214,7 @@ class SizedRecording:
         return len(self.owners) + place
 
     def _address(self, owner: str, offset: int) -> Source:
-        """``offset``: the place of a number."""
+        """Return where a call has an address. ``offset`` is the place of the bytes behind ``owner`` among the numbers."""
         within, first = self.within.get(owner, (owner, 0))
         base, known = self.places[within], self.model.function.known(offset)
         return Source(base, first, self._number(offset)) if known is None else Source(base, first + known, None)
@@ -300,7 +300,7 @@ class SizedRecording:
         return None if launches.kernels in self.refused else launches
 
     def _entries(self, at: AtSizes) -> tuple[Entry, ...]:
-        """Return what each library call launches."""
+        """Return what each library call launches. Calls with one signature at all sizes share an entry."""
         signatures = {like: self._signature(self.calls[like], at) for like in OrderedSet(self.alike)}
         calls = {signature: self.calls[like].call.spec for like, signature in signatures.items()}
         by_signature = dict(zip(calls, self.memo.entries(calls)))
@@ -364,7 +364,7 @@ class SizedRecording:
         return all(entry.is_compared for entry in kept.launches.calls)
 
     def confirm(self, kept: KeptSizes) -> bool:
-        """Return as is_compared, after further captures of the calls with other forms."""
+        """Capture the calls whose forms were not compared once more. Return whether all forms are compared then."""
         entries = {like: kept.launches.calls[like] for like in OrderedSet(self.alike)}
         calls = {
             self._signature(self.calls[like], kept.at): (entry, self.calls[like].call.spec)

@@ -1,8 +1,8 @@
 """
-Random numbers that decide which layers run (drops.py) are drawn in front of the complete graph.
+Random numbers that decide which layers run (drops.py). Bytecode draws them in front of the complete graph.
 
-What the graph reads of them becomes its inputs. A parameter enters the graph detached in calls in which no layer that
-reads it leads to a result: such a call gives it no gradient.
+The numbers that the graph reads become inputs of the graph. A call may drop each layer that leads from a parameter to a
+result. Bytecode then detaches the parameter in front of the graph, so that it gets no gradient.
 """
 
 from __future__ import annotations

@@ -116,7 +116,13 @@ class Drops(Hosts):
         tx.output.random_calls.append((self.in_front, (), {}))
 
     def complete_gates(self, tx: InstructionTranslatorBase) -> None:
-        """Make what is drawn inputs of the complete graph. Raises RestartAnalysis: that is not exact."""
+        """
+        Move the draws in front of the complete graph. Their numbers become inputs of the graph.
+
+        Raises:
+            RestartAnalysis: eager mode would draw other numbers or have other gradients. The next analysis gives each
+                layer its own graph.
+        """
         if self.in_front is None:
             return
         drawn = [n for n in self.drawn_in_front(tx) if n in self.certain]

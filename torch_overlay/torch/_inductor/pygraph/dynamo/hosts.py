@@ -8,8 +8,8 @@ paths contain. torch.cond's paths must be alike, its gradients are zeros, and it
 
 Beyond MAX_GRAPHS graphs, or MAX_DRAWS branches on random numbers in one frame, the graph breaks. In a loop that draws in
 each turn, as layerdrop, one graph runs all layers from the second draw on if they are small (drops.py). If they are
-large, the body becomes a function (loops.py). Layers that
-have their own number or cache have their own graphs, so the first graph of each layer does not count.
+large, the body becomes a function (loops.py). Layers that have their own number or cache have their own graphs, so the
+first graph of each layer does not count.
 
 Draws that only a branch reads leave the graph: bytecode draws in front of it. A dropped layer then has no graph.
 

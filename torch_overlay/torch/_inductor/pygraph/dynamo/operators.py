@@ -40,7 +40,8 @@ OTHERS = frozenset(
     group_norm iadd iand imul instance_norm interpolate ior is_all_true isclose isneginf isposinf isub itruediv l1_loss
     layer_norm linear log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss multi_head_attention_forward norm
     normalize not outer pad pow prelu prod rand rand_like randn randn_like repeat rms_norm roll
-    scaled_dot_product_attention select smooth_l1_loss softmax stack std tile transformer_encoder_layer_fwd tril triu type_as unbind var view_as weight_norm
+    scaled_dot_product_attention select smooth_l1_loss softmax stack std tile transformer_encoder_layer_fwd tril triu
+    type_as unbind var view_as weight_norm
     """.split()
 )
 TOTAL = POINTWISE | VIEWS | CONSTRUCTORS | OTHERS

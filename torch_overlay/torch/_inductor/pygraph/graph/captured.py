@@ -167,11 +167,11 @@ def _attribute_ids() -> tuple[list[Any], list[Any]]:
 
 class Shared:
     """
-    What captured nodes have in common.
+    Facts that several captured nodes share, so that each fact is read and stored once.
 
     Attributes:
-        functions: by address
-        tuples: by themselves: equal ones are one object
+        functions: facts of kernels, by the address of their CUfunction
+        tuples: launches and attributes. Nodes with equal tuples have the same object
     """
 
     def __init__(self) -> None:
@@ -220,7 +220,7 @@ def _attributes(node: Any) -> tuple[Any, ...]:
 
 def read_graph(graph: Any, shared: Shared | None = None) -> list[CapturedNode]:
     """
-    Return the nodes of a graph in the order of their creation. ``shared``: with other graphs.
+    Return the nodes of a graph in the order of their creation. ``shared``: facts of nodes that were read before.
 
     Raises:
         RefusedError: a node is neither a kernel nor a memset, or does not wait for the one before.

@@ -128,24 +128,28 @@ def take_damage(device_index: int) -> bool:
 
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
     """Return a tensor at a device address, with size, stride and dtype of ``like``. Not owned."""
-    device = torch.device("cuda", device_index)
-    return tensor_in(torch._C._construct_storage_from_data_pointer(address, device, storage_extent(like)), like)
+    return tensor_of(address, like.shape, like.stride(), like.dtype, device_index)
 
 
 def tensor_of(
     address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device_index: int
 ) -> torch.Tensor:
-    """As tensor_at."""
+    """Return a tensor at a device address. Not owned."""
     device = torch.device("cuda", device_index)
     storage = torch._C._construct_storage_from_data_pointer(address, device, extent(size, stride, dtype))
-    metadata = {"size": size, "stride": stride, "dtype": dtype, "device": device, "storage_offset": 0}
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
+    return _tensor_in(storage, size, stride, dtype)
 
 
 def tensor_in(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor in a storage of the device, with size, stride and dtype of ``like``."""
-    metadata = {"size": like.shape, "stride": like.stride(), "dtype": like.dtype, "device": storage.device}
-    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata | {"storage_offset": 0}, storage)
+    return _tensor_in(storage, like.shape, like.stride(), like.dtype)
+
+
+def _tensor_in(
+    storage: torch.UntypedStorage, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    metadata = {"size": size, "stride": stride, "dtype": dtype, "device": storage.device, "storage_offset": 0}
+    return torch._C._construct_CUDA_Tensor_From_Storage_And_Metadata(metadata, storage)
 
 
 def storage_extent(t: torch.Tensor) -> int:
@@ -154,7 +158,7 @@ def storage_extent(t: torch.Tensor) -> int:
 
 
 def extent(size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> int:
-    """As storage_extent."""
+    """Return the bytes from the first element of such a tensor to the end of its last."""
     if 0 in size:
         return 0
     return (sum((n - 1) * step for n, step in zip(size, stride)) + 1) * dtype.itemsize

@@ -183,7 +183,7 @@ class SizedGraph:
         cell: has ``graph``, or None once it was dropped
         fixed: what sets the nodes of ``fixed``: a native.compiled.NodeSet, or updates
         updates: of each node the last one; empty if it is not known what the nodes hold
-        row: the last native.compiled.Row, which has ``updates`` then
+        row: the native.compiled.Row that was made last. It takes the place of ``updates``
         trusted: rows of launches that were proven, or in which nothing was new
         unproven: how many of the latter came since the last proof
         replay: a Replay of this graph, or None
@@ -279,11 +279,7 @@ class SizedGraphs:
             return found
         self._make_room()
         fixed, order = new_fixed(), self.captured.nodes
-        of_calls = [
-            update
-            for call, entry in zip(self.calls, launches.calls)
-            for update in entry.updates(self.captured.executable, call.nodes, call.sources)
-        ]
+        of_calls = itertools.chain(*map(self.captured.updates_of, self.calls, launches.calls))
         by_node = {int(u.args[1]): u for u in (*fixed, *of_calls) if u.set is not set_enabled}
         like = next((own.graph for own in self.own.values()), None)
         own = OwnGraph(self.captured.graph, [by_node[node] for node in order], inputs, self.device_index, like)

@@ -168,7 +168,7 @@ class ManySizes:
         self.top: tuple[int, ...] = ()
         # How many were dropped for a function that needed larger ones.
         self.renewals = 0
-        # What replays at these sizes, and what it takes: numbers, and what sets the nodes.
+        # By sizes: the Replay, the numbers of the sizes, and the Row that sets the nodes. A call passes the last two on.
         self.known: dict[Any, tuple[Any, tuple[int, ...], Any]] = {}
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
@@ -289,7 +289,7 @@ class ManySizes:
         return self._know(recording, kept, self.sizes_of(inputs))
 
     def _is_trusted(self, recording: SizedRecording, kept: KeptSizes) -> bool:
-        """Return whether a call may replay a recording without a proof. None does while it is open why results differ."""
+        """Return whether a call may replay a row without a proof. New rows may not while it is open why results differ."""
         return kept.launches.is_trusted or (not self.unequal and recording.is_trusted(kept))
 
     def _begin(self) -> None:
@@ -468,8 +468,9 @@ class ManySizes:
 
     def _compared(self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType]) -> OutputType | None:
         """
-        Replay a recording aside and run the call uncaptured, with the same random numbers. Return the latter's outputs;
-        None if the inputs cannot be bound. Results that differ may be a fault, or differ in each run of the function.
+        Replay a recording beside the call, run the call uncaptured with the same random numbers, and compare both. Return
+        the outputs of the uncaptured run, or None if the inputs cannot be bound. If results differ, the recording may be
+        wrong, or the function may differ in each run: the next call finds out.
         """
         # Another thread may draw meanwhile.
         restore = RngState(self.spec.device_index, inputs).restore if recording.draws else lambda: None
@@ -499,7 +500,7 @@ class ManySizes:
         return outputs
 
     def _copied(self, inputs: Sequence[InputType]) -> list[InputType]:
-        """Return inputs for a run aside: those that the function overwrites are copied."""
+        """Return the inputs for a run beside the call. Inputs that the function overwrites are copies."""
         written = OrderedSet([*self.spec.mutated_input_idxs, *self.spec.reused_input_idxs])
         return [SavedInput(t).like(t) if i in written else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
 

@@ -1,7 +1,7 @@
 """
-When the launches of a new size are prepared: library calls are captured at its sizes, and some sizes are proven. That takes
-as long as some calls. A size is prepared in its first call if sizes came so often until now that the calls will gain what
-that takes. Else its calls run uncaptured until it came so often itself.
+When a recording for many sizes prepares a new size. It captures the library calls of the size, and proves some sizes. That
+takes as long as several calls. If sizes came often until now, calls of a new size will gain that time: the first call
+prepares it. Otherwise its calls run uncaptured until the size has come often enough itself.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.types.report import FunctionReport
 
 
-# If more sizes wait, all of them begin anew.
+# If more sizes wait, the counts of all of them begin anew.
 MAX_WAITING = 4096
 
 # The part of a new time in the mean.

@@ -4,6 +4,13 @@
 #include <cstring>
 
 namespace torch::inductor::pygraph {
+namespace {
+
+std::optional<size_t> as_optional_word(PyObject* value) {
+  return value == Py_None ? std::nullopt : std::optional(as_word(value));
+}
+
+} // namespace
 
 Node::Node(PyObject* description) {
   auto [set_, executable_, node_, params_, context_, words_] =
@@ -23,7 +30,7 @@ Node::Node(PyObject* description) {
          as_word(nbytes) == sizeof(uint32_t),
          as_word(input),
          PyLong_AsUnsignedLongLongMask(offset),
-         plus == Py_None ? std::nullopt : std::optional(as_word(plus))});
+         as_optional_word(plus)});
   });
 }
 
@@ -102,17 +109,17 @@ NodeSet::NodeSet(PyObject* args, PyObject* /*kwargs*/) {
     keep = Ref::share(owner);
     return;
   }
-  auto [launched, executable, handles, places, owner] = members<5>(args);
+  auto [launched, executable, handles, sources, owner] = members<5>(args);
   Ref to = checked(PySequence_Fast(handles, "expected a sequence"));
-  std::vector<std::optional<Place>> of_tensors;
-  for_each(places, [&](PyObject* place) {
+  std::vector<std::optional<Source>> of_tensors;
+  for_each(sources, [&](PyObject* source) {
     of_tensors.emplace_back();
-    if (place != Py_None) {
-      auto [input, offset, plus] = members<3>(place);
+    if (source != Py_None) {
+      auto [input, offset, plus] = members<3>(source);
       of_tensors.back() = {
           as_word(input),
           PyLong_AsUnsignedLongLongMask(offset),
-          plus == Py_None ? std::nullopt : std::optional(as_word(plus))};
+          as_optional_word(plus)};
     }
   });
   Py_ssize_t i = 0;
@@ -132,7 +139,7 @@ NodeSet::NodeSet(PyObject* args, PyObject* /*kwargs*/) {
 // Gives the last node parameters of its own.
 void NodeSet::copy(
     PyObject* launched,
-    const std::vector<std::optional<Place>>& places) {
+    const std::vector<std::optional<Source>>& sources) {
   // Where CUDA_KERNEL_NODE_PARAMS has kernelParams.
   constexpr size_t KERNEL_PARAMS = 40;
   auto [set, params, contents, context, slots] = members<5>(launched);
@@ -172,18 +179,18 @@ void NodeSet::copy(
   for_each(slots, [&](PyObject* slot) {
     auto [buffer, offset, tensor, delta] = members<4>(slot);
     const size_t first = as_word(offset);
-    if (as_word(buffer) >= buffers.size() || as_word(tensor) >= places.size() ||
+    if (as_word(buffer) >= buffers.size() || as_word(tensor) >= sources.size() ||
         first + sizeof(uint64_t) > buffers[as_word(buffer)].second) {
       raise(PyExc_ValueError, "expected a word of a parameter");
     }
     // Others stay where the library call had them.
-    if (const auto& place = places[as_word(tensor)]) {
+    if (const auto& source = sources[as_word(tensor)]) {
       node.words.push_back(
           {buffers[as_word(buffer)].first + first,
            false,
-           place->input,
-           place->offset + PyLong_AsUnsignedLongLongMask(delta),
-           place->plus});
+           source->input,
+           source->offset + PyLong_AsUnsignedLongLongMask(delta),
+           source->plus});
     }
   });
 }
@@ -225,8 +232,7 @@ bool Row::update(const Pointers& to) {
   held->row = 0;
   auto last = held->sets.begin();
   for (const Ref& ref : sets) {
-    // The collector may have cleared it.
-    const NodeSet& set = Boxed<NodeSet>::of(Boxed<NodeSet>::share(ref.get()).get());
+    const NodeSet& set = Boxed<NodeSet>::of(ref.get());
     for (const Node& node : set.nodes) {
       const bool has_changed = node.write(to.data());
       if ((has_changed || *last != set.number) && !node.call()) {

@@ -73,8 +73,8 @@ struct Nodes {
 // NodeSet(nodes, keep): some nodes of an executable graph, which rows share, as
 // Nodes has them.
 //
-// NodeSet(launched, executable, handles, places, keep): the nodes of a library
-// call, set to what it launches, as graph/entry.py describes it. `places` has
+// NodeSet(launched, executable, handles, sources, keep): the nodes of a library
+// call, set to what it launches, as graph/entry.py describes it. `sources` has
 // for each tensor where a call has its address, or None. Parameters are copied.
 struct NodeSet {
   static constexpr bool IS_LEAF = true;
@@ -83,11 +83,6 @@ struct NodeSet {
   PyObject* call(const Call& /*call*/) {
     PyErr_SetString(PyExc_TypeError, "not callable");
     return nullptr;
-  }
-
-  template <typename F>
-  void visit(F&& f) {
-    f(keep);
   }
 
   std::vector<Node> nodes;
@@ -99,7 +94,7 @@ struct NodeSet {
 
  private:
   // Where the address of a tensor is, as Node::Word has it.
-  struct Place {
+  struct Source {
     size_t input;
     uint64_t offset;
     std::optional<size_t> plus;
@@ -107,7 +102,7 @@ struct NodeSet {
 
   void copy(
       PyObject* launched,
-      const std::vector<std::optional<Place>>& places);
+      const std::vector<std::optional<Source>>& sources);
 };
 
 // What the nodes of an executable graph were set to last.
@@ -126,22 +121,17 @@ struct Held {
   uint64_t rows = 0;
 };
 
-// Row(count, sets, like): all nodes of an executable graph, as graph/sized.py has them.
-// `like` is another row of the same graph, or None: what the nodes hold is not
-// known then. A call sets them to addresses and numbers.
+// Row(count, sets, like): all nodes of an executable graph, as graph/sized.py
+// has them. `like` is another row of the same graph, or None: what the nodes
+// hold is not known then. A call sets them to addresses and numbers.
 struct Row {
+  static constexpr bool IS_LEAF = true;
+
   Row(PyObject* args, PyObject* kwargs);
   PyObject* call(const Call& call);
 
   // As Nodes::update.
   bool update(const Pointers& to);
-
-  template <typename F>
-  void visit(F&& f) {
-    for (Ref& set : sets) {
-      f(set);
-    }
-  }
 
   std::vector<Ref> sets;
   std::shared_ptr<Held> held;

@@ -265,7 +265,8 @@ struct IsLeaf<T, std::void_t<decltype(T::IS_LEAF)>> : std::true_type {};
 // A Python object that holds a T, and its type. T has a constructor that
 // Python calls, T(args, kwargs), and visit(f), which calls f with the Refs that
 // the collector follows. It may have a function `call`, which Python calls too.
-// The collector does not see a T with IS_LEAF: its Refs are in no cycle.
+// The collector does not see a T with IS_LEAF, whose Refs are in no cycle: it
+// needs no visit(f).
 template <typename T>
 struct Boxed {
   PyObject_HEAD
@@ -312,7 +313,7 @@ struct Boxed {
   }
 
   static void dealloc(PyObject* self) {
-    if (!IsLeaf<T>::value) {
+    if constexpr (!IsLeaf<T>::value) {
       PyObject_GC_UnTrack(self);
     }
     of(self).~T();
@@ -347,7 +348,7 @@ struct Boxed {
     type.tp_call = PyVectorcall_Call;
     type.tp_new = make;
     type.tp_dealloc = dealloc;
-    if (!IsLeaf<T>::value) {
+    if constexpr (!IsLeaf<T>::value) {
       type.tp_traverse = traverse;
       type.tp_clear = clear;
     }
