@@ -649,7 +649,7 @@ class ManySizesTest(ManySizesTestCase):
     def test_undefined_parameters(self) -> None:
         """
         What a library leaves undefined differs between captures of one call, or between its callers; or it is an
-        address of the host.
+        address of the host, in all captures or only behind another call.
         """
         kept = []
 
@@ -660,8 +660,12 @@ class ManySizesTest(ManySizesTestCase):
             kept.append(ctypes.create_string_buffer(8))
             return ctypes.addressof(kept[-1])
 
+        def address_or_none(device: SizedDevice) -> int:
+            return 0 if len(device.driver.graphs[device.captured.handle]) == 0 else address(device)
+
         kept.append(ctypes.create_string_buffer(8))
-        modes = {"calls": lambda device: device.calls, "callers": lambda device: stack_depth(), "address": address}
+        modes: dict[str, Any] = {"calls": lambda device: device.calls, "callers": lambda device: stack_depth()}
+        modes |= {"address": address, "address in the function": address_or_none}
         for name, undefined in modes.items():
             with self.subTest(name):
                 trees.reset_cudagraph_trees()
@@ -756,7 +760,7 @@ class ManySizesTest(ManySizesTestCase):
 
     def decided(self, uncaptured_us: float) -> SizedProgram:
         """Return a program whose graph was measured faster: 10 us a call."""
-        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1, "MAX_DEVICE_SAMPLES": 1}
         costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (uncaptured_us, 10)])
         program = self.program(mlp, force=None)
         with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", lambda _: next(costs)):
@@ -1110,7 +1114,7 @@ class TrainingTest(TrainingTestCase):
 
     def test_selected(self) -> None:
         """A backward is recorded once it is known whether its gradients outlive a step."""
-        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1, "MAX_DEVICE_SAMPLES": 1}
         cost = mock.Mock(side_effect=[timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 100, 10, 10)])
         self.programs(feed_forward, (16, 24), (24, 16), force=None)
         with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", cost):
@@ -1249,7 +1253,7 @@ class FewSizesTrainingTest(TrainingTestCase):
 
     def test_selected(self) -> None:
         """Steps of all sizes but the first few are selected for together."""
-        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1}
+        few = {"WARMUP_SAMPLES": 0, "SAMPLES": 1, "MAX_SAMPLES": 1, "DEVICE_SAMPLES": 1, "MAX_DEVICE_SAMPLES": 1}
         costs = itertools.cycle([timing.Cost(*[timing.Estimate(us)] * 3) for us in (100, 100, 10, 10)])
         self.programs(feed_forward, (16, 24), (24, 16), force=None)
         with mock.patch.multiple(timing, **few), mock.patch.object(timing.Samples, "cost", lambda _: next(costs)):
