@@ -622,6 +622,7 @@ class ProgramTest(RecordTestCase):
                 SAMPLES=1,
                 MAX_SAMPLES=1,
                 DEVICE_SAMPLES=1,
+                MAX_DEVICE_SAMPLES=1,
             ),
             mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):

@@ -405,7 +405,8 @@ class SamplesTest(SelectTestCase):
 
         def synchronize() -> None:
             ends.set()
-            thread.join()
+            if threading.current_thread() is not thread:
+                thread.join()
 
         event.synchronize = synchronize
         self.assertMedians(samples.cost(), 55, 50, 10)
@@ -417,6 +418,14 @@ class SamplesTest(SelectTestCase):
                 lambda i: (1000, 10), (0, 0), range(MAX_TIMED)
             )
         self.assertEqual((calls, round(found.host.us)), (TIMED + 8, 1000))
+
+    def test_one_call_waits_for_the_device(self):
+        "One of the first calls that show the device's time loads a kernel. Further ones show what the others take."
+        first = timing.WARMUP_SAMPLES + 2 * timing.SAMPLES
+        found, calls = self.sample(lambda i: (10, 5000 if i == first else 100), (0, 0))
+        self.assertGreater(calls, TIMED)
+        self.assertEqual(round(found.device.us), 100)
+        self.assertLess(found.device.error, 100 * timing.DEVICE_PRECISION)
 
     def test_long_calls_are_few(self):
         us = timing.ENOUGH_US

@@ -338,7 +338,7 @@ class RecordTestCase(TestCase):
         "What is timed takes so long, in turns."
         costs = [timing.Cost(*[timing.Estimate(t)] * 3) for t in us]
         times = itertools.cycle(costs)
-        few = dict(WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1)
+        few = dict(WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1, MAX_DEVICE_SAMPLES=1)
         with (
             mock.patch.multiple(timing, **few),
             mock.patch.object(selection, "ROUND_CALLS", 1),

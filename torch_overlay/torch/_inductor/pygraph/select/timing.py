@@ -44,8 +44,11 @@ ENOUGH_US = 50_000.0
 CALLS_PER_EVENT = 4
 EVENT_AFTER_US = 1_000.0
 
-# Calls after the timed ones that show the device's time.
+# Calls after the timed ones that show the device's time. Further ones follow while the median's error exceeds
+# DEVICE_PRECISION of it: the first call at some sizes may load kernels of a library.
 DEVICE_SAMPLES = 3
+MAX_DEVICE_SAMPLES = 12
+DEVICE_PRECISION = 0.2
 
 # The device waits before one of these calls for the host's time of the events plus twice the function's, and at most
 # for what the driver can queue. Clocks are no faster.
@@ -130,7 +133,8 @@ class Start(NamedTuple):
 
 class Samples:
     """
-    Consecutive calls of one candidate: 2 * SAMPLES on the host if ``is_fixed``, else as many as it takes.
+    Consecutive calls of one candidate: 2 * SAMPLES on the host and DEVICE_SAMPLES on the device if ``is_fixed``, else as
+    many as it takes.
 
     Two events around each call would add the host's work to the device's. So the first calls are timed on the host,
     with an event now and then. The last few are queued behind a delay, so that the device never waits for the host.
@@ -236,18 +240,26 @@ class Samples:
 
     @property
     def complete(self) -> bool:
-        return len(self.device) >= DEVICE_SAMPLES
+        count = len(self.device)
+        if count < DEVICE_SAMPLES or count >= MAX_DEVICE_SAMPLES or self.is_fixed:
+            return count >= DEVICE_SAMPLES
+        median, error = self._device()
+        return error <= DEVICE_PRECISION * median
 
     def cost(self) -> Cost:
         """Wait for the device and return what a call takes."""
-        events = [start.event for start in self.starts if start and start.event]
-        for event in (*events, *itertools.chain.from_iterable(self.device)):
+        for event in [start.event for start in self.starts if start and start.event]:
             # The program may have called on several streams.
             event.synchronize()
-        host = Estimate.of(self.host)
-        device = Estimate.of([a.elapsed_time(b) * 1e3 for a, b in self.device])
+        host, device = Estimate.of(self.host), self._device()
         program = self._program()
         return Cost(max(host if program is None else program, device), host, device)
+
+    def _device(self) -> Estimate:
+        """Wait for the device and return what the function takes on it."""
+        for event in itertools.chain.from_iterable(self.device):
+            event.synchronize()
+        return Estimate.of([a.elapsed_time(b) * 1e3 for a, b in self.device])
 
     def _program(self) -> Estimate | None:
         """Return the time from call to call, or None if no two calls follow each other."""
