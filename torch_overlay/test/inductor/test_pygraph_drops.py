@@ -333,6 +333,55 @@ class DropTest(BranchTestCase):
         self.assertEqual(SEEN[:half], SEEN[half:])
         self.assertEqual(name == "store", half > 0)
 
+    def compare_kept(self, model, calls: int = 16) -> list[Any]:
+        """Compare what calls leave in ``model.kept``, and gradients if the loss reads it. Return the outcomes."""
+        model = model.double()
+        eager = copy.deepcopy(model)
+        compiled = torch.compile(model, options={"pygraph": True})
+        x = torch.randn(3, SIZE, dtype=torch.float64)
+        found = []
+        for seed in range(calls):
+            outcomes = []
+            for fn, module in ((eager, eager), (compiled, model)):
+                module.zero_grad()
+                module.kept = None
+                torch.manual_seed(seed)
+                try:
+                    loss = fn(x).sum()
+                except (IndexError, RuntimeError):
+                    outcomes.append(None)
+                    continue
+                if module.kept is not None and seed % 3:
+                    loss = loss + module.kept.square().sum()
+                loss.backward()
+                gradients = [p.grad for p in module.parameters()]
+                outcomes.append((gradients, module.kept, loss.detach(), torch.get_rng_state()))
+            self.assertEqual(*outcomes)
+            found.append(outcomes[1])
+        return found
+
+    @parametrize("may_raise", (False, True))
+    def test_path_stores_alone(self, may_raise):
+        """A path that is not taken gives no gradient and does not raise, if all that it leaves is in an object."""
+
+        class Keeping(Model):
+            def __init__(self, stack):
+                super().__init__(stack)
+                self.other = Layer()
+                self.place = torch.tensor([9])
+
+            def forward(self, x):
+                x = super().forward(x)
+                if torch.rand([]) < 0.5:
+                    y = self.other(x)
+                    self.kept = y[self.place] if may_raise else y
+                return x * 2
+
+        found = self.compare_kept(Keeping(Continuing([Layer() for _ in range(3)])))
+        if not may_raise:
+            self.assertEqual(number_of_graphs(), 1)
+        self.assertEqual({outcome is None for outcome in found}, {False, may_raise})
+
     def test_result_is_input(self):
         """If all layers are dropped, eager mode returns the argument itself."""
         self.compare(Stack([Layer() for _ in range(3)], 0.6), graphs=None)

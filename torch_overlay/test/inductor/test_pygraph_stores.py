@@ -177,6 +177,14 @@ def shared(m, x):
     return y
 
 
+def named_twice(m, x):
+    y = x.detach() * 3
+    if x.sum() > 0:
+        y = x.detach() * 2
+        m.flag = y
+    return y
+
+
 def with_gradient(m, x):
     if x.sum() > 0:
         m.state = x * 2
@@ -240,8 +248,8 @@ def raising(m, x):
     return x + 1
 
 
-BREAKS = (returned, written_behind, shared, with_gradient, counted, added, added_key, moved, appended, removed, deleted)
-BREAKS += (none, raising)
+BREAKS = (returned, written_behind, shared, named_twice, with_gradient, counted, added, added_key, moved, appended, removed)
+BREAKS += (deleted, none, raising)
 
 
 class StoreTest(BranchTestCase):

@@ -110,10 +110,7 @@ class CondJoiner(Joiner):
             raise RefusedError("config.pygraph_cond is off")
         outside = [n for n in graph.nodes if n not in own]
         before = OrderedSet(map(storage, outside)) - OrderedSet([None])
-        for i in (0, 1):
-            left = [pair[i] for pair in self.pairs]
-            if len(OrderedSet(map(storage, left))) < len(self.pairs):
-                raise RefusedError("a path leaves one tensor under several names")
+        self.check_names(own)
         inner = self._inner_joins(own)
         used = OrderedSet(n for node in own for n in node.all_input_nodes)
         used |= OrderedSet(n for pair in self.pairs for n in pair)

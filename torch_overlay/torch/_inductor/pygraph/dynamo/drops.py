@@ -30,7 +30,7 @@ from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._inductor.pygraph.dynamo.conds import check_node, is_movable
 from torch._inductor.pygraph.dynamo.drawn import DrawnInFront, Gate, move_in_front
 from torch._inductor.pygraph.dynamo.hosts import ancestors_of, context, Hosts, is_in_order, is_known
-from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, storage
+from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, node_of, storage
 from torch._inductor.pygraph.dynamo.operators import draws, is_draw, is_total, may_write, name_of, plain_name
 from torch._inductor.pygraph.dynamo.stores import RefusedError
 from torch.utils._ordered_set import OrderedSet
@@ -157,17 +157,17 @@ class DropJoiner(Joiner):
 
     def select(self, site: tuple[Any, int]) -> list[Join]:
         """Join each pair of tensors. Return the joins of tensors that existed before. Raises RefusedError."""
-        if not self.pairs:
-            return []
         tx, graph = self.tx, self.tx.output.graph
         extension = tx.output.extension
-        if len(extension.forked) > 1:
-            raise RefusedError("it is in a path of another branch")
         paths = {
             truth: OrderedSet(n for n in path.nodes if is_movable(tx, n))
             for truth, path in zip((True, False), self.paths)
         }
         own = paths[True] | paths[False]
+        if not own and not self.pairs:
+            return []
+        if len(extension.forked) > 1:
+            raise RefusedError("it is in a path of another branch")
         before = OrderedSet(storage(n) for n in graph.nodes if n not in own) - OrderedSet([None])
         for node in own:
             check_selected(node)
@@ -175,10 +175,7 @@ class DropJoiner(Joiner):
             if any(storage(n) is None or storage(n) in before for n in may_write(node)):
                 raise RefusedError("a path changes what existed before")
         self._check_time(paths)
-        for i in (0, 1):
-            left = OrderedSet(storage(pair[i]) for pair in self.pairs)
-            if len(left) < len(self.pairs):
-                raise RefusedError("a path leaves one tensor under several names")
+        self.check_names(own)
         before |= OrderedSet(storage(j.node) for j in extension.joins)
         gate = Gate(self.condition.as_proxy().node, paths, OrderedSet())
         joins = []
@@ -196,7 +193,8 @@ class DropJoiner(Joiner):
 
     def _check_time(self, paths: dict[bool, OrderedSet[torch.fx.Node]]) -> None:
         """Raises RefusedError: the device runs long for nothing."""
-        devices = OrderedSet(a.device.type for a, _ in self.pairs.values())
+        apart = [node.meta["example_value"] for values in self.apart for node in map(node_of, values) if node is not None]
+        devices = OrderedSet(a.device.type for a in (*(a for a, _ in self.pairs.values()), *apart))
         if not devices <= OrderedSet(DEVICES):
             raise RefusedError("a graph for each layer costs less")
         chance = chance_of(self.condition.as_proxy().node)

@@ -105,6 +105,8 @@ class Joiner:
         self.lists: dict[tuple[int, int], VariableTracker | None] = {}
         self.has_truths = False
         self.choices: list[Chosen] = []
+        # What each path leaves in slots of which bytecode chooses the value
+        self.apart: tuple[list[VariableTracker], list[VariableTracker]] = ([], [])
 
     def match(self, a: VariableTracker, b: VariableTracker) -> Callable[[], VariableTracker]:
         """Return what makes the join of two values. Raises RefusedError: there is none."""
@@ -140,6 +142,8 @@ class Joiner:
             if not is_object or not all(map(self.can_be_chosen, (a, b))):
                 raise
             self.pairs, self.lists = before
+            for values, value in zip(self.apart, (a, b)):
+                values.append(value)
             return lambda: Choice(self.condition, (a, b))
 
     def can_be_chosen(self, value: VariableTracker) -> bool:
@@ -170,6 +174,14 @@ class Joiner:
     def remains(self, node: torch.fx.Node) -> bool:
         """Return whether the graph has the node when the paths are joined."""
         return True
+
+    def check_names(self, own: OrderedSet[torch.fx.Node]) -> None:
+        """Raises RefusedError: a program could tell two tensors from one that a path leaves under several names."""
+        for i, values in enumerate(self.apart):
+            left = OrderedSet(storage(pair[i]) for pair in self.pairs)
+            apart = [node for node in map(node_of, values) if node in own]
+            if len(left) < len(self.pairs) or not left.isdisjoint(map(storage, apart)):
+                raise RefusedError("a path leaves one tensor under several names")
 
     def _match_tensors(self, a: variables.TensorVariable, b: variables.TensorVariable) -> Callable[[], VariableTracker]:
         key = (a.as_proxy().node, b.as_proxy().node)
@@ -236,10 +248,7 @@ class Joiner:
         before = OrderedSet(storage(n) for n in self.tx.output.graph.nodes if n not in own) - OrderedSet([None])
         # A join in a path stands for a tensor that existed before, too.
         before |= OrderedSet(storage(j.node) for j in self.tx.output.extension.joins)
-        for path, i in zip(self.paths, (0, 1)):
-            left = OrderedSet(pair[i] for pair in self.pairs)
-            if len(OrderedSet(map(storage, left))) < len(self.pairs):
-                raise RefusedError("a path leaves one tensor under several names")
+        self.check_names(own)
         joins = []
         for key, (a, b) in self.pairs.items():
             if grad_sources(key[0], own) != grad_sources(key[1], own):
@@ -287,6 +296,10 @@ def join(joiner: Joiner, fork: Fork, site: tuple[Any, int]) -> tuple[Path, list[
         joiner.choose(slot, stored[slot], left, joins)
     path = type(one)([make() for make in stack], made, [], stored, returned and returned())
     return path, joins
+
+
+def node_of(value: VariableTracker) -> torch.fx.Node | None:
+    return value.as_proxy().node if type(value) is variables.TensorVariable else None
 
 
 def is_truth(value: VariableTracker) -> bool:
