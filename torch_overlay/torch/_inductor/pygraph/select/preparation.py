@@ -16,24 +16,26 @@ if TYPE_CHECKING:
 # If more sizes wait, the counts of all of them begin anew.
 MAX_WAITING = 4096
 
-# The part of a new time in the mean.
+# The least part of a new time in the mean.
 WEIGHT = 1 / 16
 
 
 class Preparation:
     """
     Attributes:
-        us: what preparing a size takes on average
+        us: what preparing a size takes on average, of lately prepared ones, 0 before the first
         waiting: how often sizes came that are not prepared yet
     """
 
     def __init__(self) -> None:
         self.us = 0.0
+        self.count = 0
         self.waiting: dict[Any, int] = {}
 
     def note(self, us: float) -> None:
         """Take note that a call took so long to prepare its sizes."""
-        self.us += (max(us, 0.0) - self.us) * (WEIGHT if self.us else 1)
+        self.count += 1
+        self.us += (max(us, 0.0) - self.us) * max(WEIGHT, 1 / self.count)
 
     def is_due(self, sizes: Any, report: FunctionReport) -> bool:
         """Return whether a call is to prepare its sizes. Until selection decides, all are."""
