@@ -38,6 +38,7 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import by_size, many_sizes, store, timing
+from torch._inductor.pygraph.select.preparation import Preparation
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
@@ -795,6 +796,24 @@ class ManySizesTest(ManySizesTestCase):
         # Until now each size came twice, and 450 us are what 4.5 calls gain.
         self.assertEqual(captured, [0, 0, 0, 0, 0, 1, 0])
 
+    def test_what_preparing_takes(self) -> None:
+        """The mean of the first sizes that are prepared as later ones are, and later one that follows what changes."""
+        preparation = Preparation()
+        for us in (300.0, 100.0, -5.0):
+            preparation.note(us)
+        self.assertAlmostEqual(preparation.us, 400 / 3)
+        for _ in range(200):
+            preparation.note(50.0)
+        self.assertAlmostEqual(preparation.us, 50, delta=1)
+        # The first sizes beside the recording's are proven, which takes longer.
+        program = self.program(mlp)
+        noted: list[float] = []
+        with mock.patch.object(Preparation, "note", lambda self, us: noted.append(us)):
+            self.check(program, (37, 37, 37, *range(20, 20 + many_sizes.PROVEN_SIZES)))
+            self.assertEqual(noted, [])
+            self.check(program, (50, 51))
+        self.assertEqual(len(noted), 2)
+
     def test_remembered(self) -> None:
         """What an earlier process decided holds for all sizes: the second call records."""
         program = self.program(mlp, force=None)
@@ -917,6 +936,28 @@ class ManySizesTest(ManySizesTestCase):
         program = SizedProgram(self.device(), compiled_of(fn, (37, 16), (16, 32)), "node_update")
         self.check_captured(program, (38, 38, 6, 64, 40, 2, 66, 38))
 
+    def test_convolutions(self) -> None:
+        """Strided, padded, with and without a bias: a batch and a length that vary."""
+        convolve = torch.nn.functional.conv1d
+
+        def fn(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            h = torch.nn.functional.gelu(convolve(x, w, padding=1))
+            return convolve(h, v, b, stride=2, padding=1).relu()
+
+        def program() -> None:
+            with torch.no_grad():
+                shapes = (8, 4, 3), (6, 8, 3), (6,)
+                torch.compile(fn)(dynamic(3, 4, 37, dims=(0, 2)), *(torch.zeros(s, device="cuda") for s in shapes))
+
+        (found,) = compiled(program)
+        sized = SizedProgram(self.device(), found, "node_update")
+        first, second = sorted(symbols(found.inputs))
+        for n, m in ((3, 37), (3, 37), (3, 38), (2, 64), (4, 5), (4, 40), (7, 41), (3, 37)):
+            given = sized.make_inputs({first: n, second: m})
+            expected = sized.call(given, captured=False)
+            self.assertEqual(sized.call(given, captured=True), expected, f"{n}, {m}", atol=0, rtol=0)
+        self.assertEqual(self.refused, [])
+
     def test_other_programs(self) -> None:
         """What is no operator of a known library has a recording for each size, and the log says why."""
         program = self.program(lambda x: x.sort(0).values, (37, 8))
@@ -926,11 +967,16 @@ class ManySizesTest(ManySizesTestCase):
             self.assertIn("a recording for each size: what aten.sort", text.facts(entry))
 
     def test_other_calls(self) -> None:
-        """What convolutions, embedding bags, CPU values and attention with dropout do at other sizes is not known."""
+        """
+        What embedding bags, CPU values, attention with dropout, and convolutions that cuDNN times do at other sizes is not
+        known.
+        """
         functional, efficient = torch.nn.functional, torch.ops.aten._scaled_dot_product_efficient_attention
         fill = lambda *shape: torch.zeros(shape, device="cuda")  # noqa: E731
         programs = {
-            "aten.convolution": lambda: torch.compile(functional.conv1d)(dynamic(3, 4, 37, dims=(2,)), fill(4, 4, 3)),
+            "a convolution with torch.backends.cudnn.benchmark": lambda: torch.compile(functional.conv1d)(
+                dynamic(3, 4, 37, dims=(2,)), fill(4, 4, 3)
+            ),
             "aten._embedding_bag": lambda: torch.compile(lambda x, w: functional.embedding_bag(x.long(), w))(
                 dynamic(37, 5), fill(10, 8)
             ),
@@ -944,7 +990,8 @@ class ManySizesTest(ManySizesTestCase):
                 ((graph, _),) = graphs
             for info in graph.info.functions:
                 if call:
-                    reason = not_for_many_sizes(mock.Mock(info=info), [])
+                    with torch.backends.cudnn.flags(benchmark=True):
+                        reason = not_for_many_sizes(mock.Mock(info=info), [])
                     self.assertEqual(reason.code, Code.CALL_AT_OTHER_SIZES)
                     self.assertIn(call, reason.text)
                 else:

@@ -95,8 +95,23 @@ def _random(t: torch.Tensor, low: int, high: int | None, generator: torch.Genera
     return t.random_(low, high, generator=generator or torch.cuda.default_generators[0])
 
 
+def _cudnn_convolution(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    padding: Any,
+    stride: Any,
+    dilation: Any,
+    groups: int,
+    *settings: bool,
+) -> torch.Tensor:
+    return torch.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups)
+
+
+# Operators of CUDA alone, which have no kernel for meta tensors either.
+_OF_CUDA = {torch.ops.aten.cudnn_convolution.default: _cudnn_convolution}
 # Operators without a kernel for the host, and those that draw.
 _ON_HOST = {
+    **_OF_CUDA,
     torch.ops.aten._scaled_dot_product_efficient_attention.default: _efficient_attention,
     torch.ops.aten._scaled_dot_product_efficient_attention_backward.default: _efficient_attention_backward,
     getattr(torch.ops.aten.random_, "from"): _random,
@@ -166,7 +181,7 @@ class _Operators:
                 (args, kwargs),
                 lambda a: next(rest) if a is _GIVEN else torch.device(device) if isinstance(a, torch.device) else a,
             )
-            return (op if device == "meta" else _ON_HOST.get(op, op))(*given, **named)
+            return (_OF_CUDA if device == "meta" else _ON_HOST).get(op, op)(*given, **named)
 
         if self.device is not None and self.device.captured is not None:
             return self._capture(op, call, tensors)

@@ -116,6 +116,7 @@ MATH = types.SimpleNamespace(
 HELPERS = types.SimpleNamespace(
     maximum=_floats(np.maximum),
     minimum=_floats(np.minimum),
+    div_floor_integer=_floats(np.floor_divide),
     max2=lambda x, axis: block(np.max(x, axis)),
     min2=lambda x, axis: block(np.min(x, axis)),
     any=lambda x, axis: block(np.any(x, axis)),

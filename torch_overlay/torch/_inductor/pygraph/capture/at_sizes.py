@@ -57,10 +57,13 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
         return Reason.of(Code.CPU_INPUT)
     steps = Steps(len(size_map.sizes), size_map.steps)
     calls = [call for call in size_map.calls if isinstance(call, OperatorAt)]
+    # Then cuDNN times its kernels at each new size, which a capture cannot.
+    is_timed = torch.backends.cudnn.benchmark and any(operator_name(call.name) == "convolution" for call in calls)
     unknown = [
         *(call.name for call in calls if operator_name(call.name) not in NAMES),
         *(call.name for call in calls if any(steps.known(number) is None for number in call.numbers)),
         *(["a collective"] if info.collectives else []),
+        *(["a convolution with torch.backends.cudnn.benchmark"] if is_timed else []),
     ]
     if any(operator_name(name) == "_scaled_dot_product_cudnn_attention" for name in unknown):
         return Reason.of(Code.CUDNN_PLANS)

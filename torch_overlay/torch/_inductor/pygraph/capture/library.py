@@ -56,6 +56,7 @@ PRODUCTS = OrderedSet([aten.mm, aten.addmm, aten.bmm, aten.baddbmm])
 OPERATORS = OrderedSet(
     [
         *PRODUCTS,
+        aten.convolution,
         aten.zero_,
         *SEEDS,
         aten._scaled_dot_product_flash_attention,
@@ -92,7 +93,7 @@ class Signature(NamedTuple):
 
 def settings() -> tuple[Any, ...]:
     """Return what a library chooses by, beside the operands."""
-    matmul = torch.backends.cuda.matmul
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return (
         torch.get_float32_matmul_precision(),
         matmul.allow_fp16_reduced_precision_reduction,
@@ -100,6 +101,10 @@ def settings() -> tuple[Any, ...]:
         matmul.allow_fp16_accumulation,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.preferred_blas_library(),
+        cudnn.enabled,
+        cudnn.allow_tf32,
+        cudnn.deterministic,
+        cudnn.benchmark,
     )
 
 
