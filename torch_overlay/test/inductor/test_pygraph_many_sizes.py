@@ -50,6 +50,7 @@ from torch.testing._internal.modelled_nodes import cu
 from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.modelled_sizes import (
     compiled,
+    delivering,
     SizedDevice,
     SizedDriver,
     SizedProgram,
@@ -650,7 +651,7 @@ class ManySizesTest(ManySizesTestCase):
     def test_undefined_parameters(self) -> None:
         """
         What a library leaves undefined differs between captures of one call, or between its callers; or it is an
-        address of the host, in all captures or only behind another call.
+        address of the host, in all captures or only behind another call, or half an address of temporary memory.
         """
         kept = []
 
@@ -664,9 +665,14 @@ class ManySizesTest(ManySizesTestCase):
         def address_or_none(device: SizedDevice) -> int:
             return 0 if len(device.driver.graphs[device.captured.handle]) == 0 else address(device)
 
+        def half_of_address(device: SizedDevice) -> int:
+            # Its next parameter is in the other half.
+            return device.empty_strided((4,), (1,), torch.float32).data_ptr() % (1 << 32) | 1 << 32
+
         kept.append(ctypes.create_string_buffer(8))
         modes: dict[str, Any] = {"calls": lambda device: device.calls, "callers": lambda device: stack_depth()}
         modes |= {"address": address, "address in the function": address_or_none}
+        modes |= {"half an address": half_of_address}
         for name, undefined in modes.items():
             with self.subTest(name):
                 trees.reset_cudagraph_trees()
@@ -958,6 +964,24 @@ class ManySizesTest(ManySizesTestCase):
             self.assertEqual(sized.call(given, captured=True), expected, f"{n}, {m}", atol=0, rtol=0)
         self.assertEqual(self.refused, [])
 
+    def test_delivered_values(self) -> None:
+        """CPU values of each call are words of its kernels, as the sizes are."""
+
+        def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+            return ((x * a) @ w + c.to(x.device)) / (1 + b * b)
+
+        def program() -> None:
+            on_cpu = torch.zeros((), dtype=torch.float64), torch.zeros(()), torch.zeros(3)
+            with torch.no_grad():
+                torch.compile(fn)(dynamic(37, 16), torch.zeros(16, 3, device="cuda"), *on_cpu)
+
+        (found,) = compiled(program)
+        device = self.device()
+        with delivering(device):
+            sized = SizedProgram(device, found, "node_update")
+            # Each call has values of its own.
+            self.check_captured(sized, (37, 37, 5, 6, 7, 9, 64, 63, 9, 37, 64, 63, 9, 9, 5))
+
     def test_other_programs(self) -> None:
         """What is no operator of a known library has a recording for each size, and the log says why."""
         program = self.program(lambda x: x.sort(0).values, (37, 8))
@@ -968,8 +992,7 @@ class ManySizesTest(ManySizesTestCase):
 
     def test_other_calls(self) -> None:
         """
-        What embedding bags, CPU values, attention with dropout, and convolutions that cuDNN times do at other sizes is not
-        known.
+        What embedding bags, attention with dropout, and convolutions that cuDNN times do at other sizes is not known.
         """
         functional, efficient = torch.nn.functional, torch.ops.aten._scaled_dot_product_efficient_attention
         fill = lambda *shape: torch.zeros(shape, device="cuda")  # noqa: E731
@@ -980,7 +1003,6 @@ class ManySizesTest(ManySizesTestCase):
             "aten._embedding_bag": lambda: torch.compile(lambda x, w: functional.embedding_bag(x.long(), w))(
                 dynamic(37, 5), fill(10, 8)
             ),
-            "deliver_": lambda: torch.compile(lambda x, y: x * y)(dynamic(37, 8), torch.tensor(2.0)),
             "": lambda: torch.compile(lambda x: efficient(x, x, x, None, False, 0.3, False)[0].sin())(
                 dynamic(2, 2, 37, 8, dims=(2,))
             ),

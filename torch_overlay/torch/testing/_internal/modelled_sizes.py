@@ -27,6 +27,7 @@ from torch._inductor.async_compile import AsyncCompile
 from torch._inductor.cudagraph_utils import PyGraphOptions
 from torch._inductor.pygraph.capture.library import NAMES_OF_PRODUCTS
 from torch._inductor.pygraph.graph.placeholder import tensor_at
+from torch._inductor.pygraph.values import deliver
 from torch.testing._internal.fake_cuda import CompiledGraph, fake_cuda
 from torch.testing._internal.modelled_cuda import ModelledDevice, ModelledStream, WORKSPACE_FLOATS
 from torch.testing._internal.modelled_driver import ModelledDriver
@@ -343,6 +344,42 @@ class SizedDevice(ModelledDevice):
 
 
 @contextlib.contextmanager
+def delivering(device: SizedDevice) -> Iterator[None]:
+    """The kernel of a Deliver runs on the device."""
+    empty = torch.empty
+
+    def device_empty(size: Any, **kwargs: Any) -> torch.Tensor:
+        if "cuda" in str(kwargs.get("device")):
+            return device.empty_strided((size,), (1,), kwargs["dtype"], is_counted=False)
+        return empty(size, **kwargs)
+
+    def kernel(sizes: tuple[int, ...]) -> SizedKernel:
+        *starts, _ = deliver.offsets(sizes, deliver.MAX_ALIGNMENT)
+        *pieces, nbytes = deliver.offsets(sizes, deliver.PIECE_BYTES)
+
+        def execute(grid: tuple[int, ...], parameters: list[bytes]) -> None:
+            (to,) = struct.unpack("<Q", parameters[0])
+            for start, piece, size in zip(starts, pieces, sizes):
+                memory(to + start, size)[:] = parameters[1][piece : piece + size]
+
+        layout = [(0, 8), (deliver.PIECE_BYTES, nbytes)]
+        return device.driver.add_sized_kernel(f"deliver_{'_'.join(map(str, sizes))}", layout, execute)
+
+    def launch(kernel: SizedKernel, *args: Any) -> tuple[int]:
+        pointers = (ctypes.c_void_p * 2).from_address(args[-2])
+        content = [ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, kernel.layout)]
+        device.launch_kernel(kernel, args[:3], content)
+        return (0,)
+
+    with (
+        mock.patch.object(torch, "empty", device_empty),
+        mock.patch.object(deliver, "_kernel", kernel),
+        mock.patch.object(device.driver, "cuLaunchKernel", launch, create=True),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def symbolic_graphs(program: Callable[[], None], **options: Any) -> Iterator[list[tuple[CompiledGraph, Sequence[Any]]]]:
     """Compile a program. Yield its graphs, and for each its inputs, whose sizes are symbolic."""
     seen: list[list[Any]] = []
@@ -484,6 +521,9 @@ class SizedProgram:
                 made.append(values[0])
                 continue
             like = torch.empty_strided(values[: i.dim()], values[i.dim() :], dtype=i.dtype, device="meta")
+            if i.device.type == "cpu":
+                made.append(torch.randn(like.shape, dtype=i.dtype, device="cpu"))
+                continue
             t = self.device.empty_strided(like.shape, like.stride(), i.dtype)
             if t.numel():
                 on_host(t).copy_(torch.randn(like.shape) if i.is_floating_point() else torch.ones(like.shape))

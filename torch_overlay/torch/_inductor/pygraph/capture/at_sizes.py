@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import dataclasses
 import itertools
 from typing import Any, TYPE_CHECKING
@@ -18,18 +19,20 @@ from torch._inductor.pygraph.capture.library import (
     operator_name,
 )
 from torch._inductor.pygraph.graph import placeholder
+from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
+from torch._inductor.pygraph.values.deliver import CapturedValues, TOKEN
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType
     from torch._inductor.pygraph.capture.library import Memo, Operand, TracedCall
@@ -56,7 +59,8 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     if any(not (isinstance(v, int) or (isinstance(v, torch.Tensor) and v.is_cuda)) for v in inputs):
         return Reason.of(Code.CPU_INPUT)
     steps = Steps(len(size_map.sizes), size_map.steps)
-    calls = [call for call in size_map.calls if isinstance(call, OperatorAt)]
+    delivers = deliver_calls(info.delivers)
+    calls = [call for call in size_map.calls if isinstance(call, OperatorAt) and call.name not in delivers]
     # Then cuDNN times its kernels at each new size, which a capture cannot.
     is_timed = torch.backends.cudnn.benchmark and any(operator_name(call.name) == "convolution" for call in calls)
     unknown = [
@@ -68,6 +72,11 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     if any(operator_name(name) == "_scaled_dot_product_cudnn_attention" for name in unknown):
         return Reason.of(Code.CUDNN_PLANS)
     return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
+
+
+def deliver_calls(names: Iterable[str]) -> dict[str, str]:
+    """Return the names of Deliver objects by what generated code calls. See compile/lowering.py."""
+    return {f"{name}.launch": name for name in names}
 
 
 def _takes_scratch(launcher: Any) -> bool:
@@ -98,6 +107,7 @@ class SizedModel:
     A function that may be recorded for many sizes.
 
     Attributes:
+        delivers: the Deliver of each call that delivers CPU values, by the name of the call
         inputs: names of the inputs that are tensors, by input
         memory: what the function allocates, and what its operators return
         returned: those of ``memory`` that outputs lie in
@@ -118,6 +128,7 @@ class SizedModel:
         for call in size_map.calls:
             if isinstance(call, KernelAt) and any(map(_takes_scratch, spec.objects[call.kernel].launchers)):
                 raise unknown(call.kernel)
+        self.delivers = {call: spec.objects[name] for call, name in deliver_calls(spec.info.delivers).items()}
         self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         self.memory = dict(self.function.allocations)
         for event in self.function.events:
@@ -128,6 +139,12 @@ class SizedModel:
         self.returned = [*OrderedSet(o.owner for o in outputs)]
         if any(o.owner not in self.memory or o.dtype != self.memory[o.owner].dtype for o in outputs):
             raise unknown("an output")
+        for event in self.function.events:
+            # Each of its values has a place in the memory of the graph.
+            if isinstance(event, OperatorOf) and (deliver := self.delivers.get(event.name)) is not None:
+                delivered = [t.owner for t in event.results]
+                if len(delivered) != len(deliver.values) or not OrderedSet(delivered).isdisjoint(self.returned):
+                    raise unknown(event.name)
         self.saved: dict[torch.dtype, list[str]] = {}
         if spec.mode == "forward":
             for owner in self.returned:
@@ -180,6 +197,7 @@ class FunctionCapture:
         returned: for each output the input that it is, or None
         nodes: of the graph
         results: for each call what its results are
+        values: the CPU values that the function delivers
         temporary: address ranges from which operators take temporary memory
     """
 
@@ -199,7 +217,9 @@ class FunctionCapture:
         self.reserve = reserve
         self.device = memo.device
         self.results: list[list[TensorOf | None]] = []
-        self.events = [e for e in model.function.events if isinstance(e, OperatorOf)]
+        self.events = [
+            e for e in model.function.events if isinstance(e, OperatorOf) and e.name not in model.delivers
+        ]
         self.allocations = iter(model.function.allocations)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         wanted = [(poison_of(t), placeholder.storage_extent(t), alignments[name]) for name, t in tensors.items()]
@@ -230,7 +250,8 @@ class FunctionCapture:
 
         multiplies = any(operator_name(e.name) in NAMES_OF_PRODUCTS for e in self.events)
         workspace = memo.workspace() if multiplies else cublas_workspaces()
-        with cudagraph_trees.preserve_rng_state(), workspace:
+        self.values = CapturedValues([*model.delivers.values()], is_bound=True)
+        with cudagraph_trees.preserve_rng_state(), workspace, self.values:
             self.graph, self.returned = memo.capture(traced, pool)
         self.temporary = PoolRanges(pool, memo.pool)
         self.nodes = read_graph(bindings().CUgraph(self.graph.raw_cuda_graph()))
@@ -272,6 +293,8 @@ class FunctionCapture:
             if isinstance(event, LaunchOf):
                 end = position + (self.at.numbers[event.is_launched] != 0)
                 call, name = None, event.kernel
+            elif event.name in self.model.delivers:
+                call, name, end = None, event.name, position + 1
             else:
                 call, name = next(calls, None), event.name
                 if call is None or call.first != position or call.op.overloadpacket.__name__ != operator_name(name):
@@ -283,10 +306,22 @@ class FunctionCapture:
             # Alone, the first kernel of a call has none to begin with.
             if any(node.edge != PLAIN_EDGE for node in nodes[:1]):
                 raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
+            if isinstance(event, OperatorOf) and call is None:
+                self._find_delivered(event, nodes[0])
             yield event, call, nodes
             position = end
         if position != len(self.nodes) or next(calls, None) is not None:
             raise differs(self.at, "there are further nodes")
+
+    def _find_delivered(self, event: OperatorOf, node: CapturedNode) -> None:
+        """Note where the kernel of a Deliver writes the values. Raises RefusedError: it is another kernel."""
+        deliver = self.model.delivers[event.name]
+        first = sum(d.num_words for d in itertools.takewhile(lambda d: d is not deliver, self.values.delivers))
+        tokens = array.array("Q", range(TOKEN + first, TOKEN + first + deliver.num_words))
+        if not node.is_kernel or [*map(len, node.captured)][:1] != [WORD_BYTES] or node.captured[1:] != (tokens.tobytes(),):
+            raise differs(self.at, f"{event.name} is another kernel")
+        (start,) = aligned_words(node.captured[0])
+        self.addresses.update((t.owner, start + n) for t, n in zip(event.results, deliver.starts))
 
     def operand(self, event: OperatorOf, operand: Operand) -> TensorOf:
         """Return which tensor of the function an operand is. Addresses of constants are noted."""

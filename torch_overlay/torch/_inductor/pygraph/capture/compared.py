@@ -4,7 +4,7 @@ Whether a captured graph launches what a replay at its sizes sets.
 A Triton kernel is compared in full. A library call lies elsewhere when it is captured alone: addresses of operands and
 of temporary memory are those of the other capture. Libraries also leave bytes of their parameters undefined, or pass
 where alpha and beta lie on the stack. Such bytes are found by captures with other content and another depth of the
-stack.
+stack, or by what they hold: an address of the host, or half an address of temporary memory.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ctypes
 import dataclasses
 import functools
 import itertools
+import struct
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch._inductor.pygraph.graph.entry import Entry, Slot
+    from torch._inductor.pygraph.graph.memory import PoolRanges
 
 
 # Of the stack that is filled, and by which a call moves down.
@@ -80,6 +82,16 @@ class Difference(NamedTuple):
         """Return the places of the bytes that differ."""
         pairs = enumerate(zip(self.found, self.expected))
         return [(self.node, self.buffer, self.offset + i) for i, (a, b) in pairs if a != b]
+
+    def are_halves(self, found: PoolRanges, expected: PoolRanges) -> bool:
+        """
+        Return whether halves of the word that differ are lower halves of addresses in these memories. No kernel reads half
+        an address: another word took the place of the upper half.
+        """
+        halves = [struct.unpack("<II", word) for word in (self.found, self.expected)] if len(self.found) == WORD_BYTES else []
+        return bool(halves) and all(
+            a == b or (found.has_low_half(a) and expected.has_low_half(b)) for a, b in zip(*halves)
+        )
 
     def is_of_host(self) -> bool:
         """
@@ -140,8 +152,8 @@ class CallComparison:
     entry: Entry
     nodes: Sequence[CapturedNode]
     address: Callable[[Slot], int]
-    is_temporary: Container[int]
-    is_elsewhere: Container[int]
+    is_temporary: PoolRanges
+    is_elsewhere: PoolRanges
     undefined: Callable[[bool], OrderedSet[Place]]
 
     def difference(self) -> str | None:
@@ -155,7 +167,7 @@ class CallComparison:
         # Other entries with the kernel may have shown them.
         for captures in (False, True) if found else ():
             undefined = self.undefined(captures)
-            found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
+            found = [word for word in found if not (undefined.issuperset(word.places()) or self._is_unread(word))]
             if not found:
                 break
         if not found:
@@ -167,6 +179,9 @@ class CallComparison:
             for word in found[:MAX_WORDS]
         ]
         return f"has {len(found)} other words alone: {'; '.join(texts)}"
+
+    def _is_unread(self, word: Difference) -> bool:
+        return word.is_of_host() or word.are_halves(self.is_elsewhere, self.is_temporary)
 
     def _differences(self, k: int) -> Iterator[Difference]:
         slots = {(slot.buffer, slot.offset): slot for slot in self.entry.slots[k]}

@@ -30,6 +30,7 @@ from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.graph.sized import enabled_update, Launches, LibraryNodes, SizedGraphs
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.values.deliver import TOKEN
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
@@ -56,9 +57,9 @@ MAX_ROWS = 1024
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Launch:
-    """A Triton kernel of a recording, as it was captured."""
+    """A Triton kernel of a recording, or the kernel of a Deliver, as it was captured."""
 
-    event: LaunchOf
+    event: LaunchOf | OperatorOf
     node: CapturedNode
     words: list[Word]
 
@@ -96,9 +97,10 @@ class KeptSizes(NamedTuple):
 class SizedRecording:
     """
     A recording for all sizes up to ``top``. What a replay sets are numbers by their place: addresses of inputs, of the
-    memory of outputs, and of the recording's own, then what SizedFunction computes from the sizes.
+    memory of outputs, and of the recording's own, then what SizedFunction computes from the sizes, then CPU values.
 
     Attributes:
+        values: the CPU values that it delivers
         bound_alignments: of the inputs, in bytes
         allocators: of the memory of outputs
         views, outputs: see ReplayPlan
@@ -141,8 +143,10 @@ class SizedRecording:
         operands = [
             tuple(capture.operand(event, o) for o in call.operands)
             for event, call, _ in units
-            if isinstance(event, OperatorOf)
+            if call is not None
         ]
+        self.values = capture.values
+        self.num_numbers = len(at.numbers)
         self._number_addresses(capture)
         try:
             self.graph.instantiate()
@@ -155,6 +159,8 @@ class SizedRecording:
         for event, call, nodes in units:
             if isinstance(event, LaunchOf):
                 self.launches.append(self._launch(capture, event, nodes))
+            elif call is None:
+                self.launches.append(Launch(event, nodes[0], self._words_of_values(event, nodes[0])))
             else:
                 tensors = tuple(itertools.chain(*next(of_calls)))
                 sources = tuple(None if t is None else self._address(t.owner, t.offset) for t in tensors)
@@ -243,13 +249,24 @@ class SizedRecording:
         updates = []
         for launch in self.launches:
             # What is compared is not what an executable graph's node holds.
-            held = launch.node.copied()
-            switch = Word(self._number(launch.event.is_launched), 0, _word(bytearray(4), 0, 4))
-            updates += [
-                held.update(self.executable, held.node, self._words(launch.event, held)),
-                enabled_update(self.executable, held.node, switch),
-            ]
+            held, event = launch.node.copied(), launch.event
+            if isinstance(event, LaunchOf):
+                switch = Word(self._number(event.is_launched), 0, _word(bytearray(4), 0, 4))
+                updates += [
+                    held.update(self.executable, held.node, self._words(event, held)),
+                    enabled_update(self.executable, held.node, switch),
+                ]
+            else:
+                updates.append(held.update(self.executable, held.node, self._words_of_values(event, held)))
         return updates
+
+    def _words_of_values(self, event: OperatorOf, node: CapturedNode) -> list[Word]:
+        """Return the words of a Deliver's kernel: where it writes, and the values."""
+        deliver, delivers = self.model.delivers[event.name], self.values.delivers
+        earlier = itertools.takewhile(lambda d: d is not deliver, delivers)
+        first = self._number(self.num_numbers) + sum(d.num_words for d in earlier)
+        values = [Word(first + i, 0, _word(node.buffers[1], WORD_BYTES * i, WORD_BYTES)) for i in range(deliver.num_words)]
+        return [Word(self.places[event.results[0].owner], 0, _word(node.buffers[0], 0, WORD_BYTES)), *values]
 
     def _words(self, event: LaunchOf, node: CapturedNode) -> list[Word]:
         words: list[Word] = []
@@ -291,7 +308,7 @@ class SizedRecording:
         if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
             # The nodes of a graph are its own.
             return None
-        count = len(self.owners) + len(at.numbers)
+        count = self._number(self.num_numbers) + self.values.num_words
         launches = Launches(count, row, entries)
         if self.draws and launches.attributes != self.graphs.attributes:
             reason = Reason.of(Code.DRAWS_AT_OTHER_SIZES)
@@ -376,16 +393,16 @@ class SizedRecording:
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
-        numbers = [*addresses, *at.numbers]
+        numbers = [*addresses, *at.numbers, *range(TOKEN, TOKEN + self.values.num_words)]
         launches, calls = iter(self.launches), iter(self.calls)
         temporary = PoolRanges(self.memo.pool)
         for event, traced, nodes in capture.pairs():
-            if isinstance(event, LaunchOf):
+            if traced is None:
                 launch = next(launches)
                 for word in launch.words:
                     word.write(numbers)
                 if nodes and not launches_same(launch.node, nodes[0]):
-                    raise differs(at, f"{event.kernel} is expected to be {launch.node} and is {nodes[0]}")
+                    raise differs(at, f"a kernel is expected to be {launch.node} and is {nodes[0]}")
             else:
                 self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
         for form in itertools.chain(*(entry.forms for entry in self._entries(at))):
@@ -452,7 +469,7 @@ class SizedRecording:
             return None
         numbers = self.numbers(kept.at)
         tensors += [allocate(numbers) for allocate in self.allocators]
-        pointers = [*(t.data_ptr() for t in tensors), *numbers]
+        pointers = [*(t.data_ptr() for t in tensors), *numbers, *self.values.words()]
         try:
             if kept.launches.on is None:
                 found = self.graphs.find(kept.launches, pointers, self._fixed_updates)

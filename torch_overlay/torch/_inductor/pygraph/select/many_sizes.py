@@ -231,7 +231,23 @@ class ManySizes:
             report.captured_calls += 1
             return run(inputs, numbers, row)
 
-        return replay
+        if (values := self._values()) is None:
+            return replay
+
+        def replay_with_values(inputs: list[InputType]) -> OutputType:
+            report.calls += 1
+            found = known.get(sizes_of(inputs))
+            if found is None or manager.roots is None:
+                return self.general(inputs)
+            run, numbers, row = found
+            report.captured_calls += 1
+            return run(inputs, (*numbers, *values()), row)
+
+        return replay_with_values
+
+    def _values(self) -> Any:
+        """Return what returns the words of a call's CPU values, None if the function delivers none."""
+        return self.recordings[-1].values.words_for_replay()
 
     def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...], row: Any) -> OutputType:
         """Take the general path in a call that was counted as a replay."""
@@ -271,7 +287,7 @@ class ManySizes:
         if found is not None:
             run, numbers, row = found
             self.report.captured_calls += 1
-            return run(inputs, numbers, row)
+            return run(inputs, (*numbers, *self.recordings[-1].values.words()), row)
         return uncaptured(inputs) if outputs is None else outputs
 
     def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:

@@ -203,11 +203,10 @@ class _Target:
 
     def __init__(self, deliver: Deliver, packed: _Packed) -> None:
         sizes = deliver.sizes
-        *starts, nbytes = offsets(sizes, MAX_ALIGNMENT)
         # Else later calls could only write to it in inference mode too.
         with torch.inference_mode(False):
-            self.buffer = torch.empty(nbytes, dtype=torch.uint8, device=deliver.device)
-        self.places = [self.buffer.narrow(0, i, n) for i, n in zip(starts, sizes)]
+            self.buffer = torch.empty(deliver.nbytes, dtype=torch.uint8, device=deliver.device)
+        self.places = [self.buffer.narrow(0, i, n) for i, n in zip(deliver.starts, sizes)]
         self.outputs = [place.view(dtype).view(shape) for place, (dtype, shape) in zip(self.places, deliver.values)]
         self.packed = packed
         self.kernel = _kernel(tuple(sizes))
@@ -242,6 +241,8 @@ class Deliver:
         self.values = values
         self.sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in values]
         self.num_words = offsets(self.sizes, PIECE_BYTES)[-1] // WORD_BYTES
+        # Of the copies, in bytes behind the first one.
+        *self.starts, self.nbytes = offsets(self.sizes, MAX_ALIGNMENT)
         # For each thread.
         self.packs: dict[int, _Packed] = {}
         # For each thread and stream.
