@@ -97,6 +97,7 @@ class SizedDriver(ModelledDriver):
         own: executable graphs of the program's own, of graphs that were not captured
         own_launches: how often one was launched
         programmatic: nodes whose kernel may begin while the one before runs
+        drawn_from: the generator's state that the last replay of a captured graph began with
     """
 
     def __init__(self) -> None:
@@ -105,6 +106,7 @@ class SizedDriver(ModelledDriver):
         self.own: list[int] = []
         self.own_launches = 0
         self.programmatic: set[int] = set()
+        self.drawn_from: torch.Tensor | None = None
 
     def add_sized_kernel(
         self, name: str, layout: list[tuple[int, int]], execute: Callable[..., None], cluster: int = 1
@@ -114,6 +116,20 @@ class SizedDriver(ModelledDriver):
             known = SizedKernel(name, known.function, layout, execute, cluster)
             self.kernels[known.function] = known
         return known
+
+    def launch(self, executable: int, *args: Any) -> Any:
+        """Only the replay of a captured graph gives its state to kernels, and advances the generator."""
+        generator = torch.cuda.default_generators[0]
+        before = generator.get_state()
+        if executable not in self.own:
+            self.drawn_from = before
+            return super().launch(executable, *args)
+        if self.drawn_from is not None:
+            generator.set_state(self.drawn_from)
+        try:
+            return super().launch(executable, *args)
+        finally:
+            generator.set_state(before)
 
     @staticmethod
     def _captured_by(node: Node) -> Held | None:

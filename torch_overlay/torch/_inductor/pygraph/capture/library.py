@@ -250,6 +250,25 @@ class Memo(Scratch):
                 form.is_compared = True
         return True
 
+    def drawing(self, calls: Sequence[TracedCall]) -> torch.cuda.CUDAGraph:
+        """
+        Return a graph that draws as the calls do. A replay sets the memory from which all graphs read the generator's state,
+        and advances the generator.
+        """
+
+        def run() -> None:
+            for call in calls:
+                others = dict(call.arguments)
+                operands = (o.layout.allocator(self.device)() for o in call.operands)
+                leaves = [others[i] if i in others else next(operands) for i in range(call.spec.num_leaves)]
+                args, kwargs = pytree.tree_unflatten(leaves, call.spec)
+                call.op(*args, **kwargs)
+
+        with cudagraph_trees.preserve_rng_state():
+            graph, _ = self.capture(run, self.pool)
+        graph.instantiate()
+        return graph
+
     def captured(
         self,
         calls: dict[Signature, TreeSpec],

@@ -170,9 +170,10 @@ class SizedRecording:
         order = [node.node for node in capture.nodes]
         attributes = tuple(node.attributes for call in self.calls for node in call.nodes)
         fixed, calls = self._fixed_updates(), self.library_nodes
-        self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, fixed, calls, memo.device)
-        # What the prologue of a replay gives the generator, a graph that was not captured does not have.
-        self.draws = any(call.call.op.overloadpacket in SEEDS for call in self.calls)
+        draws = [call.call for call in self.calls if call.call.op.overloadpacket in SEEDS]
+        self.draws = bool(draws)
+        drawing = functools.partial(memo.drawing, draws) if draws else None
+        self.graphs = SizedGraphs(self.graph, self.executable, order, attributes, fixed, calls, memo.device, drawing)
         self._outputs()
         kept = self.at_sizes(sizes)
         if kept is None:
@@ -310,10 +311,6 @@ class SizedRecording:
             return None
         count = self._number(self.num_numbers) + self.values.num_words
         launches = Launches(count, row, entries)
-        if self.draws and launches.attributes != self.graphs.attributes:
-            reason = Reason.of(Code.DRAWS_AT_OTHER_SIZES)
-            log.info("another recording at sizes %s: %s (%s)", at.sizes, reason.text, reason.code.name)
-            return None
         return None if launches.kernels in self.refused else launches
 
     def _entries(self, at: AtSizes) -> tuple[Entry, ...]:

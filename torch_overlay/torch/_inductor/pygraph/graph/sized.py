@@ -97,6 +97,7 @@ class OwnGraph:
         updates: of the nodes of ``captured``, in a row
         inputs: what their words refer to
         like: another one of the same recording, or None
+        drawing: a captured graph that draws as many random numbers, None if there are none
 
     Attributes:
         launch: called with any argument, launches it
@@ -109,9 +110,11 @@ class OwnGraph:
         inputs: Sequence[int],
         device_index: int,
         like: OwnGraph | None = None,
+        drawing: Any = None,
     ) -> None:
         cu = bindings()
         self.captured = captured
+        self.drawing = drawing
         self.device_index = device_index
         self.graph = check(cu.cuGraphCreate(0))
         weakref.finalize(self, cu.cuGraphDestroy, self.graph)
@@ -152,7 +155,9 @@ class OwnGraph:
         check(cu.cuGraphAddDependencies(self.graph, self.nodes[-1:], [node], [data], 1))
 
     def replay(self) -> None:
-        """As torch.cuda.CUDAGraph.replay, without random numbers."""
+        """As torch.cuda.CUDAGraph.replay, whose first part gives the generator's state to the kernels."""
+        if self.drawing is not None:
+            self.drawing.replay()
         self.launch(self)
 
 
@@ -249,6 +254,7 @@ class SizedGraphs:
         attributes: of those of library calls
         fixed: see SizedGraph
         calls: the library calls of the recording
+        new_drawing: makes OwnGraph's ``drawing``, None if no random numbers are drawn
     """
 
     def __init__(
@@ -260,7 +266,9 @@ class SizedGraphs:
         fixed: Sequence[NodeUpdate],
         calls: Sequence[LibraryNodes],
         device_index: int,
+        new_drawing: Callable[[], Any] | None,
     ) -> None:
+        self.new_drawing = new_drawing
         self.device_index = device_index
         self.attributes = attributes
         self.calls = calls
@@ -282,10 +290,15 @@ class SizedGraphs:
         of_calls = itertools.chain(*map(self.captured.updates_of, self.calls, launches.calls))
         by_node = {int(u.args[1]): u for u in (*fixed, *of_calls) if u.set is not set_enabled}
         like = next((own.graph for own in self.own.values()), None)
-        own = OwnGraph(self.captured.graph, [by_node[node] for node in order], inputs, self.device_index, like)
+        updates = [by_node[node] for node in order]
+        own = OwnGraph(self.captured.graph, updates, inputs, self.device_index, like, self._drawing)
         added = SizedGraph(own, own.executable, dict(zip(order, own.nodes)), fixed)
         self.own[launches.attributes] = added
         return added
+
+    @functools.cached_property
+    def _drawing(self) -> Any:
+        return None if self.new_drawing is None else self.new_drawing()
 
     def close(self) -> None:
         """Let go of replays, which have the graphs and what these belong to."""

@@ -137,7 +137,7 @@ def path_outputs(node: CUDAGraphNode, indices: list[PathOutputIndex]) -> tuple[P
 def launch_of(graph: Any) -> Callable[[Any], None]:
     """Return what launches a graph, given the graph."""
     if isinstance(graph, OwnGraph):
-        return graph.launch
+        return graph.launch if graph.drawing is None else OwnGraph.replay
     # What torch.cuda.CUDAGraph's methods forward to.
     base: type[Any] = torch._C._CUDAGraph
     return (base if isinstance(graph, base) else type(graph)).replay

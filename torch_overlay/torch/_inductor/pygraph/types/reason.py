@@ -200,7 +200,6 @@ class Code(str, enum.Enum):
         "cuDNN builds a plan for its attention at each new size, which takes 60 ms and more",
         "Set TORCH_CUDNN_SDPA_DEPRIORITIZED=1: PyTorch then chooses flash or memory-efficient attention.",
     )
-    DRAWS_AT_OTHER_SIZES = "it draws random numbers, and its library calls launch kernels with other attributes"
     NODES_NOT_IN_ROW = "the nodes of its graph do not follow one another"
 
     # Graph breaks that Dynamo does not make with PyGraph
