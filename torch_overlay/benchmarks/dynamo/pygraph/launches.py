@@ -15,7 +15,8 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-GRAPH_LAUNCHES = {"cudaGraphLaunch", "cuGraphLaunch"}
+# Parts of the names of calls that launch one kernel.
+ONE_KERNEL = ("LaunchKernel", "LaunchCooperativeKernel")
 
 
 def profiled(step: Callable[[], Any], calls: int = 3) -> dict[str, float]:
@@ -33,17 +34,21 @@ def profiled(step: Callable[[], Any], calls: int = 3) -> dict[str, float]:
 
 
 def counted(events: list[dict[str, Any]]) -> dict[str, int]:
-    """Of the events of a trace. The kernels of a graph have the correlation id of its launch."""
-    launches = {
+    """
+    Of the events of a trace. The kernels of a graph have the correlation id of its launch, which the trace lacks if it was
+    the driver's cuGraphLaunch.
+    """
+    alone = {
         event["args"]["correlation"]
         for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and event["name"] in GRAPH_LAUNCHES
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and any(part in event["name"] for part in ONE_KERNEL)
     }
     kernels = [event["args"].get("correlation") for event in events if event.get("cat") == "kernel"]
+    in_graphs = [correlation for correlation in kernels if correlation not in alone]
     return {
         "kernels": len(kernels),
-        "kernels_in_graphs": sum(correlation in launches for correlation in kernels),
-        "graph_launches": len(launches),
+        "kernels_in_graphs": len(in_graphs),
+        "graph_launches": len({*in_graphs}),
     }
 
 
