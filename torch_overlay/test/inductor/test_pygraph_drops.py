@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.pygraph.dynamo import drawn, drops
 from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.test_case import run_tests, TestCase
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.nn import functional as F
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.fake_cuda import fake_cuda
@@ -83,6 +84,51 @@ class Continuing(Stack):
                 continue
             x = layer(x, *others)
         return x
+
+
+class Cache:
+    """Has no dtype until its layer has run, as caches of transformers."""
+
+    def __init__(self) -> None:
+        self.keys = None
+        self.is_ready = False
+
+    def update(self, keys):
+        if not self.is_ready:
+            self.dtype, self.device = keys.dtype, keys.device
+            self.keys = torch.tensor([], dtype=self.dtype, device=self.device)
+            self.is_ready = True
+        self.keys = torch.cat([self.keys, keys], dim=-1)
+        return self.keys
+
+
+class Caching(Layer):
+    def forward(self, x, cache):
+        return super().forward(x + cache.update(self.up(x))[:, :SIZE])
+
+
+class Decoder(torch.nn.Module):
+    """Keeps new caches, or those that it was given."""
+
+    def __init__(self, is_given: bool, layers: int = 3) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(SIZE, SIZE)
+        self.layers = torch.nn.ModuleList(Caching() for _ in range(layers))
+        self.is_given = is_given
+        self.caches: Any = None
+        self.ran: dict[int, bool] = {}
+
+    def forward(self, x):
+        x = self.first(x)
+        if not self.is_given:
+            self.caches = tuple(Cache() for _ in self.layers)
+        ran = dict.fromkeys(range(len(self.layers)), False)
+        for i, layer in enumerate(self.layers):
+            if torch.rand([]) < 0.4:
+                continue
+            x = layer(x, self.caches[i])
+            ran[i] = True
+        return x, self.caches, ran
 
 
 class Wav2Vec2(Stack):
@@ -382,6 +428,34 @@ class DropTest(BranchTestCase):
             self.assertEqual(number_of_graphs(), 1)
         self.assertEqual({outcome is None for outcome in found}, {False, may_raise})
 
+    @parametrize("is_given", (False, True))
+    def test_caches(self, is_given):
+        """A layer adds attributes to its cache in the calls in which it runs. Their gradients are eager mode's."""
+        model = Decoder(is_given).double()
+        eager = copy.deepcopy(model)
+        compiled = torch.compile(model, options={"pygraph": True})
+        x = torch.randn(3, SIZE, dtype=torch.float64)
+        absent = set()
+        for seed in range(24):
+            outcomes = []
+            for fn, module in ((eager, eager), (compiled, model)):
+                module.zero_grad()
+                module.caches = tuple(Cache() for _ in range(3)) if is_given else None
+                torch.manual_seed(seed)
+                y, caches, ran = fn(x)
+                losses = [y.sum() * (seed % 3)] if seed % 3 else []
+                losses += [c.keys.square().sum() for c in caches if c.keys is not None and seed % 4]
+                if losses:
+                    sum(losses).backward()
+                state = [[*vars(cache).items()] for cache in caches]
+                gradients = [p.grad for p in module.parameters()]
+                outcomes.append((gradients, state, ran, y, caches is module.caches, torch.get_rng_state()))
+                absent.add(sum(g is None for g in gradients))
+            self.assertEqual(*outcomes)
+        self.assertEqual(counters["graph_break"], {})
+        self.assertEqual(number_of_graphs(), 1)
+        self.assertGreater(len(absent), 3)
+
     def test_result_is_input(self):
         """If all layers are dropped, eager mode returns the argument itself."""
         self.compare(Stack([Layer() for _ in range(3)], 0.6), graphs=None)
@@ -539,20 +613,30 @@ def program(choices: random.Random) -> torch.nn.Module:
 
 
 class PartitionTest(TestCase):
+    def compile_on_gpu(self, model) -> list[Any]:
+        """Return the graphs of a forward and its backward."""
+
+        # Numbers are fake, too. No layer is dropped.
+        decide = mock.patch.object(Branches, "_decide", lambda *args: True)
+        read = mock.patch.dict(
+            op_implementations_dict, {torch.ops.aten._local_scalar_dense.default: lambda *args: False}
+        )
+        with fake_cuda() as graphs, decide, read:
+            compiled = torch.compile(model.to("cuda"), options={"pygraph": True})
+            result = compiled(torch.randn(3, SIZE, device="cuda"))
+            (result[0] if isinstance(result, tuple) else result).sum().backward()
+        return graphs
+
     def test_captured(self):
         """On a GPU, all but the delivery of the outcomes is captured, in both directions."""
-
-        def all_run(self):
-            return (*self.function(), *self.detached((False,) * len(self.gates)))
-
-        # Numbers are fake, too.
-        decide = mock.patch.object(Branches, "_decide", lambda *args: True)
-        with fake_cuda() as graphs, decide, mock.patch.object(drawn.DrawnInFront, "__call__", all_run):
-            model = Model(Stack([Layer(0.5) for _ in range(3)])).to("cuda")
-            torch.compile(model, options={"pygraph": True})(torch.randn(3, SIZE, device="cuda")).sum().backward()
+        graphs = self.compile_on_gpu(Model(Stack([Layer(0.5) for _ in range(3)])))
         self.assertEqual([[p.captured for p in graph.partitions] for graph in graphs], [[False, True]] * 2)
         # Parameters stay where they are, detached or not.
         self.assertEqual([len(graph.external_inputs) for graph in graphs], [1, 2])
+
+    def test_caches_are_captured(self):
+        graphs = self.compile_on_gpu(Decoder(is_given=False))
+        self.assertEqual([[p.captured for p in graph.partitions] for graph in graphs], [[False, True]] * 2)
 
 
 instantiate_parametrized_tests(DropTest)

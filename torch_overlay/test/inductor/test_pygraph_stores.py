@@ -38,6 +38,11 @@ class Module(State, torch.nn.Module):
         self.register_buffer("buffer", torch.zeros(4))
 
 
+class Slow(State):
+    def __setattr__(self, name, value):
+        object.__setattr__(self, name, value)
+
+
 def work(x):
     """Return what takes more operators than paths may have that both run."""
     for _ in range(9):
@@ -203,6 +208,76 @@ def added(m, x):
     return x + 1
 
 
+def added_in_both(m, x):
+    m.more = 1
+    if x.sum() > 0:
+        m.new = x.detach() * 2
+    else:
+        m.new, m.last = "none", True
+    return x + 1
+
+
+def added_by_cond(m, x):
+    y = x
+    if x.sum() > 0:
+        y = work(x)
+        m.new = x.dtype
+    m.last = 2
+    return y + 1
+
+
+def added_to_new(m, x):
+    m.other = State()
+    if x.sum() > 0:
+        m.other.new, m.other.more = x.detach() * 2, x.dtype
+    return x + 1
+
+
+def is_added(m, x):
+    if x.sum() > 0:
+        m.new = x.detach() * 2
+    return x + 1 if hasattr(m, "new") else x - 1
+
+
+def read_if_added(m, x):
+    if x.sum() > 0:
+        m.new = 2
+    return x + getattr(m, "new", 3)
+
+
+def found_in_dictionary(m, x):
+    if x.sum() > 0:
+        m.new = x.detach() * 2
+    return x + 1 if "new" in m.__dict__ else x - 1
+
+
+def added_again(m, x):
+    if x.sum() > 0:
+        m.new = x.detach() * 2
+    m.more = 1
+    m.new = 3
+    return x + 1
+
+
+def added_in_other_order(m, x):
+    if x.sum() > 0:
+        m.new, m.more = 1, 2
+    else:
+        m.more, m.new = 3, 4
+    return x + 1
+
+
+def added_with_gradient(m, x):
+    if x.sum() > 0:
+        m.new = x * 2
+    return x + 1
+
+
+ADDED = (added, added_in_both, added_by_cond, added_to_new)
+ADDED_BREAKS = (is_added, read_if_added, found_in_dictionary, added_again, added_in_other_order)
+ADDED_BREAKS += (added_with_gradient,)
+
+
 def added_key(m, x):
     if x.sum() > 0:
         m.table["c"] = x.detach() * 2
@@ -248,7 +323,7 @@ def raising(m, x):
     return x + 1
 
 
-BREAKS = (returned, written_behind, shared, named_twice, with_gradient, counted, added, added_key, moved, appended, removed)
+BREAKS = (returned, written_behind, shared, named_twice, with_gradient, counted, added_key, moved, appended, removed)
 BREAKS += (deleted, none, raising)
 
 
@@ -257,10 +332,10 @@ class StoreTest(BranchTestCase):
         super().setUp()
         self.without_hosts()
 
-    def observe(self, fn: Callable[..., Any], model: State, *, grad: bool) -> list[Any]:
+    def observe(self, fn: Callable[..., Any], model: State, *, grad: bool, values: Any = VALUES) -> list[Any]:
         """Return results, gradients, the state, and which objects are those of before."""
         seen = []
-        for value in VALUES:
+        for value in values:
             x = torch.tensor(value, requires_grad=grad)
             before = self.state_of(model)
             try:
@@ -281,7 +356,7 @@ class StoreTest(BranchTestCase):
         return seen
 
     def state_of(self, model: State) -> dict[str, Any]:
-        names = ("state", "other", "flag", "count", "buffer", "new")
+        names = ("state", "other", "flag", "count", "buffer", "new", "more", "last")
         found = {name: getattr(model, name) for name in names if hasattr(model, name)}
         return {**found, **dict(enumerate(model.items)), **model.table}
 
@@ -301,6 +376,24 @@ class StoreTest(BranchTestCase):
     @parametrize("grad", (False, True))
     def test_equal(self, fn, grad):
         self.check_program(fn, State, grad=grad)
+
+    def observe_new(self, fn: Callable[..., Any], make: type[State]) -> list[Any]:
+        """Observe calls, each of which gets a new object."""
+        seen = []
+        for value in VALUES:
+            model = make()
+            seen += self.observe(fn, model, grad=True, values=[value])
+            if isinstance(model.other, State):
+                seen[-1] = seen[-1][:2], self.state_of(model.other), [*vars(model.other)]
+        return seen
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in ADDED + ADDED_BREAKS])
+    @parametrize("make", (State, Module, Slow))
+    def test_attribute_of_one_path(self, fn, make):
+        """An object has an attribute in the calls in which a path adds it."""
+        compiled = torch.compile(fn, options={"pygraph": True})
+        self.assertEqual(self.observe_new(compiled, make), self.observe_new(fn, make))
+        self.assertEqual((counters["resumes"], number_of_graphs()) == ({}, 1), fn in ADDED)
 
 
 instantiate_parametrized_tests(StoreTest)

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from typing import Any, NoReturn, TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
@@ -26,7 +26,7 @@ from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
-from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
+from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, is_broken, refuse, restart
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.drops import DropJoiner, Drops
 from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_raise, nodes_after
@@ -37,19 +37,20 @@ from torch._inductor.pygraph.dynamo.outlining import CONDITION, loops_around
 from torch._inductor.pygraph.dynamo.paths import fork_at, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
 from torch._inductor.pygraph.dynamo.ranges import outcome_of
-from torch._inductor.pygraph.dynamo.stores import Choice, RefusedError, store, Stores
+from torch._inductor.pygraph.dynamo.stores import Choice, is_stored_again, make_store, RefusedError, store, Stores
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Iterable
 
     from torch._dynamo.bytecode_transformation import Instruction
+    from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._inductor.pygraph.dynamo.breaks import Call
     from torch._inductor.pygraph.dynamo.paths import Fork, Path
+    from torch._inductor.pygraph.dynamo.stores import Slot
 
 
 # Instructions that read their last two or three operands: Dynamo would compare a bool of a tensor by its variable, or
@@ -96,9 +97,10 @@ class Branches(Drops, Breaks):
         self.forked: list[tuple[InstructionTranslatorBase, tuple[Any, int]]] = []
         # What the paths that are being traced have changed
         self.stores: list[Stores] = []
-        # The slots of objects that have a join, and the branches that left a choice in one
+        # The slots of objects that have a join
         self.choices: list[Chosen] = []
-        self.unread: OrderedSet[tuple[Any, int]] = OrderedSet()
+        # The choices that branches left in slots, which the graph does not read
+        self.unread: list[tuple[Slot, Choice, tuple[Any, int]]] = []
         # The branches in try statements
         self.in_try: OrderedSet[tuple[Any, int]] = OrderedSet()
 
@@ -108,12 +110,18 @@ class Branches(Drops, Breaks):
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "it asks for the identity of a tensor")
         if self.truths and reads_truth(tx, inst):
             restart(self.truths, Code.BOOL_IS_READ, inst.opname)
-        if self.unread and tx.stack and isinstance(tx.stack[-1], Choice):
-            restart(self.unread, Code.BRANCH_STAYS, "the program reads an attribute of which the branch decides")
 
     def may_change(self, tx: InstructionTranslatorBase, item: VariableTracker) -> bool:
         is_path = self.stores and tx.output.current_tracer is tx.output.root_tracer
         return bool(is_path) and self.stores[-1].keep(tx, item)
+
+    def on_load_attr(self, value: VariableTracker) -> None:
+        if isinstance(value, Choice) and self.unread:
+            sites = [site for *_, site in self.unread]
+            restart(sites, Code.BRANCH_STAYS, "the program reads an attribute of which the branch decides")
+
+    def make_store(self, cg: PyCodegen, item: VariableTracker, name: str, value: VariableTracker) -> list[Instruction]:
+        return make_store(cg, item, name, value)
 
     def bool_of_call(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what bool() of a tensor returns, or None."""
@@ -270,7 +278,7 @@ class Branches(Drops, Breaks):
         for slot, value in end.stores.items():
             store(tx, slot, value)
             if isinstance(value, Choice):
-                self.unread.add(site)
+                self.unread.append((slot, value, site))
         if joiner.code is Code.COND_IN_GRAPH:
             self.conds.append(site)
         if joiner.has_truths:
@@ -312,7 +320,11 @@ class Branches(Drops, Breaks):
             restart(self.conds, Code.BRANCH_STAYS, "torch.cond does not compile")
 
     def settle_stores(self, tx: InstructionTranslatorBase) -> None:
-        """Called before bytecode is made."""
+        """Called before bytecode is made. Raises RestartAnalysis: it would add attributes in another order."""
+        if changed := [site for slot, value, site in self.unread if is_stored_again(tx, slot, value)]:
+            restart(changed, Code.BRANCH_STAYS, "the program stores an attribute again that a path has added")
+        # Bytecode reads them.
+        self.unread = []
         if self.choices:
             settle(tx, self.choices)
 
@@ -357,21 +369,6 @@ def join_paths(
             tx.output.graph.erase_node(node)
         joiner = CondJoiner(tx, condition, paths)
         return joiner, *join(joiner, fork, site)
-
-
-def is_broken(tx: InstructionTranslatorBase, site: tuple[types.CodeType, int]) -> bool:
-    """Return whether the graph has to break at a branch."""
-    if (reason := broken(site[0]).get(site[1])) is not None:
-        refuse(tx, reason.code, **reason.details)
-    return reason is not None
-
-
-def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -> NoReturn:
-    """Let the graph break at these branches."""
-    for function, place in sites:
-        broken(function)[place] = Reason.of(code, why=why)
-    # In the next analysis, Dynamo speculates at other instructions.
-    raise UnspecializeRestartAnalysis(restart_reason=f"{code.name}: {why}")
 
 
 def is_in_loop(tx: InstructionTranslatorBase) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import TYPE_CHECKING
+from typing import NoReturn, TYPE_CHECKING
 
 from torch._dynamo.code_context import code_context
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._guards import CompileContext
 from torch._inductor.pygraph.dynamo import turns
 from torch._inductor.pygraph.types import journal
@@ -21,7 +22,7 @@ from torch._inductor.pygraph.types.report import BreakReport
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
@@ -106,6 +107,21 @@ def refused(code: types.CodeType) -> dict[int, tuple[str, Reason]]:
 def broken(code: types.CodeType) -> dict[int, Reason]:
     """Return the instructions of a code object at which the graph has to break, and why. They survive a new analysis."""
     return code_context.get_context(code).setdefault(BROKEN, {})
+
+
+def is_broken(tx: InstructionTranslatorBase, site: tuple[types.CodeType, int]) -> bool:
+    """Return whether the graph has to break at a branch."""
+    if (reason := broken(site[0]).get(site[1])) is not None:
+        refuse(tx, reason.code, **reason.details)
+    return reason is not None
+
+
+def restart(sites: Iterable[tuple[types.CodeType, int]], code: Code, why: str) -> NoReturn:
+    """Let the graph break at these branches."""
+    for function, place in sites:
+        broken(function)[place] = Reason.of(code, why=why)
+    # In the next analysis, Dynamo speculates at other instructions.
+    raise UnspecializeRestartAnalysis(restart_reason=f"{code.name}: {why}")
 
 
 def place_of(tx: InstructionTranslatorBase) -> str:

@@ -14,8 +14,7 @@ import torch.fx
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAnalysis, Unsupported
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.dynamo.branches import restart
-from torch._inductor.pygraph.dynamo.breaks import broken, Call
+from torch._inductor.pygraph.dynamo.breaks import broken, Call, restart
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.conversions import convert
 from torch._inductor.pygraph.dynamo.copies import Copies

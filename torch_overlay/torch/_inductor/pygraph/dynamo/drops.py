@@ -193,7 +193,9 @@ class DropJoiner(Joiner):
 
     def _check_time(self, paths: dict[bool, OrderedSet[torch.fx.Node]]) -> None:
         """Raises RefusedError: the device runs long for nothing."""
-        apart = [node.meta["example_value"] for values in self.apart for node in map(node_of, values) if node is not None]
+        apart = [
+            node.meta["example_value"] for values in self.apart for node in map(node_of, values) if node is not None
+        ]
         devices = OrderedSet(a.device.type for a in (*(a for a, _ in self.pairs.values()), *apart))
         if not devices <= OrderedSet(DEVICES):
             raise RefusedError("a graph for each layer costs less")

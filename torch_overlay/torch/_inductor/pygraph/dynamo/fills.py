@@ -16,8 +16,8 @@ import torch
 from torch._dynamo import variables
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
-from torch._inductor.pygraph.dynamo.branches import Branches, FLOATS, INTEGERS, is_broken, plain_tensor
-from torch._inductor.pygraph.dynamo.breaks import broken
+from torch._inductor.pygraph.dynamo.branches import Branches, FLOATS, INTEGERS, plain_tensor
+from torch._inductor.pygraph.dynamo.breaks import broken, is_broken
 from torch._inductor.pygraph.dynamo.slices import SliceOfTensors, use_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 

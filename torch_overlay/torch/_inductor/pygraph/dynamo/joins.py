@@ -24,7 +24,16 @@ from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
 from torch._inductor.pygraph.dynamo.operators import CONSTRUCTORS, is_pure, name_of, plain_name, VIEWS
 from torch._inductor.pygraph.dynamo.paths import Truth
-from torch._inductor.pygraph.dynamo.stores import Choice, is_container, load, RefusedError, slots_of, store
+from torch._inductor.pygraph.dynamo.stores import (
+    check_order,
+    Choice,
+    is_container,
+    load,
+    RefusedError,
+    slots_of,
+    store,
+    Unchanged,
+)
 from torch._inductor.pygraph.types.reason import Code
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.node import map_arg
@@ -137,6 +146,8 @@ class Joiner:
         """
         before = dict(self.pairs), dict(self.lists)
         try:
+            if isinstance(a, Unchanged) or isinstance(b, Unchanged):
+                raise RefusedError("a path adds an attribute")
             return self.match(a, b)
         except RefusedError:
             if not is_object or not all(map(self.can_be_chosen, (a, b))):
@@ -148,7 +159,7 @@ class Joiner:
 
     def can_be_chosen(self, value: VariableTracker) -> bool:
         """Return whether bytecode can make a value behind the graph, whichever path ran."""
-        if isinstance(value, (LazyVariableTracker, variables.ConstantVariable)):
+        if isinstance(value, (LazyVariableTracker, Unchanged, variables.ConstantVariable)):
             return True
         if type(value) is variables.TensorVariable:
             # Eager mode gives parameters that only this value depends on no gradient, and not zeros.
@@ -284,6 +295,7 @@ def join(joiner: Joiner, fork: Fork, site: tuple[Any, int]) -> tuple[Path, list[
     returned = None
     if fork.join is None:
         returned = joiner.match(one.returned, other.returned)
+    check_order(joiner.tx.output.side_effects, (one.stores, other.stores))
     stores = {}
     for slot in OrderedSet([*one.stores, *other.stores]):
         left = [path.stores[slot] if slot in path.stores else load(joiner.tx, slot) for path in joiner.paths]

@@ -13,7 +13,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._dynamo import variables
-from torch._inductor.pygraph.dynamo.branches import Branches, is_broken, restart
+from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.pygraph.dynamo.breaks import is_broken, restart
 from torch._inductor.pygraph.dynamo.operators import name_of
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.utils._ordered_set import OrderedSet

@@ -16,7 +16,8 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.exc import unimplemented
-from torch._inductor.pygraph.dynamo.branches import Branches, is_broken
+from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.pygraph.dynamo.breaks import is_broken
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import is_known, MAX_ELEMENTS
 from torch._inductor.pygraph.dynamo.joins import Join, requires_grad

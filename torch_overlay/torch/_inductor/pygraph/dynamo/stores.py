@@ -7,7 +7,9 @@ with the join of what the paths leave in it (joins.py). A slot that one path lea
 
 A join is a new tensor, and so the program could tell it from an older one. Behind the graph, bytecode therefore stores
 the object that the path has left (Choice): the older tensor itself, or what the graph computed. So it does if the slot
-has other values than tensors, as a counter. A graph that reads such a slot again breaks at the branch.
+has other values than tensors, as a counter. Bytecode stores nothing if the path that runs leaves an attribute as it was,
+and the attribute is none that the frame knows, as that of a cache which its first use adds. A graph that reads such a
+slot again breaks at the branch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,15 @@ import dataclasses
 from typing import Any, TYPE_CHECKING
 
 from torch._dynamo import variables
-from torch._dynamo.bytecode_transformation import create_call_function
+from torch._dynamo.bytecode_transformation import create_call_function, create_instruction
 from torch._dynamo.exc import ObservedException
 from torch._dynamo.variables.base import VariableTracker
 
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.side_effects import SideEffects
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -38,8 +43,21 @@ CONTAINERS = (variables.ListVariable, variables.ConstDictVariable)
 OF_MODULES = ("_parameters", "_buffers", "_modules")
 
 
+UNCHANGED = object()
+
+
 class RefusedError(Exception):
     """The paths of a branch cannot be joined."""
+
+
+class Unchanged(VariableTracker):
+    """The value of an attribute that a path leaves as it was, or without a value. Nothing reads it."""
+
+    def python_type(self) -> type:
+        return Unchanged
+
+    def reconstruct(self, codegen: PyCodegen) -> None:
+        codegen.load_import_from(__name__, "UNCHANGED")
 
 
 class Choice(VariableTracker):
@@ -57,9 +75,41 @@ class Choice(VariableTracker):
         codegen.foreach((self.condition, *self.values))
         codegen.extend_output(create_call_function(3, False))
 
+    def is_stored_always(self) -> bool:
+        return not any(isinstance(value, Unchanged) for value in self.values)
+
 
 def choose(condition: Any, a: Any, b: Any) -> Any:
     return a if condition else b
+
+
+def store_chosen(store: Callable[[Any, str, Any], None], item: Any, name: str, value: Any) -> None:
+    if value is not UNCHANGED:
+        store(item, name, value)
+
+
+def is_stored_again(tx: InstructionTranslatorBase, slot: Slot, value: Choice) -> bool:
+    """Return whether an attribute that a path may have added has another value by now, or is deleted."""
+    item, name = slot
+    stored = tx.output.side_effects.store_attr_mutations.get(item)
+    return stored is not None and not value.is_stored_always() and stored.get(name) is not value
+
+
+def make_store(codegen: PyCodegen, item: VariableTracker, name: str, value: VariableTracker) -> list[Instruction]:
+    """Return bytecode that stores an attribute if a path has stored it, or none if bytecode always stores it."""
+    if not isinstance(value, Choice) or value.is_stored_always():
+        return []
+    codegen.add_push_null(lambda: codegen.load_import_from(__name__, "store_chosen"))
+    if isinstance(item, variables.UserDefinedObjectVariable) and item.needs_slow_setattr():
+        # Dynamo has traced the program's own __setattr__.
+        codegen.load_import_from("builtins", "object")
+        codegen.load_attr("__setattr__")
+    else:
+        codegen.load_import_from("builtins", "setattr")
+    codegen(item)
+    codegen.append_output(codegen.create_load_const(name))
+    codegen(value)
+    return [*create_call_function(4, False), create_instruction("POP_TOP")]
 
 
 @dataclasses.dataclass
@@ -135,23 +185,43 @@ def load(tx: InstructionTranslatorBase, slot: Slot) -> VariableTracker:
     Return what a slot holds.
 
     Raises:
-        RefusedError: it is empty.
+        RefusedError: it is empty, or reading it runs code of the program.
     """
     item, name = slot
-    effects = tx.output.side_effects
-    known = slots_of(effects, item)
+    known = slots_of(tx.output.side_effects, item)
     if name in known:
         return known[name]
-    if isinstance(item, variables.CellVariable) and item.pre_existing_contents is not None:
+    if isinstance(item, variables.CellVariable):
+        if item.pre_existing_contents is None:
+            raise RefusedError("a variable of a closure is unbound in a path")
         return item.pre_existing_contents
-    of_object = getattr(getattr(item, "value", None), "__dict__", {})
-    places = (of_object, *(of_object.get(place) or {} for place in OF_MODULES))
-    if item.source is not None and isinstance(of_object, dict) and any(name in place for place in places):
+    if is_in_object(item, name):
         try:
             return item.var_getattr(tx, name)
         except ObservedException as e:
             raise RefusedError(f"reading {name} raises") from e
-    raise RefusedError(f"a path adds {name}")
+    if item.should_skip_descriptor_setter(name):
+        raise RefusedError(f"a path sets {name} by a descriptor")
+    return Unchanged()
+
+
+def is_in_object(item: VariableTracker, name: str) -> bool:
+    of_object = getattr(getattr(item, "value", None), "__dict__", {})
+    places = (of_object, *(of_object.get(place) or {} for place in OF_MODULES))
+    return item.source is not None and isinstance(of_object, dict) and any(name in place for place in places)
+
+
+def check_order(side_effects: SideEffects, paths: Sequence[Iterable[Slot]]) -> None:
+    """Raises RefusedError: a program could tell by the order of its attributes which path has run."""
+    by_item: dict[VariableTracker, tuple[list[Any], ...]] = {}
+    for i, slots in enumerate(paths):
+        for item, name in slots:
+            if name not in slots_of(side_effects, item) and not is_in_object(item, name):
+                by_item.setdefault(item, tuple([] for _ in paths))[i].append(name)
+    for added in by_item.values():
+        order = [*dict.fromkeys(name for names in added for name in names)]
+        if any([name for name in order if name in names] != names for names in added):
+            raise RefusedError("the paths add attributes in another order")
 
 
 def store(tx: InstructionTranslatorBase, slot: Slot, value: VariableTracker) -> None:

@@ -22,7 +22,8 @@ from torch._dynamo.variables.higher_order_ops import _call_while_loop, WhileLoop
 from torch._inductor import config
 from torch._inductor.pygraph.compile import conditionals
 from torch._inductor.pygraph.dynamo import turns
-from torch._inductor.pygraph.dynamo.branches import Branches, is_broken, plain_tensor, restart, truth_of
+from torch._inductor.pygraph.dynamo.branches import Branches, plain_tensor, truth_of
+from torch._inductor.pygraph.dynamo.breaks import is_broken, restart
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import is_on_gpu
 from torch._inductor.pygraph.dynamo.joins import Join
