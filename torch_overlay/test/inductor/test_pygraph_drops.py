@@ -428,6 +428,32 @@ class DropTest(BranchTestCase):
             self.assertEqual(number_of_graphs(), 1)
         self.assertEqual({outcome is None for outcome in found}, {False, may_raise})
 
+    def test_path_keeps_view(self):
+        """A view that a path stores shares the memory of what existed before."""
+
+        class Keeping(Continuing):
+            def forward(self, x):
+                first = x * 2
+                for layer in self.layers:
+                    if torch.rand([]) < 0.4:
+                        continue
+                    x = layer(x)
+                    layer.kept = first[1:].detach()
+                return x * 2, first
+
+        model = Keeping([Layer() for _ in range(3)])
+        compiled = torch.compile(model, options={"pygraph": True})
+        for seed in range(8):
+            for layer in model.layers:
+                layer.kept = None
+            torch.manual_seed(seed)
+            _, first = compiled(torch.ones(3, SIZE, requires_grad=True))
+            torch.manual_seed(seed)
+            for layer in model.layers:
+                self.assertEqual(layer.kept is None, bool(torch.rand([]) < 0.4))
+                if layer.kept is not None:
+                    self.assertEqual(layer.kept.data_ptr(), first[1:].data_ptr())
+
     @parametrize("is_given", (False, True))
     def test_caches(self, is_given):
         """A layer adds attributes to its cache in the calls in which it runs. Their gradients are eager mode's."""

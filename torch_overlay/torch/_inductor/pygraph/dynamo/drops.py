@@ -174,8 +174,12 @@ class DropJoiner(Joiner):
             # It may have been read for the first time in the path.
             if any(storage(n) is None or storage(n) in before for n in may_write(node)):
                 raise RefusedError("a path changes what existed before")
-        self._check_time(paths)
+        apart = OrderedSet(node for values in self.apart for node in map(node_of, values) if node is not None)
+        self._check_time(paths, apart)
         self.check_names(own)
+        # What a path reads may be a copy (drawn.py).
+        if any(storage(node) in before for node in apart & own):
+            raise RefusedError("a path leaves a view of what existed before")
         before |= OrderedSet(storage(j.node) for j in extension.joins)
         gate = Gate(self.condition.as_proxy().node, paths, OrderedSet())
         joins = []
@@ -191,12 +195,9 @@ class DropJoiner(Joiner):
         extension.gates.append(gate)
         return joins
 
-    def _check_time(self, paths: dict[bool, OrderedSet[torch.fx.Node]]) -> None:
+    def _check_time(self, paths: dict[bool, OrderedSet[torch.fx.Node]], apart: Iterable[torch.fx.Node]) -> None:
         """Raises RefusedError: the device runs long for nothing."""
-        apart = [
-            node.meta["example_value"] for values in self.apart for node in map(node_of, values) if node is not None
-        ]
-        devices = OrderedSet(a.device.type for a in (*(a for a, _ in self.pairs.values()), *apart))
+        devices = OrderedSet(node.meta["example_value"].device.type for node in (*apart, *(a for a, _ in self.pairs)))
         if not devices <= OrderedSet(DEVICES):
             raise RefusedError("a graph for each layer costs less")
         chance = chance_of(self.condition.as_proxy().node)
