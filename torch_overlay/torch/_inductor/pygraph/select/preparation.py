@@ -1,6 +1,6 @@
 """
 When a recording for many sizes prepares a new size. It captures the library calls of the size, and proves some sizes. That
-takes as long as several calls. If sizes came often until now, calls of a new size will gain that time: the first call
+takes as long as several calls. If new sizes came seldom of late, calls of a new size will gain that time: the first call
 prepares it. Otherwise its calls run uncaptured until the size has come often enough itself.
 """
 
@@ -19,18 +19,25 @@ MAX_WAITING = 4096
 # The least part of a new time in the mean.
 WEIGHT = 1 / 16
 
+# The part of the last new size in the share of calls that have a new size.
+NEW_WEIGHT = 1 / 4
+
 
 class Preparation:
     """
     Attributes:
         us: what preparing a size takes on average, of lately prepared ones, 0 before the first
         waiting: how often sizes came that are not prepared yet
+        new: the share of calls that have a new size, of late
     """
 
     def __init__(self) -> None:
         self.us = 0.0
         self.count = 0
         self.waiting: dict[Any, int] = {}
+        self.new = 0.0
+        # How many calls there were until the last new size.
+        self.calls = 0
 
     def note(self, us: float) -> None:
         """Take note that a call took so long to prepare its sizes."""
@@ -44,7 +51,17 @@ class Preparation:
         if len(self.waiting) >= MAX_WAITING:
             self.waiting.clear()
         came = self.waiting.pop(sizes, 0) + 1
-        if max(came, report.calls / max(report.num_sizes, 1)) * report.saved_us >= self.us:
+        if came == 1:
+            self._note_new(report)
+        # A size that comes for the first time will come as often as others did.
+        if max(came, 1 / self.new) * report.saved_us >= self.us:
             return True
         self.waiting[sizes] = came
         return False
+
+    def _note_new(self, report: FunctionReport) -> None:
+        if self.calls:
+            self.new += (1 / max(report.calls - self.calls, 1) - self.new) * NEW_WEIGHT
+        else:
+            self.new = min(report.num_sizes / max(report.calls, 1), 1.0)
+        self.calls = report.calls
