@@ -651,7 +651,7 @@ class ManySizesTest(ManySizesTestCase):
     def test_undefined_parameters(self) -> None:
         """
         What a library leaves undefined differs between captures of one call, or between its callers; or it is an
-        address of the host, in all captures or only behind another call, or half an address of temporary memory.
+        address of the host, in all captures or only behind another call, or half an address of an operand.
         """
         kept = []
 
@@ -667,7 +667,7 @@ class ManySizesTest(ManySizesTestCase):
 
         def half_of_address(device: SizedDevice) -> int:
             # Its next parameter is in the other half.
-            return device.empty_strided((4,), (1,), torch.float32).data_ptr() % (1 << 32) | 1 << 32
+            return device.operands[-1].data_ptr() % (1 << 32) | 1 << 32
 
         kept.append(ctypes.create_string_buffer(8))
         modes: dict[str, Any] = {"calls": lambda device: device.calls, "callers": lambda device: stack_depth()}
@@ -801,6 +801,25 @@ class ManySizesTest(ManySizesTestCase):
             captured.append(entry.captured_calls - before)
         # Until now each size came twice, and 450 us are what 4.5 calls gain.
         self.assertEqual(captured, [0, 0, 0, 0, 0, 1, 0])
+
+    def test_new_sizes_of_late(self) -> None:
+        """A new size will come as often as sizes did of late: not if each call has another one."""
+        entry = types.SimpleNamespace(is_graph=True, saved_us=10.0, calls=0, num_sizes=10)
+        preparation = Preparation()
+        preparation.us = 50.0
+
+        def due(sizes: Sequence[int], *, apart: int) -> int:
+            found = 0
+            for n in sizes:
+                entry.calls += apart
+                entry.num_sizes += 1
+                found += preparation.is_due((n,), entry)
+            return found
+
+        self.assertEqual(due([11], apart=200), 1)
+        self.assertLess(due(range(100, 150), apart=1), 8)
+        self.assertEqual(due(range(200, 250), apart=1), 0)
+        self.assertGreater(due(range(300, 310), apart=50), 4)
 
     def test_what_preparing_takes(self) -> None:
         """The mean of the first sizes that are prepared as later ones are, and later one that follows what changes."""

@@ -291,6 +291,7 @@ class SizedDevice(ModelledDevice):
         calls: of operators that were captured
         begins_early: whether the second kernel of a product begins while the first one runs
         undefined: what a library has in bytes of its parameters that it leaves undefined
+        operands: results and operands of the operator that is being captured
     """
 
     driver: SizedDriver
@@ -300,6 +301,7 @@ class SizedDevice(ModelledDevice):
         self.new_stream = lambda *args, **kwargs: ModelledStream(self, next(self.numbers))
         self.calls = 0
         self.undefined: Callable[[], int] = lambda: 0
+        self.operands: list[torch.Tensor] = []
         self.begins_early = False
         self._tokens: dict[int, tuple[Callable[..., Any], list[torch.Tensor], tuple[Any, ...]]] = {}
 
@@ -329,7 +331,9 @@ class SizedDevice(ModelledDevice):
         # Another one in each byte.
         token = (len(self._tokens) + 1) * 0x0101010101010101 % (1 << 64)
         self._tokens[token] = compute, likes, (variant, grid)
+        self.operands = tensors
         content = u64(token, self.undefined(), *(t.data_ptr() for t in tensors))
+        self.operands = []
         if total > 6000:
             # A part of the product goes by way of temporary memory.
             is_product = name in NAMES_OF_PRODUCTS
@@ -363,10 +367,13 @@ class SizedDevice(ModelledDevice):
 def delivering(device: SizedDevice) -> Iterator[None]:
     """The kernel of a Deliver runs on the device."""
     empty = torch.empty
+    kept = []
 
     def device_empty(size: Any, **kwargs: Any) -> torch.Tensor:
         if "cuda" in str(kwargs.get("device")):
-            return device.empty_strided((size,), (1,), kwargs["dtype"], is_counted=False)
+            # Each buffer lies elsewhere.
+            kept.append(t := device.empty_strided((size,), (1,), kwargs["dtype"], is_counted=False))
+            return t
         return empty(size, **kwargs)
 
     def kernel(sizes: tuple[int, ...]) -> SizedKernel:

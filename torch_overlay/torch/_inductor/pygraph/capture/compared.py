@@ -4,7 +4,7 @@ Whether a captured graph launches what a replay at its sizes sets.
 A Triton kernel is compared in full. A library call lies elsewhere when it is captured alone: addresses of operands and
 of temporary memory are those of the other capture. Libraries also leave bytes of their parameters undefined, or pass
 where alpha and beta lie on the stack. Such bytes are found by captures with other content and another depth of the
-stack, or by what they hold: an address of the host, or half an address of temporary memory.
+stack, or by what they hold: an address of the host, or half an address of an operand.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import struct
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
+from torch._inductor.pygraph.graph.entry import Slot
 from torch._inductor.pygraph.graph.memory import is_pageable
 from torch.utils._ordered_set import OrderedSet
 
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container, Iterator, Sequence
 
     from torch._inductor.pygraph.graph.captured import CapturedNode
-    from torch._inductor.pygraph.graph.entry import Entry, Slot
-    from torch._inductor.pygraph.graph.memory import PoolRanges
+    from torch._inductor.pygraph.graph.entry import Entry
 
 
 # Of the stack that is filled, and by which a call moves down.
@@ -35,6 +35,9 @@ MOVED_BYTES = 16 << 10
 
 # Of a message.
 MAX_WORDS = 4
+
+# Half an address is a number modulo this.
+HALF = 1 << 32
 
 # (node, buffer, byte)
 Place = tuple[int, int, int]
@@ -83,15 +86,15 @@ class Difference(NamedTuple):
         pairs = enumerate(zip(self.found, self.expected))
         return [(self.node, self.buffer, self.offset + i) for i, (a, b) in pairs if a != b]
 
-    def are_halves(self, found: PoolRanges, expected: PoolRanges) -> bool:
+    def has_halves(self, moved: Container[int]) -> bool:
         """
-        Return whether halves of the word that differ are lower halves of addresses in these memories. No kernel reads half
-        an address: another word took the place of the upper half.
+        Return whether halves of the word that differ do so by a number in ``moved``: how far, modulo 2**32, an operand is
+        from where it was in the other capture. No kernel reads half an address: the upper half was overwritten.
         """
-        halves = [struct.unpack("<II", word) for word in (self.found, self.expected)] if len(self.found) == WORD_BYTES else []
-        return bool(halves) and all(
-            a == b or (found.has_low_half(a) and expected.has_low_half(b)) for a, b in zip(*halves)
-        )
+        if len(self.found) != WORD_BYTES:
+            return False
+        pairs = zip(*(struct.unpack("<II", word) for word in (self.found, self.expected)))
+        return all(a == b or (a - b) % HALF in moved for a, b in pairs)
 
     def is_of_host(self) -> bool:
         """
@@ -152,8 +155,8 @@ class CallComparison:
     entry: Entry
     nodes: Sequence[CapturedNode]
     address: Callable[[Slot], int]
-    is_temporary: PoolRanges
-    is_elsewhere: PoolRanges
+    is_temporary: Container[int]
+    is_elsewhere: Container[int]
     undefined: Callable[[bool], OrderedSet[Place]]
 
     def difference(self) -> str | None:
@@ -164,10 +167,12 @@ class CallComparison:
             if not is_same_launch(launched, node):
                 return f"launches another kernel alone: {launched}, in the function {node}"
         found = [word for k in range(len(self.nodes)) for word in self._differences(k)]
+        moved = self._moved() if found else OrderedSet[int]()
+        found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
         # Other entries with the kernel may have shown them.
         for captures in (False, True) if found else ():
             undefined = self.undefined(captures)
-            found = [word for word in found if not (undefined.issuperset(word.places()) or self._is_unread(word))]
+            found = [word for word in found if not undefined.issuperset(word.places())]
             if not found:
                 break
         if not found:
@@ -180,8 +185,10 @@ class CallComparison:
         ]
         return f"has {len(found)} other words alone: {'; '.join(texts)}"
 
-    def _is_unread(self, word: Difference) -> bool:
-        return word.is_of_host() or word.are_halves(self.is_elsewhere, self.is_temporary)
+    def _moved(self) -> OrderedSet[int]:
+        """Return how far the operands and results are from those of the entry, modulo HALF."""
+        slots = OrderedSet(Slot(0, 0, slot.tensor, 0) for of_node in self.entry.slots for slot in of_node)
+        return OrderedSet((self.address(slot) - self.entry.addresses[slot.tensor]) % HALF for slot in slots)
 
     def _differences(self, k: int) -> Iterator[Difference]:
         slots = {(slot.buffer, slot.offset): slot for slot in self.entry.slots[k]}

@@ -389,11 +389,13 @@ class SizedRecording:
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
+        # Where CPU values were delivered is known from the nodes.
+        units = [*capture.pairs()]
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
         numbers = [*addresses, *at.numbers, *range(TOKEN, TOKEN + self.values.num_words)]
         launches, calls = iter(self.launches), iter(self.calls)
         temporary = PoolRanges(self.memo.pool)
-        for event, traced, nodes in capture.pairs():
+        for _, traced, nodes in units:
             if traced is None:
                 launch = next(launches)
                 for word in launch.words:

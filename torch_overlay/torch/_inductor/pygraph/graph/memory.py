@@ -64,11 +64,6 @@ class PoolRanges:
     def __contains__(self, address: int) -> bool:
         return lies_within(self.bounds, address)
 
-    def has_low_half(self, half: int) -> bool:
-        """Return whether the lower four bytes of an address in a range are ``half``."""
-        pairs = zip(self.bounds[::2], self.bounds[1::2])
-        return any((half - start) % (1 << 32) < end - start for start, end in pairs)
-
     def find(self, address: int) -> tuple[int, int] | None:
         """Return the segment that an address lies in, or None."""
         i = bisect.bisect_right(self.bounds, address)
