@@ -500,6 +500,27 @@ class CUDAGraphTreesTest(FixesTestCase):
             trees.CUDAGraphTreeManager.record_function(manager, [], trees.FunctionID(0))
         self.assertIsNone(node.recording_outputs)
 
+    def test_warm_up_that_raises(self) -> None:
+        """The next call of the program can end the path."""
+        function = types.SimpleNamespace(model=mock.Mock(side_effect=torch.OutOfMemoryError), constants=())
+        manager = mock.MagicMock(
+            current_node=None,
+            device_index=0,
+            disable_invalidate_aliases=True,
+            ids_to_funcs={trees.FunctionID(0): function},
+            ids_to_stack_traces={trees.FunctionID(0): ["of an output"]},
+        )
+        with (
+            mock.patch.object(torch.cuda, "device"),
+            mock.patch.object(trees, "check_memory_pool"),
+            mock.patch.object(trees, "clear_cublas_manager"),
+            mock.patch.object(trees, "disable_conv_cache_emptying"),
+            mock.patch.object(trees, "_use_cuda_memory_pool_manager"),
+            self.assertRaises(torch.OutOfMemoryError),
+        ):
+            trees.CUDAGraphTreeManager.run_eager(manager, [], trees.FunctionID(0))
+        trees.CUDAGraphTreeManager.dealloc_current_path_weakrefs(manager)
+
     def test_thread_that_imports_trees_ends(self) -> None:
         """Its storage gives back references that it had."""
         program = """if True:
