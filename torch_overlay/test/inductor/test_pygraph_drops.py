@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 from hypothesis import given, note, Phase, settings, strategies
@@ -23,7 +23,11 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
 from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs
+from torch.utils._ordered_set import OrderedSet
 
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SIZE = 4
 
@@ -115,20 +119,20 @@ class Decoder(torch.nn.Module):
         self.first = torch.nn.Linear(SIZE, SIZE)
         self.layers = torch.nn.ModuleList(Caching() for _ in range(layers))
         self.is_given = is_given
-        self.caches: Any = None
+        self.objects: Any = None
         self.ran: dict[int, bool] = {}
 
     def forward(self, x):
         x = self.first(x)
         if not self.is_given:
-            self.caches = tuple(Cache() for _ in self.layers)
+            self.objects = tuple(Cache() for _ in self.layers)
         ran = dict.fromkeys(range(len(self.layers)), False)
         for i, layer in enumerate(self.layers):
             if torch.rand([]) < 0.4:
                 continue
-            x = layer(x, self.caches[i])
+            x = layer(x, self.objects[i])
             ran[i] = True
-        return x, self.caches, ran
+        return x, self.objects, ran
 
 
 class Wav2Vec2(Stack):
@@ -454,33 +458,54 @@ class DropTest(BranchTestCase):
                 if layer.kept is not None:
                     self.assertEqual(layer.kept.data_ptr(), first[1:].data_ptr())
 
-    @parametrize("is_given", (False, True))
-    def test_caches(self, is_given):
-        """A layer adds attributes to its cache in the calls in which it runs. Their gradients are eager mode's."""
-        model = Decoder(is_given).double()
+    def compare_objects(self, model, kind: type, uses: Callable[[int, int], bool], calls: int) -> OrderedSet[int]:
+        """
+        Compare what calls leave in objects of a kind, and gradients. ``uses`` tells whether the loss reads a tensor from
+        the call and the place. Return how many parameters had no gradient.
+        """
+        model = model.double()
         eager = copy.deepcopy(model)
         compiled = torch.compile(model, options={"pygraph": True})
         x = torch.randn(3, SIZE, dtype=torch.float64)
-        absent = set()
-        for seed in range(24):
+        absent = OrderedSet()
+        for call in range(calls):
             outcomes = []
             for fn, module in ((eager, eager), (compiled, model)):
                 module.zero_grad()
-                module.caches = tuple(Cache() for _ in range(3)) if is_given else None
-                torch.manual_seed(seed)
-                y, caches, ran = fn(x)
-                losses = [y.sum() * (seed % 3)] if seed % 3 else []
-                losses += [c.keys.square().sum() for c in caches if c.keys is not None and seed % 4]
-                if losses:
-                    sum(losses).backward()
-                state = [[*vars(cache).items()] for cache in caches]
+                module.objects = tuple(kind() for _ in range(3)) if module.is_given else None
+                torch.manual_seed(call)
+                y, objects, ran = fn(x)
+                values = [y, *(value for found in objects for value in vars(found).values())]
+                tensors = [v for v in values if isinstance(v, torch.Tensor)]
+                read = [t for i, t in enumerate(tensors) if t.requires_grad and uses(call, i)]
+                if read:
+                    sum(t.square().sum() for t in read).backward()
+                same = [[a is b for b in tensors] for a in (*tensors, *module.parameters())]
+                state = [[*vars(found).items()] for found in objects]
                 gradients = [p.grad for p in module.parameters()]
-                outcomes.append((gradients, state, ran, y, caches is module.caches, torch.get_rng_state()))
+                outcomes.append((y, state, ran, same, gradients, objects is module.objects, torch.get_rng_state()))
                 absent.add(sum(g is None for g in gradients))
             self.assertEqual(*outcomes)
+        return absent
+
+    @parametrize("is_given", (False, True))
+    def test_caches(self, is_given):
+        """A layer adds attributes to its cache in the calls in which it runs. Their gradients are eager mode's."""
+        absent = self.compare_objects(
+            Decoder(is_given), Cache, lambda call, i: bool(call % 3 if i == 0 else call % 4), 24
+        )
         self.assertEqual(counters["graph_break"], {})
         self.assertEqual(number_of_graphs(), 1)
         self.assertGreater(len(absent), 3)
+
+    @settings(max_examples=15, deadline=None, database=None, phases=(Phase.generate,))
+    @given(seed=strategies.integers(0, 2**32))
+    def test_programs_that_store(self, seed):
+        note(f"seed {seed}")
+        torch._dynamo.reset()
+        counters.clear()
+        torch.manual_seed(seed)
+        self.compare_objects(Storing(random.Random(seed)), Empty, lambda call, i: True, 8)
 
     def test_result_is_input(self):
         """If all layers are dropped, eager mode returns the argument itself."""
@@ -593,6 +618,55 @@ class DropTest(BranchTestCase):
         torch._dynamo.reset()
         counters.clear()
         self.compare(program(random.Random(seed)), graphs=None, calls=12)
+
+
+class Empty:
+    pass
+
+
+class Storing(torch.nn.Module):
+    """Layers that store to objects, also where they are dropped."""
+
+    def __init__(self, choices: random.Random) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(SIZE, SIZE)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(3))
+        self.is_given = choices.random() < 0.5
+        self.objects: Any = None
+        self.before = [name for name in "ab" if choices.random() < 0.4]
+        kinds = ("x", "y", "view", "detached", "first", "parameter", "dtype", "number", "none")
+        self.stores = [
+            [(choices.choice("abc"), choices.choice(kinds)) for _ in range(choices.randint(0, 4))] for _ in "tf"
+        ]
+        self.is_read = choices.random() < 0.2
+
+    def store(self, found, stores, x, y, first, layer):
+        for name, kind in stores:
+            if kind in ("x", "y", "first"):
+                setattr(found, name, {"x": x, "y": y, "first": first}[kind])
+            elif kind in ("view", "detached"):
+                setattr(found, name, y[1:] if kind == "view" else y.detach())
+            elif kind == "parameter":
+                setattr(found, name, layer.up.weight)
+            else:
+                setattr(found, name, {"dtype": y.dtype, "number": 1, "none": None}[kind])
+
+    def forward(self, x):
+        x = first = self.first(x)
+        objects = self.objects if self.is_given else tuple(Empty() for _ in self.layers)
+        for found in objects:
+            for name in self.before:
+                setattr(found, name, None)
+        for layer, found in zip(self.layers, objects):
+            if torch.rand([]) < 0.5:
+                self.store(found, self.stores[0], x, x, first, layer)
+            else:
+                y = layer(x)
+                self.store(found, self.stores[1], x, y, first, layer)
+                x = y
+            if self.is_read and hasattr(found, "c"):
+                x = x * 2
+        return x * 2, objects, None
 
 
 TABLE = torch.nn.Parameter(torch.ones(2, SIZE))
