@@ -556,6 +556,38 @@ class DropTest(BranchTestCase):
         with torch._inductor.config.patch(fallback_random=False):
             self.compare(Model(Both()))
 
+    @parametrize("form", ("branch", "function", "between"))
+    def test_check(self, form):
+        """A check in front of the draws sets the generator back if it raises."""
+
+        class Checked(Model):
+            def forward(self, x):
+                if form == "between":
+                    x = x * 2 if torch.rand([]) < 0.5 else x
+                if form == "function":
+                    torch._check_tensor_all(x < 5, lambda: "large")
+                elif x.max() > 5:
+                    raise ValueError("large")
+                return super().forward(x)
+
+        model = Checked(Stack([Layer() for _ in range(3)])).double()
+        compiled = torch.compile(model, options={"pygraph": True})
+        with torch._inductor.config.patch(fallback_random=False):
+            for seed in range(8):
+                x = torch.full((3, SIZE), 6.0 if seed % 2 else 1.0, dtype=torch.float64)
+                outcomes = []
+                for fn in (model, compiled):
+                    torch.manual_seed(seed)
+                    try:
+                        outcomes.append(fn(x))
+                    except (RuntimeError, ValueError) as e:
+                        outcomes.append((type(e), str(e)))
+                    outcomes.append(torch.get_rng_state())
+                self.assertEqual(outcomes[:2], outcomes[2:])
+        if form in ("branch", "function"):
+            self.assertEqual(number_of_graphs(), 1)
+            self.assertEqual(counters["graph_break"], {})
+
     def test_evaluation(self):
         model = Model(Stack([Layer() for _ in range(3)])).eval()
         self.compare(model, graphs=None)

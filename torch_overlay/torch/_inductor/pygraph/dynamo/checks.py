@@ -6,7 +6,8 @@ Dynamo breaks the graph where the host reads the value. PyGraph queues the check
 Bytecode reads the value when the graph has run, and calls the code of the path that raises. Eager mode cannot be told
 from this if
 
-- what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect
+- what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect.
+  Of numbers that bytecode draws in front of the graph, the check sets the generator back if it raises
 - the path reads what eager mode would: values of the call, and objects that nothing has changed before, or that have
   the values again that they had
 - no handler of exceptions is around the check
@@ -17,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import threading
 import types
 from typing import Any, TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from torch._dynamo.bytecode_transformation import cleaned_instructions
 from torch._dynamo.source import is_from_global_source, is_from_local_source
 from torch._dynamo.variables.functions import NestedUserFunctionVariable
 from torch._inductor.pygraph.dynamo.breaks import refuse
+from torch._inductor.pygraph.dynamo.drawn import DrawnInFront
 from torch._inductor.pygraph.dynamo.effects import (
     Effect,
     Effects,
@@ -56,11 +59,40 @@ FUNCTIONS = {torch._assert: "condition", torch._check_tensor_all: "cond", torch.
 CPU = torch.device("cpu")
 
 
+class GeneratorState:
+    """Sets the CPU's generator back to where it was in front of the graph, if its context raises."""
+
+    def __init__(self) -> None:
+        self.of_call = threading.local()
+
+    def before(self, draw: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that draws, and keeps the state from before."""
+
+        def draw_from_state(*args: Any, **kwargs: Any) -> Any:
+            self.of_call.state = torch.get_rng_state()
+            return draw(*args, **kwargs)
+
+        return draw_from_state
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *args: object) -> None:
+        state = self.of_call.__dict__.pop("state", None)
+        if error is not None and state is not None:
+            torch.set_rng_state(state)
+
+
 @dataclasses.dataclass
 class Check(Effect):
-    """``raises_if``: the truth of the first value with which the call raises."""
+    """
+    Attributes:
+        raises_if: the truth of the first value with which the call raises
+        generator: the call's context
+    """
 
     raises_if: bool = False
+    generator: GeneratorState = dataclasses.field(default_factory=GeneratorState)
 
     def allows(self, node: torch.fx.Node) -> bool:
         if torch._inductor.config.fallback_random and draws(node):
@@ -70,6 +102,15 @@ class Check(Effect):
         device = self.texts[0].tensor.as_proxy().node.meta["example_value"].device
         found = indices_of(node)
         return found is not None and all(device in (CPU, i.meta["example_value"].device) for i in found)
+
+    def undo_draws(self, tx: InstructionTranslatorBase, drawn: Sequence[torch.fx.Node]) -> bool:
+        calls = tx.output.random_calls
+        targets = [node.target for node in drawn]
+        for i, (draw, args, kwargs) in enumerate(calls):
+            if draw in targets or isinstance(draw, DrawnInFront):
+                calls[i] = self.generator.before(draw), args, kwargs
+                return True
+        return False
 
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
         """Give operators that follow zeros as indices and masks if the check raises: the graph runs to its end then."""
@@ -115,7 +156,7 @@ class Checks(Effects):
         raises_if = ("TRUE" in inst.opname) is not jumps
         raises = path.make_function(tx, [*values])
         check = Check.at(tx, True, [], raises_if=raises_if)
-        self.call_later(tx, check, checker(raises_if, raises), [condition.realize(), *values.values()])
+        self.call_later(tx, check, checker(check.generator, raises_if, raises), [condition.realize(), *values.values()])
         tx.pop()
         if jumps:
             tx.jump(inst)
@@ -134,7 +175,7 @@ class Checks(Effects):
             return None
         names, flag, others = given
         check = Check.at(tx, True, [])
-        self.call_later(tx, check, function_checker(function, names), [flag, *others])
+        self.call_later(tx, check, function_checker(check.generator, function, names), [flag, *others])
         return variables.ConstantVariable.create(None)
 
 
@@ -237,23 +278,26 @@ def function_of(code: types.CodeType, scope: dict[str, Any], *values: Any) -> ty
     return types.FunctionType(code, scope, code.co_name, None, tuple(map(types.CellType, values)))
 
 
-def function_checker(function: Callable[..., None], names: Sequence[str]) -> Callable[..., None]:
+def function_checker(
+    generator: GeneratorState, function: Callable[..., None], names: Sequence[str]
+) -> Callable[..., None]:
     grad_mode = torch.is_grad_enabled()
 
     def call(*values: Any) -> None:
-        with torch.set_grad_enabled(grad_mode):
+        with generator, torch.set_grad_enabled(grad_mode):
             function(**dict(zip(names, values)))
 
     return call
 
 
-def checker(raises_if: bool, raises: Callable[..., None]) -> Callable[..., None]:
+def checker(generator: GeneratorState, raises_if: bool, raises: Callable[..., None]) -> Callable[..., None]:
     """Return a function that calls ``raises`` if its first argument is as true as ``raises_if``."""
     grad_mode = torch.is_grad_enabled()
 
     def call(condition: torch.Tensor, *values: Any) -> None:
-        if bool(condition) is raises_if:
-            with torch.set_grad_enabled(grad_mode):
-                raises(*values)
+        with generator:
+            if bool(condition) is raises_if:
+                with torch.set_grad_enabled(grad_mode):
+                    raises(*values)
 
     return call

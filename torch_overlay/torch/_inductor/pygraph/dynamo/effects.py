@@ -149,6 +149,10 @@ class Effect:
         # Later calls that need the GPU raise if a kernel found an error. So the effect must not read tensors.
         return is_total(node) or not (self.may_raise or self.texts or may_raise(node))
 
+    def undo_draws(self, tx: InstructionTranslatorBase, drawn: Sequence[torch.fx.Node]) -> bool:
+        """Let the call set the generator back if it raises: all that bytecode draws follows it. Return whether it does."""
+        return False
+
     def complete(self, tx: InstructionTranslatorBase, copies: OrderedSet[torch.fx.Node]) -> None:
         """Change the complete graph for the call."""
 
@@ -239,8 +243,9 @@ class Effects(Breaks):
                 break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
             following = [*nodes_after(effect.last)]
             check_nodes(effect, following, copies)
-            if effect.may_raise and (drawn := [node for node in following if node in drawn_in_front]):
-                # Where the call raises, eager mode draws no number.
+            drawn = [node for node in following if node in drawn_in_front]
+            # Where the call raises, eager mode draws no number.
+            if effect.may_raise and drawn and (len(drawn) < len(drawn_in_front) or not effect.undo_draws(tx, drawn)):
                 break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(drawn[0])))
             effect.values += [make(written) for make in effect.makers]
         for effect in self.queue:
