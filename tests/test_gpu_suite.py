@@ -1261,7 +1261,11 @@ VARYING = {
             ["0.80 x as fast as stock_cg over 80 random sizes, not 0.99"],
         ),
         ({}, {"functions": []}, ["0% of the calls captured, not 90%"]),
-        ({"is_by_size": True}, {"functions": []}, []),
+        (
+            {},
+            {"sweep": {"no_cg": {"us": 4.0, "calls": 1000}, "pygraph": {"us": 5.0, "calls": 1000}}},
+            ["0.80 x as fast as no_cg over 1000 random sizes, not 0.99"],
+        ),
         ({}, {"reserved_mib": 111}, ["reserves 111 MiB, a recording of the largest size 100 MiB"]),
         (
             {},

@@ -69,8 +69,6 @@ class Case:
     capturable: bool = True
     # The submodule that is compiled, if not all of the module is: the rest runs as it is.
     compiled_part: str = ""
-    # No recording for many sizes serves it.
-    is_by_size: bool = False
     quick: bool = False
     # Each of Suite.run_alone also runs in a process that has the device to itself and starts with cold caches. These runs
     # give start-up time, memory, launched kernels and copied bytes.

@@ -377,11 +377,12 @@ def _missed_sizes(case: Case, row: Row) -> list[str]:
     # In the ring each size has a recording of stock's. Programs whose sizes vary keep meeting new ones.
     if (gain := sweep_gain(row, "stock_cg")) is not None and gain < least:
         found.append(f"{gain:.2f} x as fast as stock_cg over {row['sweep']['stock_cg']['calls']} random sizes, not {least}")
-    if not case.is_by_size:
-        if (share := captured_share(row)) is None or share < MIN_CAPTURED:
-            found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
-        reasons = filter(None, (f["by_size"] for f in row.get("functions", ())))
-        found += [f"a recording for each size: {reason}" for reason in dict.fromkeys(reasons)]
+    if (gain := sweep_gain(row, "no_cg")) is not None and gain < MIN_GAIN:
+        found.append(f"{gain:.2f} x as fast as no_cg over {row['sweep']['no_cg']['calls']} random sizes, not {MIN_GAIN}")
+    if (share := captured_share(row)) is None or share < MIN_CAPTURED:
+        found.append(f"{share or 0:.0%} of the calls captured, not {MIN_CAPTURED:.0%}")
+    reasons = filter(None, (f["by_size"] for f in row.get("functions", ())))
+    found += [f"a recording for each size: {reason}" for reason in dict.fromkeys(reasons)]
     ours, theirs = (start_up(row, name) for name in ("pygraph", "no_cg"))
     if ours and theirs and ours > MAX_START_UP * theirs:
         found.append(f"start-up {ours:.1f} s, {ours / theirs:.2f} of that without CUDA graphs, not {MAX_START_UP}")
