@@ -131,6 +131,9 @@ UNARY: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda x: torch.bmm(x, x.transpose(1, 2)),
     lambda x: x.new_zeros(x.shape[0], 2 * x.shape[-1] + 1),
     lambda x: x.roll(2, 0),
+    lambda x: torch.nn.functional.dropout(x, 0.3),
+    lambda x: torch.nn.functional.conv1d(x.mT, x.mT[:1, :, :3], padding=1),
+    lambda x: torch.nn.functional.conv1d(x.mT, x.mT[:2, :, :3], stride=2),
 )
 BINARY: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
     torch.add,
@@ -145,17 +148,31 @@ BINARY: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
 )
 
 
+# Of a CPU value.
+SCALED: tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], ...] = (
+    lambda x, value: x * (value if value.dim() == 0 else value.to(x.device)[0]),
+    lambda x, value: x + value.sum().to(x.device),
+)
+
+
 class RandomProgram:
-    """A random program of two sizes, and a weight."""
+    """A random program of two sizes, a weight, and perhaps two CPU values."""
 
     def __init__(self, seed: int) -> None:
         chance = random.Random(seed)
         shapes = [(37, 16), (37,), (41, 16), (37, 41), (3, 37, 8)]
         self.shapes = [shapes[0], (16, 12), *chance.sample(shapes[1:], chance.choice((1, 2)))]
-        self.steps: list[tuple[Callable[..., torch.Tensor], tuple[int, ...]]] = []
+        # Operation, operands, whether it is given the CPU values, too.
+        self.steps: list[tuple[Callable[..., torch.Tensor], tuple[int, ...], bool]] = []
         self.outputs = chance.choice((1, 2, 3))
         values = [torch.zeros(shape, device="meta") for shape in self.shapes]
+        self.has_values = chance.random() < 0.3
         for _ in range(200):
+            if self.has_values and chance.random() < 0.3:
+                scaled, i, k = chance.choice(SCALED), chance.randrange(len(values)), chance.randrange(2)
+                values.append(values[i])
+                self.steps.append((lambda x, *on_cpu, scaled=scaled, k=k: scaled(x, on_cpu[k]), (i,), True))
+                continue
             operations = chance.choice((UNARY, BINARY))
             operation = chance.choice(operations)
             operands = [chance.choice([*range(len(values)), len(values) - 1]) for _ in range(1 + (operations is BINARY))]
@@ -165,20 +182,20 @@ class RandomProgram:
                 continue
             if 0 < value.numel() < 2**13:
                 values.append(value.to("meta"))
-                self.steps.append((operation, tuple(operands)))
-            if len(self.steps) == 6:
+                self.steps.append((operation, tuple(operands), False))
+            if len(self.steps) >= 6:
                 break
 
     def __call__(self) -> None:
-        def function(*values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def function(on_cpu: tuple[torch.Tensor, ...], *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
             values = [*values]
-            for operation, operands in self.steps:
-                values.append(operation(*(values[i] for i in operands)))
+            for operation, operands, takes_values in self.steps:
+                values.append(operation(*(values[i] for i in operands), *(on_cpu if takes_values else ())))
             return tuple(values[-self.outputs :])
 
         inputs = [dynamic(*shape, dims=[d for d, n in enumerate(shape) if n in (37, 41)]) for shape in self.shapes]
         with torch.no_grad():
-            torch.compile(function)(*inputs)
+            torch.compile(function)((torch.zeros((), dtype=torch.float64), torch.zeros(3)) if self.has_values else (), *inputs)
 
 
 @unittest.skipIf(cu is None, "requires cuda-bindings")
@@ -216,13 +233,18 @@ class ManySizesTestCase(TestCase):
         ran = 0
         for k, n in enumerate(sizes):
             at = {name: sizes[(k + 7 * i) % len(sizes)] if k else n for i, name in enumerate(names)}
+            (generator,) = torch.cuda.default_generators
+            before = generator.get_state()
             try:
                 given = program.make_inputs(at)
                 expected = program.call(given, captured=False)
             except (RuntimeError, ZeroDivisionError, ValueError):
                 # Generated code is for other sizes.
                 continue
+            after = generator.get_state()
+            generator.set_state(before)
             self.assertEqual(program.call(given, captured=True), expected, f"{at}", atol=0, rtol=0)
+            self.assertEqual(generator.get_state(), after)
             ran += 1
         return ran
 
@@ -267,7 +289,7 @@ class RandomProgramsTest(ManySizesTestCase):
             # Upstream does not compile all programs.
             totals["not compiled"] += 1
             return
-        with modelled_device(SizedDriver, SizedDevice) as device:
+        with modelled_device(SizedDriver, SizedDevice) as device, delivering(device):
             if seed % 2 == 1:
                 device.undefined = stack_depth
             try:
@@ -986,13 +1008,17 @@ class ManySizesTest(ManySizesTestCase):
     def test_delivered_values(self) -> None:
         """CPU values of each call are words of its kernels, as the sizes are."""
 
-        def fn(x: torch.Tensor, w: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-            return ((x * a) @ w + c.to(x.device)) / (1 + b * b)
+        def fn(x: torch.Tensor, y: torch.Tensor, *on_cpu: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            a, b, c = on_cpu
+            # The kernel that reads the first value is launched last.
+            last = y * c.to(x.device).sum()
+            first = torch.nn.functional.dropout(x * b, 0.3) + a.sin().to(x.device)
+            return first, last + b
 
         def program() -> None:
             on_cpu = torch.zeros((), dtype=torch.float64), torch.zeros(()), torch.zeros(3)
             with torch.no_grad():
-                torch.compile(fn)(dynamic(37, 16), torch.zeros(16, 3, device="cuda"), *on_cpu)
+                torch.compile(fn)(dynamic(37, 16), dynamic(37, 5), *on_cpu)
 
         (found,) = compiled(program)
         device = self.device()

@@ -142,8 +142,8 @@ class SizedModel:
         for event in self.function.events:
             # Each of its values has a place in the memory of the graph.
             if isinstance(event, OperatorOf) and (deliver := self.delivers.get(event.name)) is not None:
-                delivered = [t.owner for t in event.results]
-                if len(delivered) != len(deliver.values) or not OrderedSet(delivered).isdisjoint(self.returned):
+                dtypes = [t.dtype for t in event.results]
+                if dtypes != [dtype for dtype, _ in deliver.values] or any(t.owner in self.returned for t in event.results):
                     raise unknown(event.name)
         self.saved: dict[torch.dtype, list[str]] = {}
         if spec.mode == "forward":

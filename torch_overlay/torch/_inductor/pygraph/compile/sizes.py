@@ -146,8 +146,8 @@ class _Describer:
         self.values: dict[Any, Value] = {}
         # For each buffer what its memory belongs to, and at which byte of it the buffer begins.
         self.places: dict[str, tuple[str, Value]] = {}
-        # For each operator that returns several tensors the names that they get.
-        self.results: dict[str, list[str]] = {}
+        # For each operator that returns several tensors where they are, and the names that they get.
+        self.results: dict[str, list[tuple[list[Any], str]]] = {}
 
     def describe(self, nodes: Iterable[BaseSchedulerNode]) -> SizeMap:
         if config.memory_planning:
@@ -237,7 +237,7 @@ class _Describer:
             elif isinstance(line, codegen.MultiOutputLine):
                 name = line.result_name
                 self.places[name] = (name, zero) if line.indices else self._place(line.arg_name)
-                self.results.setdefault(line.arg_name, []).append(name)
+                self.results.setdefault(line.arg_name, []).append(([i for _, i in line.indices], name))
 
     def _place(self, name: str) -> tuple[str, Value]:
         name = V.graph.scheduler.mutation_real_name.get(name, name)
@@ -348,7 +348,8 @@ class _Describer:
                 numbers.append(self.value(argument))
             elif isinstance(argument, ir.IRNode) and not isinstance(argument, NO_TENSORS):
                 operands.append(self.tensor(argument))
-        results = [V.graph.get_buffer(name) for name in self.results.get(operation.get_name(), ())]
+        # In the order in which the operator returns them.
+        results = [V.graph.get_buffer(name) for _, name in sorted(self.results.get(operation.get_name(), ()))]
         if operation.maybe_get_size() is not None:
             results.append(operation)
         return OperatorAt(
