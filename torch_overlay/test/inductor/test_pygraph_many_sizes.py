@@ -1005,6 +1005,24 @@ class ManySizesTest(ManySizesTestCase):
             self.assertEqual(sized.call(given, captured=True), expected, f"{n}, {m}", atol=0, rtol=0)
         self.assertEqual(self.refused, [])
 
+    def test_operands_that_cannot_be_told_apart(self) -> None:
+        """At size 1 a matrix is its transpose. Nothing is recorded at this size, and others are captured."""
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            product = x @ x.t()
+            return torch.addmm(product, product, product.t())
+
+        self.check(self.program(fn, (37, 8)), (1, 1, 1, 37, 5, 6, 7, 37))
+        self.assertEqual([str(r) for r in self.refused], [])
+        (entry,) = report()
+        self.assertGreaterEqual(entry.captured_calls, 4)
+
+    def test_result_of_length_one(self) -> None:
+        """The stride of a length of 1 is not the one that generated code expects."""
+        convolve = torch.nn.functional.conv1d
+        program = self.program(lambda x, w: convolve(x.mT, w.mT).sin(), (37, 3, 4), (2, 3, 4))
+        self.check_captured(program, (37, 37, 2, 5, 64, 33))
+
     def test_delivered_values(self) -> None:
         """CPU values of each call are words of its kernels, as the sizes are."""
 

@@ -258,6 +258,9 @@ class FunctionCapture:
         if self.trace.unknown is not None:
             raise unknown(self.trace.unknown)
 
+    def _layout(self, t: TensorOf) -> Allocation:
+        return Allocation(*self.at.layout(t))
+
     def _memory(self, owner: str, like: torch.Tensor) -> torch.Tensor:
         """Return memory for ``owner``: at its placeholder, or so much as the reserved sizes take."""
         if owner in self.model.returned:
@@ -278,8 +281,8 @@ class FunctionCapture:
         results: list[TensorOf | None] = []
         placed = []
         for t in made:
-            layout = tuple(t.shape), tuple(t.stride()), t.dtype
-            if (found := next((e for e in expected if self.at.layout(e) == layout), None)) is not None:
+            layout = Allocation.of(t)
+            if (found := next((e for e in expected if layout.has_elements_of(self._layout(e))), None)) is not None:
                 expected.remove(found)
             results.append(found)
             placed.append(t if found is None else self._memory(found.owner, t))
@@ -332,10 +335,12 @@ class FunctionCapture:
             row = dataclasses.replace(t, size=t.size[1:], stride=t.stride[1:])
             for candidate in (t, row) if size else (t,):
                 start = self.addresses.get(t.owner, operand.address - self.at.offset(t))
-                if self.at.layout(candidate) == operand.layout and start + self.at.offset(t) == operand.address:
+                if operand.layout.has_elements_of(self._layout(candidate)) and start + self.at.offset(t) == operand.address:
                     found.add(candidate)
         if len(found) != 1:
-            raise differs(self.at, f"an operand of {event.name} is one of {len(found)} tensors")
+            # As if a size is 0 or 1.
+            sizes = ", ".join(map(str, self.at.sizes))
+            raise RefusedError(Reason.of(Code.OPERANDS_AT_SIZES, sizes=sizes, call=event.name, count=len(found)))
         (t,) = found
         self.addresses.setdefault(t.owner, operand.address - self.at.offset(t))
         return t

@@ -68,6 +68,7 @@ OF_SOME_SIZES = (
     Code.DRIVER,
     Code.HIDDEN_ALIGNMENT,
     Code.NODES_NOT_IN_ROW,
+    Code.OPERANDS_AT_SIZES,
     Code.OUT_OF_MEMORY,
     Code.UNKNOWN_NODE,
 )
@@ -555,7 +556,9 @@ class ManySizes:
 
     def _refuse(self, sizes: tuple[int, ...], reason: Reason) -> None:
         """Run these sizes uncaptured, or record the function for each size from now on."""
-        if not self.recordings or reason.code not in OF_SOME_SIZES:
+        # What was true of the first sizes may be true of all.
+        is_of_these = reason.code in OF_SOME_SIZES and (self.recordings or reason.code is Code.OPERANDS_AT_SIZES)
+        if not is_of_these:
             self._give_up(reason)
             return
         log.info("not captured at sizes %s: %s", ", ".join(map(str, sizes)), reason.text)

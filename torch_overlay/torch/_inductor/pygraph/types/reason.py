@@ -195,6 +195,7 @@ class Code(str, enum.Enum):
     SIZE_EXPRESSION = "it computes {expression} from its sizes"
     CALL_AT_OTHER_SIZES = "what {call} does at other sizes is not known"
     SIZES_NOT_DESCRIBED = "what it does at other sizes was not found out: {error}"
+    OPERANDS_AT_SIZES = "at sizes {sizes} an operand of {call} is one of {count} tensors"
     DIFFERS_AT_SIZES = "its graph at sizes {sizes} is not what was expected: {what}"
     CUDNN_PLANS = (
         "cuDNN builds a plan for its attention at each new size, which takes 60 ms and more",
