@@ -104,7 +104,12 @@ def _cudnn_convolution(
     groups: int,
     *settings: bool,
 ) -> torch.Tensor:
-    return torch.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups)
+    like = x.device.type == "meta"
+    if like:
+        # For meta tensors PyTorch chooses other strides.
+        x, weight = (torch.zeros_like(t, device="cpu") for t in (x, weight))
+    result = torch.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups)
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device="meta") if like else result
 
 
 # Operators of CUDA alone, which have no kernel for meta tensors either.
