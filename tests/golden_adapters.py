@@ -293,7 +293,7 @@ class Recording:
             # Tests end with their counters.
             contextlib.redirect_stdout(io.StringIO()),
             mock.patch.object(modelled_cuda, "Block", Block),
-            mock.patch.multiple(timing, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1),
+            mock.patch.multiple(timing, WARMUP_SAMPLES=0, SAMPLES=1, MAX_SAMPLES=1, DEVICE_SAMPLES=1, MAX_DEVICE_SAMPLES=1),
             mock.patch.object(timing.Samples, "cost", lambda samples: next(costs)),
         ):
             unittest.TestSuite([Run()]).run(result)
