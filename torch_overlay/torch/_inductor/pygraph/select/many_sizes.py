@@ -41,7 +41,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.cudagraph_utils import FunctionID, ModelType, OutputType
@@ -232,23 +232,7 @@ class ManySizes:
             report.captured_calls += 1
             return run(inputs, numbers, row)
 
-        if (values := self._values()) is None:
-            return replay
-
-        def replay_with_values(inputs: list[InputType]) -> OutputType:
-            report.calls += 1
-            found = known.get(sizes_of(inputs))
-            if found is None or manager.roots is None:
-                return self.general(inputs)
-            run, numbers, row = found
-            report.captured_calls += 1
-            return run(inputs, (*numbers, *values()), row)
-
-        return replay_with_values
-
-    def _values(self) -> Any:
-        """Return what returns the words of a call's CPU values, None if the function delivers none."""
-        return self.recordings[-1].values.words_for_replay()
+        return replay
 
     def not_replayed(self, inputs: list[InputType], numbers: tuple[int, ...], row: Any) -> OutputType:
         """Take the general path in a call that was counted as a replay."""
@@ -288,7 +272,7 @@ class ManySizes:
         if found is not None:
             run, numbers, row = found
             self.report.captured_calls += 1
-            return run(inputs, (*numbers, *self.recordings[-1].values.words()), row)
+            return run(inputs, numbers, row)
         return uncaptured(inputs) if outputs is None else outputs
 
     def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:
@@ -372,6 +356,8 @@ class ManySizes:
         if on.replay is None:
             plan = sized_plan(recording, on, self.manager, self.spec.mode, self.deployment.owner)
             on.replay = make_replay(plan, self.state, self.not_replayed)
+            if (values := recording.values.words_for_replay()) is not None:
+                on.replay = _with_values(on.replay, values)
         self.known[sizes] = known = on.replay, recording.numbers(kept.at), kept.launches.set
         return known
 
@@ -570,6 +556,11 @@ class ManySizes:
         journal.drop([self.report])
         _reasons[self.model] = reason
         log_reason(self.spec, reason)
+
+
+def _with_values(replay: Any, values: Callable[[], Sequence[int]]) -> Callable[..., OutputType]:
+    """Return what replays with the words of a call's CPU values behind its numbers."""
+    return lambda inputs, numbers, row: replay(inputs, (*numbers, *values()), row)
 
 
 def _are_identical(a: Any, b: Any) -> bool:
