@@ -32,7 +32,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.exc import InductorError
 from torch._inductor.pygraph import report, reset_report
-from torch._inductor.pygraph.capture import library, sized
+from torch._inductor.pygraph.capture import compared, library, sized
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.graph import sized as graph_sized
@@ -703,6 +703,21 @@ class ManySizesTest(ManySizesTestCase):
                 device = program.device
                 device.undefined = functools.partial(undefined, device)
                 self.check_captured(program, (37, 37, 5, 6, 7, 9))
+
+    def test_halves_of_addresses(self) -> None:
+        """Half an operand's address is none, a whole address outside of its operand is one."""
+
+        def has_halves(found: int, expected: int, *addresses: tuple[int, int]) -> bool:
+            words = (word.to_bytes(8, "little") for word in (found, expected))
+            return compared.Difference(0, 0, 56, *words).has_halves(addresses)
+
+        a, b, one = 0x7F10_2C20_0000, 0x7F10_0180_0100, 0x3F80_0000 << 32
+        halves = a % compared.HALF | one, b % compared.HALF | one
+        self.assertTrue(has_halves(*halves, (a + 256, b + 256), (a, b)))
+        self.assertFalse(has_halves(*halves, (a + 256, b)))
+        self.assertFalse(has_halves(*halves))
+        self.assertFalse(has_halves(a + (1 << 30), b + (1 << 30), (a, b)))
+        self.assertFalse(has_halves(a - (1 << 30), b - (1 << 30), (a, b)))
 
     def test_other_parameters(self) -> None:
         """A library that sees its neighbours is refused, and the reason names the word."""

@@ -86,13 +86,18 @@ class Difference(NamedTuple):
         pairs = enumerate(zip(self.found, self.expected))
         return [(self.node, self.buffer, self.offset + i) for i, (a, b) in pairs if a != b]
 
-    def has_halves(self, moved: Container[int]) -> bool:
+    def has_halves(self, addresses: Sequence[tuple[int, int]]) -> bool:
         """
-        Return whether halves of the word that differ do so by a number in ``moved``: how far, modulo 2**32, an operand is
-        from where it was in the other capture. No kernel reads half an address: the upper half was overwritten.
+        Return whether halves of the word that differ are halves of an operand's address. No kernel reads half an address:
+        the upper half was overwritten. ``addresses``: of operands, as found and as expected.
         """
         if len(self.found) != WORD_BYTES:
             return False
+        words = [int.from_bytes(word, "little") for word in (self.found, self.expected)]
+        # A whole address may lie outside of its operand.
+        if any(abs(a - b) < HALF for both in addresses for a, b in zip(words, both)):
+            return False
+        moved = OrderedSet((a - b) % HALF for a, b in addresses)
         pairs = zip(*(struct.unpack("<II", word) for word in (self.found, self.expected)))
         return all(a == b or (a - b) % HALF in moved for a, b in pairs)
 
@@ -167,8 +172,8 @@ class CallComparison:
             if not is_same_launch(launched, node):
                 return f"launches another kernel alone: {launched}, in the function {node}"
         found = [word for k in range(len(self.nodes)) for word in self._differences(k)]
-        moved = self._moved() if found else OrderedSet[int]()
-        found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
+        addresses = self._addresses() if found else []
+        found = [word for word in found if not (word.is_of_host() or word.has_halves(addresses))]
         # Other entries with the kernel may have shown them.
         for captures in (False, True) if found else ():
             undefined = self.undefined(captures)
@@ -185,10 +190,10 @@ class CallComparison:
         ]
         return f"has {len(found)} other words alone: {'; '.join(texts)}"
 
-    def _moved(self) -> OrderedSet[int]:
-        """Return how far the operands and results are from those of the entry, modulo HALF."""
+    def _addresses(self) -> list[tuple[int, int]]:
+        """Return where each operand and result is, and where it is in the entry."""
         slots = OrderedSet(Slot(0, 0, slot.tensor, 0) for of_node in self.entry.slots for slot in of_node)
-        return OrderedSet((self.address(slot) - self.entry.addresses[slot.tensor]) % HALF for slot in slots)
+        return [(self.address(slot), self.entry.addresses[slot.tensor]) for slot in slots]
 
     def _differences(self, k: int) -> Iterator[Difference]:
         slots = {(slot.buffer, slot.offset): slot for slot in self.entry.slots[k]}
