@@ -112,7 +112,7 @@ class Caching(Layer):
 
 
 class Decoder(torch.nn.Module):
-    """Keeps new caches, or those that it was given."""
+    """Its layers store to caches in ``objects``. Each call makes new ones, unless the caller has given them."""
 
     def __init__(self, is_given: bool, layers: int = 3) -> None:
         super().__init__()

@@ -1070,7 +1070,8 @@ class ManySizesTest(ManySizesTestCase):
 
     def test_other_calls(self) -> None:
         """
-        What embedding bags, attention with dropout, and convolutions that cuDNN times do at other sizes is not known.
+        PyGraph does not know what some operators do at other sizes: embedding bags, attention with dropout, and convolutions
+        if cuDNN times its kernels.
         """
         functional, efficient = torch.nn.functional, torch.ops.aten._scaled_dot_product_efficient_attention
         fill = lambda *shape: torch.zeros(shape, device="cuda")  # noqa: E731

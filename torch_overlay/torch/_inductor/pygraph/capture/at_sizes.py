@@ -19,14 +19,14 @@ from torch._inductor.pygraph.capture.library import (
     operator_name,
 )
 from torch._inductor.pygraph.graph import placeholder
-from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
+from torch._inductor.pygraph.graph.binding import aligned_words
 from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_graph
 from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
-from torch._inductor.pygraph.values.deliver import CapturedValues, TOKEN
+from torch._inductor.pygraph.values.deliver import CapturedValues
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
@@ -319,9 +319,8 @@ class FunctionCapture:
     def _find_delivered(self, event: OperatorOf, node: CapturedNode) -> None:
         """Note where the kernel of a Deliver writes the values. Raises RefusedError: it is another kernel."""
         deliver = self.model.delivers[event.name]
-        first = sum(d.num_words for d in itertools.takewhile(lambda d: d is not deliver, self.values.delivers))
-        tokens = array.array("Q", range(TOKEN + first, TOKEN + first + deliver.num_words))
-        if not node.is_kernel or [*map(len, node.captured)][:1] != [WORD_BYTES] or node.captured[1:] != (tokens.tobytes(),):
+        tokens = array.array("Q", self.values.tokens_of(deliver)).tobytes()
+        if not node.is_kernel or len(node.captured) != 2 or node.captured[1] != tokens:
             raise differs(self.at, f"{event.name} is another kernel")
         (start,) = aligned_words(node.captured[0])
         self.addresses.update((t.owner, start + n) for t, n in zip(event.results, deliver.starts))
@@ -338,7 +337,7 @@ class FunctionCapture:
                 if operand.layout.has_elements_of(self._layout(candidate)) and start + self.at.offset(t) == operand.address:
                     found.add(candidate)
         if len(found) != 1:
-            # As if a size is 0 or 1.
+            # Two tensors may have the same elements where a size is 0 or 1.
             sizes = ", ".join(map(str, self.at.sizes))
             raise RefusedError(Reason.of(Code.OPERANDS_AT_SIZES, sizes=sizes, call=event.name, count=len(found)))
         (t,) = found

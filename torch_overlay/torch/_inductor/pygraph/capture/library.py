@@ -228,8 +228,8 @@ class Memo(Scratch):
 
     def confirm(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> bool:
         """
-        Capture the calls once more, with operands at other addresses. Return whether the parameters are those that the
-        entries say for these addresses. If so, mark the forms of the entries as compared.
+        Capture the calls once more, with operands at other addresses. Return whether the library passes the parameters that
+        the entries have for these addresses. If so, mark the forms of the entries as compared.
         """
         others = self.captured({s: spec for s, (_, spec) in calls.items()}, poison=placeholder.UNWRITTEN)
         self._find_undefined(calls)

@@ -30,7 +30,6 @@ from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.graph.sized import enabled_update, Launches, LibraryNodes, SizedGraphs
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.values.deliver import TOKEN
 from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
@@ -263,10 +262,10 @@ class SizedRecording:
 
     def _words_of_values(self, event: OperatorOf, node: CapturedNode) -> list[Word]:
         """Return the words of a Deliver's kernel: where it writes, and the values."""
-        deliver, delivers = self.model.delivers[event.name], self.values.delivers
-        earlier = itertools.takewhile(lambda d: d is not deliver, delivers)
-        first = self._number(self.num_numbers) + sum(d.num_words for d in earlier)
-        values = [Word(first + i, 0, _word(node.buffers[1], WORD_BYTES * i, WORD_BYTES)) for i in range(deliver.num_words)]
+        # A value's place is its token's among all.
+        first = self._number(self.num_numbers) - self.values.all_tokens().start
+        tokens = self.values.tokens_of(self.model.delivers[event.name])
+        values = [Word(first + t, 0, _word(node.buffers[1], WORD_BYTES * i, WORD_BYTES)) for i, t in enumerate(tokens)]
         return [Word(self.places[event.results[0].owner], 0, _word(node.buffers[0], 0, WORD_BYTES)), *values]
 
     def _words(self, event: LaunchOf, node: CapturedNode) -> list[Word]:
@@ -389,10 +388,10 @@ class SizedRecording:
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
         """Compare a capture, node by node, with what a replay at its sizes launches. Raises RefusedError."""
-        # Where CPU values were delivered is known from the nodes.
+        # Going through the nodes also finds where CPU values were delivered.
         units = [*capture.pairs()]
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
-        numbers = [*addresses, *at.numbers, *range(TOKEN, TOKEN + self.values.num_words)]
+        numbers = [*addresses, *at.numbers, *self.values.all_tokens()]
         launches, calls = iter(self.launches), iter(self.calls)
         temporary = PoolRanges(self.memo.pool)
         for _, traced, nodes in units:

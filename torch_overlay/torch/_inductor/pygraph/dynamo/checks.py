@@ -7,7 +7,7 @@ Bytecode reads the value when the graph has run, and calls the code of the path 
 from this if
 
 - what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect.
-  Of numbers that bytecode draws in front of the graph, the check sets the generator back if it raises
+  Bytecode may draw numbers in front of the graph. If the check raises, it sets the generator back to before these draws
 - the path reads what eager mode would: values of the call, and objects that nothing has changed before, or that have
   the values again that they had
 - no handler of exceptions is around the check

@@ -144,8 +144,17 @@ class CapturedValues:
         self.num_words += deliver.num_words
         return range(first, first + deliver.num_words)
 
+    def tokens_of(self, deliver: Deliver) -> range:
+        """Return the tokens of one of ``delivers``."""
+        earlier = itertools.takewhile(lambda other: other is not deliver, self.delivers)
+        first = TOKEN + sum(other.num_words for other in earlier)
+        return range(first, first + deliver.num_words)
+
+    def all_tokens(self) -> range:
+        return range(TOKEN, TOKEN + self.num_words)
+
     def placeholders(self) -> list[Placeholder]:
-        return [Placeholder(t, t + 1, t) for t in range(TOKEN, TOKEN + self.num_words)]
+        return [Placeholder(t, t + 1, t) for t in self.all_tokens()]
 
     def words(self) -> list[int]:
         """What this thread packed last."""
