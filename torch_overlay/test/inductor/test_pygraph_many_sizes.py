@@ -1032,6 +1032,23 @@ class ManySizesTest(ManySizesTestCase):
         (entry,) = report()
         self.assertGreaterEqual(entry.captured_calls, 4)
 
+    def test_settings_of_precision(self) -> None:
+        """A program may set precisions by newer names, or by older ones. Entries are of these."""
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        precision = torch.get_float32_matmul_precision()
+        found = [library.settings()]
+        for of in (matmul, cudnn.conv):
+            before = of.fp32_precision
+            of.fp32_precision = "ieee" if before == "tf32" else "tf32"
+            found.append(library.settings())
+            of.fp32_precision = before
+        self.addCleanup(torch.set_float32_matmul_precision, precision)
+        torch.set_float32_matmul_precision("high")
+        high = library.settings()
+        torch.set_float32_matmul_precision("highest")
+        self.assertNotEqual(library.settings(), high)
+        self.assertEqual(len({*found}), 3)
+
     def test_result_of_length_one(self) -> None:
         """The stride of a length of 1 is not the one that generated code expects."""
         convolve = torch.nn.functional.conv1d

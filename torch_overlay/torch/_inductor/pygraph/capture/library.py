@@ -95,14 +95,15 @@ def settings() -> tuple[Any, ...]:
     """Return what a library chooses by, beside the operands."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     return (
-        torch.get_float32_matmul_precision(),
+        # Both have what the older settings mean. To read those raises if the program uses the newer ones.
+        matmul.fp32_precision,
+        cudnn.conv.fp32_precision,
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
         matmul.allow_fp16_accumulation,
         torch.are_deterministic_algorithms_enabled(),
         torch.backends.cuda.preferred_blas_library(),
         cudnn.enabled,
-        cudnn.allow_tf32,
         cudnn.deterministic,
         cudnn.benchmark,
     )
