@@ -14,8 +14,10 @@ from hypothesis import given, note, Phase, settings, strategies
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
+from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.dynamo import drawn, drops
 from torch._inductor.pygraph.dynamo.branches import Branches
+from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests, TestCase
 from torch._subclasses.fake_impls import op_implementations_dict
 from torch.nn import functional as F
@@ -629,15 +631,25 @@ class DropTest(BranchTestCase):
 
     def test_large_layers(self):
         """Where the device takes longer than the host, each layer has a graph."""
+        reset_report()
         with mock.patch.multiple(drops, HOST=0, MAX_SECONDS=0):
             self.compare(Model(Stack([Layer() for _ in range(4)], 0.2)), graphs=2)
         # Before the loop for each input, a layer, and after the loop
         self.assertEqual(number_of_graphs(), 4)
+        said = next(entry.reason for entry in report().breaks if entry.is_repaired)
+        self.assertEqual(said, Reason.of(Code.LAYER_COMPILED, why="the device would run long for nothing"))
         torch._dynamo.reset()
         counters.clear()
         with mock.patch.object(drops, "HOST", 0):
             self.compare(Model(Stack([Layer() for _ in range(4)], 0.01)), graphs=None, calls=4)
         self.assertEqual(number_of_graphs(), 2)
+
+    def test_layers_of_vectors(self):
+        class OfVector(Layer):
+            def forward(self, x):
+                return super().forward(x) + F.linear(self.norm.weight, self.down.weight.t(), self.up.bias)[:SIZE]
+
+        self.compare(Model(Stack([OfVector() for _ in range(3)], 0.2)))
 
     def test_other_device(self):
         with mock.patch.object(drops, "DEVICES", ("cuda",)):
@@ -742,6 +754,36 @@ class Program(torch.nn.Module):
 def program(choices: random.Random) -> torch.nn.Module:
     torch.manual_seed(choices.randint(0, 1000))
     return Program(choices)
+
+
+class CostTest(TestCase):
+    def operations(self, fn: Callable[..., Any], *shapes: tuple[int, ...]) -> float:
+        operands = [torch.empty(shape, device="meta") for shape in shapes]
+        return drops.operations_of(fn.__name__, [fn(*operands), *operands])
+
+    def test_operations(self):
+        of_rows = 2 * 512 * 1536 * 256
+        self.assertEqual(self.operations(F.linear, (512, 256), (1536, 256), (1536,)), of_rows)
+        self.assertEqual(self.operations(F.linear, (4, 128, 256), (1536, 256)), of_rows)
+        self.assertEqual(self.operations(torch.addmm, (1536,), (512, 256), (256, 1536)), of_rows)
+        self.assertEqual(self.operations(F.linear, (256,), (1536, 256)), of_rows / 512)
+        self.assertEqual(self.operations(torch.bmm, (8, 32, 64), (8, 64, 16)), 2 * 8 * 32 * 16 * 64)
+        self.assertEqual(self.operations(F.conv1d, (2, 3, 9), (5, 3, 2)), 2 * (2 * 5 * 8) * (3 * 2))
+        attention = F.scaled_dot_product_attention
+        of_heads = self.operations(attention, (2, 8, 10, 64), (2, 8, 20, 64), (2, 8, 20, 64))
+        self.assertEqual(of_heads, 2 * 2 * (2 * 8 * 10 * 20 * 64))
+        self.assertEqual(self.operations(attention, (16, 10, 64), (16, 20, 64), (16, 20, 64)), of_heads)
+
+    def test_precision(self):
+        matmul = torch.backends.cuda.matmul
+        before = matmul.fp32_precision
+        self.addCleanup(setattr, matmul, "fp32_precision", before)
+        for precision, rate in (("ieee", drops.OPERATIONS), ("tf32", drops.TENSOR_CORE_OPERATIONS)):
+            matmul.fp32_precision = precision
+            self.assertEqual(drops.rate_of("linear", torch.float32), rate)
+            self.assertEqual(drops.rate_of("linear", torch.float64), drops.OPERATIONS)
+            self.assertEqual(drops.rate_of("linear", torch.bfloat16), drops.TENSOR_CORE_OPERATIONS)
+            self.assertEqual(drops.rate_of(drops.ATTENTION, torch.float32), drops.OPERATIONS)
 
 
 class PartitionTest(TestCase):

@@ -19,7 +19,6 @@ becomes a function (loops.py).
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from typing import Any, NoReturn, TYPE_CHECKING
 
@@ -38,6 +37,7 @@ from torch.utils._pytree import tree_iter
 
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Iterable, Iterator
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -45,23 +45,22 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.dynamo.tangents import Results
 
 
-log = logging.getLogger(__name__)
-
-# Key in a code object's context: whether the graphs of a frame run dropped layers. None: not tried
+# Key in a code object's context: whether the graphs of a frame run dropped layers. None: not tried; a text: why not
 SELECTS = "pygraph_selects_layers"
 
 # Devices on which a graph for each layer costs more than the layer
 DEVICES = ("cuda",)
 
-# Seconds that the graphs of a layer, one for each direction, take the host. A device that computes the layer in less
-# waits for the host anyway.
-HOST = 150e-6
+# Seconds that the graphs of a layer, one for each direction, take the host with their guards and autograd, as measured. A
+# device that computes the layer in less waits for the host anyway.
+HOST = 450e-6
 
 # Seconds that a device may run a larger layer for nothing, on average
 MAX_SECONDS = 10e-6
 
-# Of a GPU of today: operations and bytes in a second, and the seconds of a small kernel
-OPERATIONS, BYTES, KERNEL = 1e14, 2e12, 2e-6
+# Of a GPU of today: operations in a second with all bits of float32 and on tensor cores, bytes in a second, and the
+# seconds of a small kernel
+OPERATIONS, TENSOR_CORE_OPERATIONS, BYTES, KERNEL = 5e13, 2e14, 2e12, 2e-6
 
 # Operators of libraries, which do not fuse. Inductor fuses others to about one kernel for each of these.
 MATMULS = frozenset("addmm baddbmm bmm conv1d conv2d conv3d einsum linear matmul mm".split())
@@ -97,8 +96,7 @@ class Drops(Hosts):
 
     def refuse_selection(self, tx: InstructionTranslatorBase, why: str) -> NoReturn:
         root = tx.output.root_tx
-        context(root.f_code)[SELECTS] = False
-        log.debug("Dropped layers do not run in the graph of %s: %s", root.f_code.co_name, why)
+        context(root.f_code)[SELECTS] = why
         raise UnspecializeRestartAnalysis(restart_reason=why)
 
     def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:
@@ -210,6 +208,12 @@ class DropJoiner(Joiner):
             raise RefusedError("the device would run long for nothing")
 
 
+def why_apart(code: types.CodeType) -> str | None:
+    """Return why dropped layers do not run in one graph, or None if that was not tried."""
+    found = context(code).get(SELECTS)
+    return found if isinstance(found, str) else None
+
+
 def is_drawn(node: torch.fx.Node) -> bool:
     """Return whether a node depends on random numbers of the CPU and on constants alone."""
     found = ancestors_of(node)
@@ -246,7 +250,7 @@ def seconds_of_node(node: torch.fx.Node) -> float:
     tensors = [*results[:1], *operands]
     name = plain_name(node)
     is_of_library = name in MATMULS or name in (ATTENTION, MULTI_HEAD)
-    seconds = operations_of(name, tensors) / OPERATIONS + 2 * KERNEL * is_of_library
+    seconds = operations_of(name, tensors) / rate_of(name, results[0].dtype) + 2 * KERNEL * is_of_library
     return seconds + sum(size_of(t) * t.element_size() for t in tensors) / BYTES
 
 
@@ -255,20 +259,35 @@ def example_of(node: torch.fx.Node) -> Any:
 
 
 def size_of(tensor: torch.Tensor) -> int:
-    return math.prod(n if type(n) is int else n.node.hint for n in tensor.shape)
+    return math.prod(map(length, tensor.shape))
+
+
+def length(size: int | torch.SymInt) -> int:
+    return size if type(size) is int else size.node.hint
+
+
+def rate_of(name: str, dtype: torch.dtype) -> float:
+    """Return how many operations of an operator a device makes in a second."""
+    of = torch.backends.cudnn.conv if name.startswith("conv") else torch.backends.cuda.matmul
+    is_rounded = dtype == torch.float32 and name not in (ATTENTION, MULTI_HEAD) and of.fp32_precision == "tf32"
+    return TENSOR_CORE_OPERATIONS if is_rounded or dtype in (torch.float16, torch.bfloat16) else OPERATIONS
 
 
 def operations_of(name: str, tensors: list[torch.Tensor]) -> float:
     """Return the operations of an operator from its result and its operands."""
     result, *operands = tensors
     if name == ATTENTION and len(operands) >= 2:
-        return 4.0 * size_of(result) * size_of(operands[1][..., 0, 0, :, 0])
+        return 4.0 * size_of(result) * length(operands[1].shape[-2])
     if name == MULTI_HEAD:
         # Four matmuls with the weights, and attention over the first dimension
         return size_of(result) * (8.0 * result.shape[-1] + 4.0 * result.shape[0])
     if name.startswith("conv") and len(operands) >= 2:
         return 2.0 * size_of(result) * size_of(operands[1][0])
-    return 2.0 * size_of(result) * size_of(operands[0][..., 0, :]) if name in MATMULS else 0.0
+    if name in MATMULS and operands:
+        # A sum comes first.
+        rows = operands[1] if name in ("addmm", "baddbmm") and len(operands) > 1 else operands[0]
+        return 2.0 * size_of(result) * length(rows.shape[-1])
+    return 0.0
 
 
 def chance_of(node: torch.fx.Node) -> float | None:

@@ -35,6 +35,7 @@ from torch._dynamo.code_context import code_context
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lists import ListIteratorVariable
 from torch._inductor.pygraph.dynamo.breaks import add, place_of, refuse
+from torch._inductor.pygraph.dynamo.drops import why_apart
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.outlining import FIRST, is_for, loops_around, Outlining, StaysError
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -93,7 +94,9 @@ class Loops(FrameExtension):
         if isinstance(found, types.CodeType):
             if (name := changed_dictionary(tx, position)) is not None:
                 return f"{name} is a dictionary that it changes"
-            add(place_of(tx), Reason.of(Code.BODY_COMPILED), is_repaired=True)
+            why = why_apart(tx.f_code)
+            reason = Reason.of(Code.BODY_COMPILED) if why is None else Reason.of(Code.LAYER_COMPILED, why=why)
+            add(place_of(tx), reason, is_repaired=True)
             raise exc.ReplacedCodeRestartAnalysis(found, restart_reason="a loop breaks the graph")
         return found
 

@@ -215,6 +215,7 @@ class Code(str, enum.Enum):
     COND_IN_GRAPH = "torch.cond runs the path that the branch takes"
     BOOL_IN_GRAPH = "the bool of the tensor stays in the graph"
     BODY_COMPILED = "the body of the loop is compiled once, and the loop runs in Python"
+    LAYER_COMPILED = "each layer that a random number drops has a graph of its own, and the loop runs in Python: {why}"
     LOOP_IN_GRAPH = "torch.while_loop runs the loop"
     COPIED_BY_DYNAMO = "Dynamo copies the object, whose attributes it guards"
 
