@@ -831,19 +831,19 @@ class ManySizesTest(ManySizesTestCase):
         (entry,) = report()
         captured = []
         for function in itertools.chain(*(memory.functions for memory in many_sizes._memories.values())):
-            function.preparation.us = 450
+            function.preparation.us = 225
         for n in (51, 51, 51, 52, 51, 51, 52):
             before = entry.captured_calls
             self.check(program, (n,))
             captured.append(entry.captured_calls - before)
-        # Until now each size came twice, and 450 us are what 4.5 calls gain.
+        # Twice 225 us are what 4.5 calls gain.
         self.assertEqual(captured, [0, 0, 0, 0, 0, 1, 0])
 
     def test_new_sizes_of_late(self) -> None:
         """A new size will come as often as sizes did of late: not if each call has another one."""
         entry = types.SimpleNamespace(is_graph=True, saved_us=10.0, calls=0, num_sizes=10)
         preparation = Preparation()
-        preparation.us = 50.0
+        preparation.us = 25.0
 
         def due(sizes: Sequence[int], *, apart: int) -> int:
             found = 0

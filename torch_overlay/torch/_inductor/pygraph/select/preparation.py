@@ -19,6 +19,9 @@ MAX_WAITING = 4096
 # The least part of a new time in the mean.
 WEIGHT = 1 / 16
 
+# How many times the calls of a size are to gain what preparing takes. Some sizes never come again.
+MARGIN = 2
+
 # The part of the last new size in the share of calls that have a new size.
 NEW_WEIGHT = 1 / 4
 
@@ -54,7 +57,7 @@ class Preparation:
         if came == 1:
             self._note_new(report)
         # A size that comes for the first time will come as often as others did.
-        if max(came, 1 / self.new) * report.saved_us >= self.us:
+        if max(came, 1 / self.new) * report.saved_us >= MARGIN * self.us:
             return True
         self.waiting[sizes] = came
         return False
