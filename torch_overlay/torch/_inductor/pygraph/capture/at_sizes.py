@@ -27,12 +27,12 @@ from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.deliver import CapturedValues
-from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
+from torch._inductor.pygraph.values.sizes import DeliverOf, LaunchOf, OperatorOf, SizedFunction, Steps, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType
     from torch._inductor.pygraph.capture.library import Memo, Operand, TracedCall
@@ -59,8 +59,7 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     if any(not (isinstance(v, int) or (isinstance(v, torch.Tensor) and v.is_cuda)) for v in inputs):
         return Reason.of(Code.CPU_INPUT)
     steps = Steps(len(size_map.sizes), size_map.steps)
-    delivers = deliver_calls(info.delivers)
-    calls = [call for call in size_map.calls if isinstance(call, OperatorAt) and call.name not in delivers]
+    calls = [call for call in size_map.calls if isinstance(call, OperatorAt)]
     # Then cuDNN times its kernels at each new size, which a capture cannot.
     is_timed = torch.backends.cudnn.benchmark and any(operator_name(call.name) == "convolution" for call in calls)
     unknown = [
@@ -72,11 +71,6 @@ def not_for_many_sizes(spec: FunctionSpec, inputs: Sequence[InputType]) -> Reaso
     if any(operator_name(name) == "_scaled_dot_product_cudnn_attention" for name in unknown):
         return Reason.of(Code.CUDNN_PLANS)
     return Reason.of(Code.CALL_AT_OTHER_SIZES, call=unknown[0]) if unknown else None
-
-
-def deliver_calls(names: Iterable[str]) -> dict[str, str]:
-    """Return the names of Deliver objects by what generated code calls. See compile/lowering.py."""
-    return {f"{name}.launch": name for name in names}
 
 
 def _takes_scratch(launcher: Any) -> bool:
@@ -107,7 +101,7 @@ class SizedModel:
     A function that may be recorded for many sizes.
 
     Attributes:
-        delivers: the Deliver of each call that delivers CPU values, by the name of the call
+        delivers: what delivers CPU values, by its name in the module
         inputs: names of the inputs that are tensors, by input
         memory: what the function allocates, and what its operators return
         returned: those of ``memory`` that outputs lie in
@@ -128,11 +122,11 @@ class SizedModel:
         for call in size_map.calls:
             if isinstance(call, KernelAt) and any(map(_takes_scratch, spec.objects[call.kernel].launchers)):
                 raise unknown(call.kernel)
-        self.delivers = {call: spec.objects[name] for call, name in deliver_calls(spec.info.delivers).items()}
+        self.delivers = {name: spec.objects[name] for name in spec.info.delivers}
         self.inputs = {i: size_map.inputs[i] for i, t in enumerate(inputs) if isinstance(t, torch.Tensor)}
         self.memory = dict(self.function.allocations)
         for event in self.function.events:
-            if isinstance(event, OperatorOf):
+            if not isinstance(event, LaunchOf):
                 self.memory.update((t.owner, t) for t in event.results if t.owner not in self.memory)
         names = OrderedSet(self.inputs.values())
         outputs = [o for o in self.function.outputs if isinstance(o, TensorOf) and o.owner not in names]
@@ -141,10 +135,10 @@ class SizedModel:
             raise unknown("an output")
         for event in self.function.events:
             # Each of its values has a place in the memory of the graph.
-            if isinstance(event, OperatorOf) and (deliver := self.delivers.get(event.name)) is not None:
-                dtypes = [t.dtype for t in event.results]
-                if dtypes != [dtype for dtype, _ in deliver.values] or any(t.owner in self.returned for t in event.results):
-                    raise unknown(event.name)
+            if isinstance(event, DeliverOf):
+                dtypes, expected = [t.dtype for t in event.results], [d for d, _ in self.delivers[event.deliver].values]
+                if dtypes != expected or any(t.owner in self.returned for t in event.results):
+                    raise unknown(event.deliver)
         self.saved: dict[torch.dtype, list[str]] = {}
         if spec.mode == "forward":
             for owner in self.returned:
@@ -217,9 +211,7 @@ class FunctionCapture:
         self.reserve = reserve
         self.device = memo.device
         self.results: list[list[TensorOf | None]] = []
-        self.events = [
-            e for e in model.function.events if isinstance(e, OperatorOf) and e.name not in model.delivers
-        ]
+        self.events = [e for e in model.function.events if isinstance(e, OperatorOf)]
         self.allocations = iter(model.function.allocations)
         tensors = {name: inputs[i] for i, name in model.inputs.items()}
         wanted = [(poison_of(t), placeholder.storage_extent(t), alignments[name]) for name, t in tensors.items()]
@@ -289,15 +281,15 @@ class FunctionCapture:
         self.results.append(results)
         return placed
 
-    def pairs(self) -> Iterator[tuple[LaunchOf | OperatorOf, TracedCall | None, list[CapturedNode]]]:
+    def pairs(self) -> Iterator[tuple[LaunchOf | OperatorOf | DeliverOf, TracedCall | None, list[CapturedNode]]]:
         """Yield for each event of the function its call and its nodes. Raises RefusedError: there are others."""
         calls, position = iter(self.trace.calls), 0
         for event in self.model.function.events:
             if isinstance(event, LaunchOf):
                 end = position + (self.at.numbers[event.is_launched] != 0)
                 call, name = None, event.kernel
-            elif event.name in self.model.delivers:
-                call, name, end = None, event.name, position + 1
+            elif isinstance(event, DeliverOf):
+                call, name, end = None, event.deliver, position + 1
             else:
                 call, name = next(calls, None), event.name
                 if call is None or call.first != position or call.op.overloadpacket.__name__ != operator_name(name):
@@ -309,19 +301,19 @@ class FunctionCapture:
             # Alone, the first kernel of a call has none to begin with.
             if any(node.edge != PLAIN_EDGE for node in nodes[:1]):
                 raise RefusedError(Reason.of(Code.NODES_NOT_IN_ROW))
-            if isinstance(event, OperatorOf) and call is None:
+            if isinstance(event, DeliverOf):
                 self._find_delivered(event, nodes[0])
             yield event, call, nodes
             position = end
         if position != len(self.nodes) or next(calls, None) is not None:
             raise differs(self.at, "there are further nodes")
 
-    def _find_delivered(self, event: OperatorOf, node: CapturedNode) -> None:
+    def _find_delivered(self, event: DeliverOf, node: CapturedNode) -> None:
         """Note where the kernel of a Deliver writes the values. Raises RefusedError: it is another kernel."""
-        deliver = self.model.delivers[event.name]
+        deliver = self.model.delivers[event.deliver]
         tokens = array.array("Q", self.values.tokens_of(deliver)).tobytes()
         if not node.is_kernel or len(node.captured) != 2 or node.captured[1] != tokens:
-            raise differs(self.at, f"{event.name} is another kernel")
+            raise differs(self.at, f"{event.deliver} is another kernel")
         (start,) = aligned_words(node.captured[0])
         self.addresses.update((t.owner, start + n) for t, n in zip(event.results, deliver.starts))
 

@@ -30,7 +30,7 @@ from torch._inductor.pygraph.graph.placeholder import MAX_ALIGNMENT
 from torch._inductor.pygraph.graph.sized import enabled_update, Launches, LibraryNodes, SizedGraphs
 from torch._inductor.pygraph.trees.cached import is_lazy
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
-from torch._inductor.pygraph.values.sizes import LaunchOf, OperatorOf, TensorOf
+from torch._inductor.pygraph.values.sizes import DeliverOf, LaunchOf, TensorOf
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -58,7 +58,7 @@ MAX_ROWS = 1024
 class Launch:
     """A Triton kernel of a recording, or the kernel of a Deliver, as it was captured."""
 
-    event: LaunchOf | OperatorOf
+    event: LaunchOf | DeliverOf
     node: CapturedNode
     words: list[Word]
 
@@ -260,11 +260,11 @@ class SizedRecording:
                 updates.append(held.update(self.executable, held.node, self._words_of_values(event, held)))
         return updates
 
-    def _words_of_values(self, event: OperatorOf, node: CapturedNode) -> list[Word]:
+    def _words_of_values(self, event: DeliverOf, node: CapturedNode) -> list[Word]:
         """Return the words of a Deliver's kernel: where it writes, and the values."""
         # A value's place is its token's among all.
         first = self._number(self.num_numbers) - self.values.all_tokens().start
-        tokens = self.values.tokens_of(self.model.delivers[event.name])
+        tokens = self.values.tokens_of(self.model.delivers[event.deliver])
         values = [Word(first + t, 0, _word(node.buffers[1], WORD_BYTES * i, WORD_BYTES)) for i, t in enumerate(tokens)]
         return [Word(self.places[event.results[0].owner], 0, _word(node.buffers[0], 0, WORD_BYTES)), *values]
 

@@ -16,9 +16,11 @@ from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.codegen.common import WorkspaceArg, WorkspaceZeroMode
 from torch._inductor.pygraph.compile.calls import calls_as_text, OPERATOR_LINES, operator_name
+from torch._inductor.pygraph.compile.lowering import Launch
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.sizes import (
     AllocationAt,
+    DeliverAt,
     KernelAt,
     OperatorAt,
     Pointer,
@@ -154,7 +156,7 @@ class _Describer:
             raise _unknown("config.memory_planning")
         for operation in calls_as_text(self.wrapper, nodes):
             raise _unknown(operator_name(operation))
-        calls: list[KernelAt | OperatorAt] = []
+        calls: list[KernelAt | OperatorAt | DeliverAt] = []
         allocations: list[AllocationAt] = []
         # Workspaces that are zeroed in front of the next launch.
         zeroed: list[TensorAt] = []
@@ -337,7 +339,7 @@ class _Describer:
         is_integer = isinstance(argument, int) and not isinstance(argument, bool)
         return self.value(argument) if is_integer else None
 
-    def _operator(self, operation: ir.ExternKernel) -> OperatorAt:
+    def _operator(self, operation: ir.ExternKernel) -> OperatorAt | DeliverAt:
         given = [operation.inputs, operation.constant_args, operation.kwargs]
         operands: list[TensorAt] = []
         numbers: list[Value] = []
@@ -352,9 +354,10 @@ class _Describer:
         results = [V.graph.get_buffer(name) for _, name in sorted(self.results.get(operation.get_name(), ()))]
         if operation.maybe_get_size() is not None:
             results.append(operation)
-        return OperatorAt(
-            operator_name(operation), tuple(operands), tuple(map(self.tensor, results)), tuple(numbers)
-        )
+        made = tuple(map(self.tensor, results))
+        if isinstance(operation, Launch):
+            return DeliverAt(operation.pack.deliver_name, made)
+        return OperatorAt(operator_name(operation), tuple(operands), made, tuple(numbers))
 
     def _partial_reduction(self, line: codegen.PartialReductionLine) -> OperatorAt:
         owner, offset = self._place(line.workspace_name)

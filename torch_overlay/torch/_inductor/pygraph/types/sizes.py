@@ -89,6 +89,14 @@ class OperatorAt:
 
 
 @dataclasses.dataclass(frozen=True)
+class DeliverAt:
+    """The launch of a Deliver's kernel, which writes CPU values: the name of the Deliver in the module, and the values."""
+
+    deliver: str
+    results: tuple[TensorAt, ...]
+
+
+@dataclasses.dataclass(frozen=True)
 class AllocationAt:
     """A call of the function's allocator, for ``buffer`` and for those that get its memory later."""
 
@@ -110,6 +118,6 @@ class SizeMap:
     inputs: tuple[str, ...]
     sizes: tuple[SizeInput, ...]
     steps: tuple[Step, ...]
-    calls: tuple[KernelAt | OperatorAt, ...]
+    calls: tuple[KernelAt | OperatorAt | DeliverAt, ...]
     allocations: tuple[AllocationAt, ...]
     outputs: tuple[TensorAt | Value | None, ...]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.graph.placeholder import extent
-from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, TensorAt
+from torch._inductor.pygraph.types.sizes import DeliverAt, KernelAt, OperatorAt, TensorAt
 from torch._inductor.runtime.triton_heuristics import GridExpr
 
 
@@ -170,6 +170,14 @@ class OperatorOf:
     results: tuple[TensorOf, ...] = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class DeliverOf:
+    """The launch of a Deliver's kernel."""
+
+    deliver: str
+    results: tuple[TensorOf, ...]
+
+
 class AtSizes(NamedTuple):
     """A function at the sizes of a call: all numbers that it takes there."""
 
@@ -245,9 +253,14 @@ class SizedFunction:
     def _tensor_at(self, t: TensorAt) -> TensorOf:
         return self._tensor(t.owner, t.offset, t.size, t.stride, t.dtype)
 
-    def _events(self, call: KernelAt | OperatorAt, kernels: Mapping[str, Any]) -> Iterator[LaunchOf | OperatorOf]:
+    def _events(
+        self, call: KernelAt | OperatorAt | DeliverAt, kernels: Mapping[str, Any]
+    ) -> Iterator[LaunchOf | OperatorOf | DeliverOf]:
         if isinstance(call, OperatorAt):
             yield OperatorOf(call.name, tuple(map(self._tensor_at, call.operands)), tuple(map(self._tensor_at, call.results)))
+            return
+        if isinstance(call, DeliverAt):
+            yield DeliverOf(call.deliver, tuple(map(self._tensor_at, call.results)))
             return
         for workspace in call.zeroed:
             yield OperatorOf("aten.zero_", (self._tensor_at(workspace),))
