@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import logging
 import re
+import threading
 import traceback
 
 import torch
@@ -25,6 +26,7 @@ from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
 TABLE = torch.arange(6.0)
 LIMIT = 5
+LOCK = threading.Lock()
 WEIGHT = torch.ones(4, requires_grad=True)
 
 
@@ -630,6 +632,62 @@ def loop_stays(x):
     return y
 
 
+def error_in_handler(x):
+    try:
+        y = TABLE[x.long().clamp(0, 5)]
+        return x + y.norm() if x.norm() > 2 else x.cumsum(0)
+    except IndexError:
+        return x
+
+
+def long_paths(x):
+    y = x + 1
+    if y.norm() > 2:
+        y = y * 2
+    else:
+        y = y * 3
+    return y.exp()
+
+
+def enters_lock(x):
+    with LOCK:
+        return x + 1
+
+
+def locks(x):
+    return enters_lock(x + 1) * 2
+
+
+def mutates(x):
+    x = x + 1
+    if x.norm() > 2:
+        BOX.seen.append(x.norm())
+        x = x.cumsum(0)
+    return x
+
+
+def unique_in_try(x):
+    # The paths cannot be joined. A guard finds which one a call takes.
+    x = x.prod() if x.sum() > 20 else x.cumsum(0)
+    try:
+        y = x.unique()
+    except IndexError:
+        return x
+    return y
+
+
+def unique_in_loop(x):
+    for _ in range(2):
+        x = x * 2 + x.unique()[:4].sum()
+    return x
+
+
+def sets_class(x):
+    x = x + 1
+    torch.utils.hooks.RemovableHandle({})
+    return x * 2
+
+
 class ReportTest(MendTestCase):
     """The report and the log list repaired graph breaks, and graph breaks that stay."""
 
@@ -692,6 +750,7 @@ class ReportTest(MendTestCase):
             (flag_of_many, Code.DYNAMO),
             (selects, Code.DATA_DEPENDENT),
             (sets_flags, Code.NO_TENSOR),
+            (error_in_handler, Code.ERROR_IN_HANDLER),
         ],
         name_fn=lambda fn, code: fn.__name__,
     )
@@ -704,6 +763,28 @@ class ReportTest(MendTestCase):
     def test_inlined(self):
         """The break is where the program has it, not where the outermost frame calls."""
         self.assertEqual({place for place, *_ in self.seen(checks_in_calls)}, {"inner", 'print("between", y.sum())'})
+
+    def test_line_of_branch(self):
+        found = self.seen(long_paths)
+        self.assertEqual(found, [("if y.norm() > 2:", Code.BOTH_PATHS_RUN, True)])
+
+    def test_other_breaks(self):
+        """A break has the reason of its own line, also if Dynamo resumes at an earlier one, or runs the frame eagerly."""
+        for fn, place, code in (
+            (locks, "enters_lock", Code.DYNAMO),
+            (mutates, "if x.norm() > 2:", Code.BRANCH_STAYS),
+            (unique_in_try, "y = x.unique()", Code.DATA_DEPENDENT),
+            (unique_in_loop, "x = x * 2 + x.unique()[:4].sum()", Code.DATA_DEPENDENT),
+            (sets_class, "torch.utils.hooks.RemovableHandle({})", Code.DYNAMO),
+        ):
+            with self.subTest(fn.__name__):
+                stays = [(place, code) for place, code, is_repaired in self.seen(fn) if not is_repaired]
+                self.assertEqual(stays, [(place, code)])
+
+    def test_explanation(self):
+        for fn, said in ((locks, "a `lock` context manager"), (mutates, "Mutating a variable from outside")):
+            self.seen(fn)
+            self.assertTrue(any(said in entry.reason.text for entry in report().breaks))
 
     def test_log_and_text(self):
         with self.assertLogs("torch._inductor.pygraph", logging.INFO) as logged:

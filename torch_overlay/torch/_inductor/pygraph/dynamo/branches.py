@@ -23,7 +23,6 @@ from typing import Any, TYPE_CHECKING
 import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
-from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, is_broken, refuse, restart
@@ -32,7 +31,7 @@ from torch._inductor.pygraph.dynamo.drops import DropJoiner, Drops
 from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_raise, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
-from torch._inductor.pygraph.dynamo.operators import storage_of
+from torch._inductor.pygraph.dynamo.operators import name_of, storage_of
 from torch._inductor.pygraph.dynamo.outlining import CONDITION, loops_around
 from torch._inductor.pygraph.dynamo.paths import fork_at, Returned, trace, Truth
 from torch._inductor.pygraph.dynamo.raising import raising_path
@@ -332,18 +331,17 @@ class Branches(Drops, Breaks):
         """Return whether a handler of exceptions could see one that the graph raises behind it, as far as is known."""
         site = (tx.f_code, tx.indexof[tx.current_instruction])
         reason = broken(site[0]).get(site[1])
-        if (reason is not None and reason.code is Code.IN_HANDLER) or any(map(may_raise, tx.output.graph.nodes)):
-            refuse(tx, Code.IN_HANDLER)
+        is_known = reason is not None and reason.code is Code.ERROR_IN_HANDLER
+        if (op := reason.details["why"] if is_known else raising_operator(tx)) is not None:
+            refuse(tx, Code.ERROR_IN_HANDLER, why=op)
             return True
         self.in_try.add(site)
         return False
 
     def check_handlers(self, tx: InstructionTranslatorBase) -> None:
         """Raises RestartAnalysis: the complete graph may raise for the values of its tensors."""
-        if self.in_try and any(map(may_raise, tx.output.graph.nodes)):
-            for function, place in self.in_try:
-                broken(function)[place] = Reason.of(Code.IN_HANDLER)
-            raise UnspecializeRestartAnalysis(restart_reason="a handler would not see an exception of the graph")
+        if self.in_try and (op := raising_operator(tx)) is not None:
+            restart(self.in_try, Code.ERROR_IN_HANDLER, op)
 
     def check_joins(self, tx: InstructionTranslatorBase) -> None:
         """Raises RestartAnalysis: the complete graph tells a join from what it stands for."""
@@ -369,6 +367,11 @@ def join_paths(
             tx.output.graph.erase_node(node)
         joiner = CondJoiner(tx, condition, paths)
         return joiner, *join(joiner, fork, site)
+
+
+def raising_operator(tx: InstructionTranslatorBase) -> str | None:
+    """Return an operator of the graph that may raise for the values of its tensors, or None."""
+    return next((name_of(node) for node in tx.output.graph.nodes if may_raise(node)), None)
 
 
 def is_in_loop(tx: InstructionTranslatorBase) -> bool:

@@ -2,15 +2,18 @@
 Which graph breaks were repaired, and which stay: for the report and the log.
 
 A frame is analysed again at a break, and the call that it breaks at is not traced then. The reason why a repair was
-refused is kept with the code of the outermost frame.
+refused is kept with the code of the outermost frame, by the line. It is the reason of a break that Dynamo makes in the
+same line. Other breaks have Dynamo's reason.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import os
 from typing import NoReturn, TYPE_CHECKING
 
+import torch
 from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._guards import CompileContext
@@ -21,6 +24,7 @@ from torch._inductor.pygraph.types.report import BreakReport
 
 
 if TYPE_CHECKING:
+    import traceback
     import types
     from collections.abc import Iterable, Sequence
 
@@ -30,8 +34,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Keys in a code object's context: refused repairs, by instruction the place and the reason; and why the graph has to
-# break, by instruction.
+# Keys in a code object's context: why repairs were refused, by line; and why the graph has to break, by instruction.
 REFUSED = "pygraph_refused_repairs"
 BROKEN = "pygraph_broken"
 
@@ -41,6 +44,13 @@ STOCK = {
     "Dynamic shape operator": Code.DATA_DEPENDENT,
     "torch.* op returned non-Tensor": Code.NO_TENSOR,
 }
+
+
+# How Dynamo's messages go on
+EXPLANATION = "Explanation: "
+
+# Its lines are no lines of the program.
+TORCH = os.path.dirname(torch.__file__)
 
 
 @dataclasses.dataclass
@@ -70,15 +80,20 @@ class Breaks:
         """Called at the end of a graph, for a break or not."""
         for place, reason in self.repaired.items():
             add(place, reason, is_repaired=True)
+        self.report_stay(tx)
+
+    def report_stay(self, tx: InstructionTranslatorBase) -> None:
+        """Report the break that the graph ends at, if it does."""
         why = tx.output.compile_subgraph_reason
         if why.graph_break and turns.__file__ not in why.reason:
-            known = refused(tx.f_code)
-            said = place_of(tx), reason_of(first_line(why.reason))
-            if why.reason == "step_unsupported":
-                # The statement began at an earlier instruction.
-                known = dict.fromkeys([tx.instruction_pointer], [*known.values()][-1]) if known else {}
-            place, reason = known.get(tx.instruction_pointer, said)
-            add(place, reason, is_repaired=False)
+            report_break(tx, why.reason, why.user_stack)
+
+
+def report_break(tx: InstructionTranslatorBase, said: str, stack: Sequence[traceback.FrameSummary]) -> None:
+    """Report a break in a frame, or in what it inlines, from Dynamo's message and its stack there."""
+    places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack] or [place_of(tx)]
+    of_program = [p for p in places if not p.startswith(TORCH)] or places
+    add(of_program[-1], refused(tx.f_code).get(places[-1]) or reason_of(said), is_repaired=False)
 
 
 def add(place: str, reason: Reason, *, is_repaired: bool) -> None:
@@ -91,16 +106,23 @@ def add(place: str, reason: Reason, *, is_repaired: bool) -> None:
 
 
 def reason_of(said: str) -> Reason:
-    return Reason.of(STOCK[said]) if said in STOCK else Reason.of(Code.DYNAMO, said=said)
+    kind = first_line(said)
+    return Reason.of(STOCK[kind]) if kind in STOCK else Reason.of(Code.DYNAMO, said=gist(said))
+
+
+def gist(said: str) -> str:
+    """Return the kind of a graph break and its explanation, from Dynamo's message."""
+    kind, *lines = said.splitlines() or [""]
+    explained = [line.strip() for line in lines if line.strip().startswith(EXPLANATION)]
+    return f"{kind}: {explained[0].removeprefix(EXPLANATION)}" if explained else kind
 
 
 def refuse(tx: InstructionTranslatorBase, code: Code, **details: object) -> None:
-    """Keep why the graph breaks at the current instruction."""
-    root = tx.output.root_tx
-    refused(root.f_code)[root.instruction_pointer] = (place_of(tx), Reason.of(code, **details))
+    """Keep why the graph breaks in the current line."""
+    refused(tx.output.root_tx.f_code)[place_of(tx)] = Reason.of(code, **details)
 
 
-def refused(code: types.CodeType) -> dict[int, tuple[str, Reason]]:
+def refused(code: types.CodeType) -> dict[str, Reason]:
     return code_context.get_context(code).setdefault(REFUSED, {})
 
 

@@ -14,7 +14,7 @@ import torch.fx
 from torch._dynamo.capabilities import BackendCapabilities
 from torch._dynamo.exc import RestartAnalysis, SkipFrame, UnspecializeRestartAnalysis, Unsupported
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.dynamo.breaks import broken, Call, restart
+from torch._inductor.pygraph.dynamo.breaks import broken, Call, report_break, restart
 from torch._inductor.pygraph.dynamo.checks import Checks
 from torch._inductor.pygraph.dynamo.conversions import convert
 from torch._inductor.pygraph.dynamo.copies import Copies
@@ -139,6 +139,8 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
         return outcome
 
     def on_failure(self, tx: InstructionTranslatorBase, error: Exception) -> None:
+        if isinstance(error, Unsupported) and not tx.one_graph:
+            report_break(tx, error.msg, error.real_stack)
         super().on_failure(tx, error)
         # Stock breaks the graph before the error, and has run what the program does until then.
         if self.repaired and not tx.one_graph and not isinstance(error, RestartAnalysis | Unsupported):
@@ -146,7 +148,11 @@ class MendingFrame(Leaves, Whiles, Lookups, Fills, Checks, Copies, Loops, PyGrap
             raise SkipFrame("a frame whose graph breaks were repaired does not compile") from error
 
     def check_subgraph(self, tx: InstructionTranslatorBase) -> None:
-        super().check_subgraph(tx)
+        try:
+            super().check_subgraph(tx)
+        except SkipFrame:
+            self.report_stay(tx)
+            raise
         self.check_copies(tx)
         # Before effects change the graph
         self.guard_outcomes(tx)

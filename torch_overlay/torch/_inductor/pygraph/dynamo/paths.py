@@ -20,6 +20,7 @@ from torch._dynamo.current_scope_id import enter_new_scope
 from torch._dynamo.exc import RestartAnalysis, unimplemented
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
+from torch._inductor.pygraph.dynamo.breaks import gist
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, RETURNS
 from torch._inductor.pygraph.dynamo.obstacles import OPAQUE_NAMES
@@ -136,6 +137,7 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     if reads_iterator(tx, fork):
         raise RefusedError("a path may advance an iterator")
     last, before, versions = last_node(output.graph), state_of(tx), versions_of(output.graph)
+    line = tx.lineno
     kept = (tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph)
     tx.stack, tx.symbolic_locals = [*stack], dict(tx.symbolic_locals)
     tx.instruction_pointer = tx.start_point = start
@@ -152,11 +154,12 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
         raise
     except Exception as e:
         # The program may never take the path.
-        raise RefusedError(str(e).partition("\n")[0] or type(e).__name__) from e
+        raise RefusedError(gist(str(e)) or type(e).__name__) from e
     finally:
         output.extension.stores.pop()
         tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph = kept
         tx.start_point = tx.instruction_pointer
+        tx.starts_line(line)
     after = versions_of(output.graph)
     if state_of(tx) != before or any(after[node] != version for node, version in versions.items()):
         raise RefusedError("a path changes what existed before")

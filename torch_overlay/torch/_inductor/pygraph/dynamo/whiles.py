@@ -23,7 +23,7 @@ from torch._inductor import config
 from torch._inductor.pygraph.compile import conditionals
 from torch._inductor.pygraph.dynamo import turns
 from torch._inductor.pygraph.dynamo.branches import Branches, plain_tensor, truth_of
-from torch._inductor.pygraph.dynamo.breaks import is_broken, restart
+from torch._inductor.pygraph.dynamo.breaks import gist, is_broken, restart
 from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import is_on_gpu
 from torch._inductor.pygraph.dynamo.joins import Join
@@ -119,7 +119,7 @@ class Whiles(Branches):
             own = OrderedSet(nodes_after(last))
             check_body(tx, own)
         except FAILURES as e:
-            restart([site], Code.LOOP_STAYS, str(e).partition("\n")[0])
+            restart([site], Code.LOOP_STAYS, gist(str(e)))
         stored = result.items[1:]
         if not has_turn:
             pairs = [[v.as_proxy().node for v in pair] for pair in zip(stored, carried)]

@@ -224,6 +224,10 @@ class Code(str, enum.Enum):
         "a handler of exceptions or a with statement is around it",
         "Move it out of the try or with statement.",
     )
+    ERROR_IN_HANDLER = (
+        "a handler of exceptions or a with statement is around it, and {why} may raise an error in the graph",
+        "Move it, or that operator, out of the try or with statement.",
+    )
     BEHIND_A_CHANGE = (
         "the program changed an object before it",
         "Move it in front of the statement that changes an attribute, a list or a dictionary.",
@@ -262,7 +266,11 @@ class Code(str, enum.Enum):
         "a function of torch returns a value that is no tensor",
         "Read and change settings in front of the compiled function, as with torch.backends.cudnn.flags.",
     )
-    DYNAMO = ("Dynamo breaks the graph: {said}", "TORCH_LOGS=graph_breaks shows what Dynamo says.")
+    DYNAMO = (
+        "Dynamo breaks the graph: {said}",
+        "TORCH_LOGS=graph_breaks says more. If the first call alone does this, call the function once before it is "
+        "compiled.",
+    )
 
     # Frames that run without a graph
     EAGER = "compiled code may differ from eager code: {obstacle}"
