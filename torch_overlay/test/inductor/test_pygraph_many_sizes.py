@@ -37,7 +37,7 @@ from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
-from torch._inductor.pygraph.select import by_size, many_sizes, store, timing
+from torch._inductor.pygraph.select import by_size, many_sizes, proofs, store, timing
 from torch._inductor.pygraph.select.preparation import Preparation
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -477,7 +477,7 @@ class ManySizesTest(ManySizesTestCase):
 
         with mock.patch.object(Triton, "atomic_add", add_otherwise):
             check((37, 37, 4, 7, 10))
-            with mock.patch.object(many_sizes.ManySizes, "_rehearse", side_effect=AssertionError("rehearsed")):
+            with mock.patch.object(proofs.Proofs, "rehearse", side_effect=AssertionError("rehearsed")):
                 check((13, 5, 5, 6, 6, 9, 11, 12))
             self.assertEqual([str(r) for r in self.refused], [])
             (entry,) = report()
@@ -499,14 +499,14 @@ class ManySizesTest(ManySizesTestCase):
         memo = self.memo()
         forms = lambda: sum(form.is_compared for form in memo.forms.values())  # noqa: E731
         new, proven, before = [], [], forms()
-        prove = many_sizes.ManySizes._prove
+        prove = proofs.Proofs.prove
 
-        def noted(self: Any, recording: Any, kept: Any, *args: Any) -> Any:
+        def noted(self: Any, recording: Any, kept: Any, *args: Any, **kwargs: Any) -> Any:
             proven.append(kept.at.sizes[0])
-            return prove(self, recording, kept, *args)
+            return prove(self, recording, kept, *args, **kwargs)
 
         with (
-            mock.patch.object(many_sizes.ManySizes, "_prove", noted),
+            mock.patch.object(proofs.Proofs, "prove", noted),
             mock.patch.object(graph_sized, "UNPROVEN_ROWS", 8),
             mock.patch.object(sized.SizedRecording, "scratch", side_effect=AssertionError("captured")),
         ):
@@ -871,7 +871,7 @@ class ManySizesTest(ManySizesTestCase):
         program = self.program(mlp)
         noted: list[float] = []
         with mock.patch.object(Preparation, "note", lambda self, us: noted.append(us)):
-            self.check(program, (37, 37, 37, *range(20, 20 + many_sizes.PROVEN_SIZES)))
+            self.check(program, (37, 37, 37, *range(20, 20 + proofs.PROVEN_SIZES)))
             self.assertEqual(noted, [])
             self.check(program, (50, 51))
         self.assertEqual(len(noted), 2)
@@ -1260,7 +1260,7 @@ class TrainingTest(TrainingTestCase):
             mock.patch.object(graph_sized, "UNPROVEN_ROWS", 1),
             mock.patch.object(Rehearsal, "repeats_itself", lambda self: (repeats(self), False)[1]),
         ):
-            with mock.patch.object(many_sizes, "_are_identical", lambda a, b: False):
+            with mock.patch.object(proofs, "_are_identical", lambda a, b: False):
                 self.check_steps((7, 12))
             proven = counters["pygraph"]["proven_sizes"]
             self.check_steps((7, 12))

@@ -14,29 +14,24 @@ import weakref
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._dynamo.utils import counters
 from torch._inductor.cudagraph_trees import thread_containers
-from torch._inductor.pygraph.capture.again import adds_atomically
-from torch._inductor.pygraph.capture.allocation import AllocationTrace, with_allocator
-from torch._inductor.pygraph.capture.at_sizes import differs, not_for_many_sizes, SizedModel
+from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedModel
 from torch._inductor.pygraph.capture.library import Memo
 from torch._inductor.pygraph.capture.sized import SizedRecording
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.memory import lack_of_memory, without_growth
-from torch._inductor.pygraph.graph.placeholder import take_damage
 from torch._inductor.pygraph.replay.interpreter import make_replay
 from torch._inductor.pygraph.replay.plan import sized_plan
 from torch._inductor.pygraph.select import timing
 from torch._inductor.pygraph.select.preparation import Preparation
+from torch._inductor.pygraph.select.proofs import Proofs
 from torch._inductor.pygraph.trees.manager import manager_of, state_of
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.candidate import NO_GRAPH, NODE_UPDATE, UNDECIDED
 from torch._inductor.pygraph.types.function import RecordingFacts
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.types.report import FunctionReport
-from torch._inductor.pygraph.verify.diagnose import verify
-from torch._inductor.pygraph.verify.proof import equal_bits, mark_unwritten
-from torch._inductor.pygraph.verify.rehearsal import Rehearsal, RngState, SavedInput
+from torch._inductor.pygraph.verify.rehearsal import Rehearsal
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -54,10 +49,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# At so many sizes beside the first one a graph is proven as a recording is. At others SizedRecording.is_trusted says
-# whether its results are compared first.
-PROVEN_SIZES = 3
-
 # Of one function: one for each bucket and topology. The least recently used one is dropped.
 MAX_RECORDINGS = 16
 # How many are made at most, and at how many sizes that is tried in vain.
@@ -72,9 +63,6 @@ OF_SOME_SIZES = (
     Code.OUT_OF_MEMORY,
     Code.UNKNOWN_NODE,
 )
-
-# Of the largest number of a result, by how much it may differ if the function's own runs do.
-CLOSE = 1e-3
 
 # At how many sizes a call is replayed without a look at the recordings.
 MAX_KNOWN_SIZES = 1024
@@ -173,17 +161,12 @@ class ManySizes:
         self.known: dict[Any, tuple[Any, tuple[int, ...], Any]] = {}
         self.sizes_of = operator.itemgetter(*(size.input for size in self.spec.info.sizes.sizes))
         self.sizes_seen: OrderedSet[tuple[int, ...]] = OrderedSet()
-        self.proven: OrderedSet[tuple[int, ...]] = OrderedSet()
-        # Rows of launches at which results of a replay were not equal to those of an uncaptured run.
-        self.unequal: OrderedSet[Any] = OrderedSet()
         # Sizes at which the function runs uncaptured.
         self.refused: OrderedSet[tuple[int, ...]] = OrderedSet()
         self.preparation = Preparation()
-        self.adds_atomically = adds_atomically(self.spec)
-        # Results that differ between runs of the function, where it adds atomically.
-        self.varying: OrderedSet[int] = OrderedSet()
         # In this call.
         self.may_have_run = False
+        self.proofs = Proofs(self.spec, self.model)
 
     @property
     def report(self) -> FunctionReport:
@@ -258,7 +241,7 @@ class ManySizes:
             self._begin()
             found = self._trusted(inputs) if is_new else None
             # The first sizes are proven as a recording is, which later ones are not.
-            is_usual = is_new and len(self.proven) > PROVEN_SIZES
+            is_usual = is_new and self.proofs.is_usual
             outputs = self._replay(inputs) if found is None else None
             if is_usual:
                 call_us = 0.0 if found is not None else self.report.timings_us.get(NO_GRAPH, 0.0)
@@ -278,7 +261,7 @@ class ManySizes:
     def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:
         """Return what replays these sizes without a proof, if the recording that was used last does."""
         sizes = self._sizes(inputs)
-        if not self.recordings or len(self.proven) <= PROVEN_SIZES or sizes in self.refused:
+        if not self.recordings or not self.proofs.is_usual or sizes in self.refused:
             return None
         recording = self.recordings[-1]
         try:
@@ -286,14 +269,14 @@ class ManySizes:
         except RefusedError:
             # The general path notes the refusal.
             return None
-        if kept is None or not self._is_trusted(recording, kept):
+        if kept is None or not self.proofs.is_trusted(recording, kept):
             return None
         self.deployment.controller.prepared_size()
         return self._know(recording, kept, self.sizes_of(inputs))
 
-    def _is_trusted(self, recording: SizedRecording, kept: KeptSizes) -> bool:
-        """Return whether a call may replay a row without a proof. New rows may not while it is open why results differ."""
-        return kept.launches.is_trusted or (not self.unequal and recording.is_trusted(kept))
+    def _run_call(self, inputs: list[InputType]) -> OutputType:
+        self.may_have_run = True
+        return self.model(inputs)
 
     def _begin(self) -> None:
         self.state.follow()
@@ -320,13 +303,13 @@ class ManySizes:
             try:
                 if (kept := recording.at_sizes(sizes)) is None:
                     continue
-                is_proof = sizes not in self.proven and len(self.proven) <= PROVEN_SIZES
-                if is_proof or not self._is_trusted(recording, kept):
+                is_first = self.proofs.is_first(sizes)
+                if is_first or not self.proofs.is_trusted(recording, kept):
                     self.deployment.controller.prepared_size()
                     # While the graph is timed, memory stays until all is decided.
                     is_decided = self.report.choice != UNDECIDED
                     with without_growth(self.spec.device_index) if is_decided else contextlib.nullcontext():
-                        outputs = self._prove(recording, kept, inputs, is_proof)
+                        outputs = self.proofs.prove(recording, kept, inputs, self._run_call, is_first=is_first)
                 elif (tensors := recording.bind(inputs, kept)) is None:
                     outputs = None
                 else:
@@ -383,7 +366,7 @@ class ManySizes:
             self.sized = self.sized or SizedModel(self.model, self.spec, inputs)
             if not self.sized.launches_all(sizes):
                 return None
-            rehearsal = self._rehearse(inputs)
+            rehearsal = self.proofs.rehearse(inputs)
             top = self._top(sizes)
             self._check_memory(rehearsal, sizes, top, memory)
             self._retire(top, memory)
@@ -391,7 +374,7 @@ class ManySizes:
             memory.recordings.add(recording)
             memory.functions.add(self)
             kept = recording.at_sizes(sizes)
-            outputs = self._proven(recording, kept, inputs, rehearsal)
+            outputs = self.proofs.prove_whole(recording, kept, inputs, rehearsal)
             if outputs is None:
                 raise RefusedError(recording.refusal or Reason.of(Code.LAZY_OUTPUT))
         except Exception as e:
@@ -436,110 +419,6 @@ class ManySizes:
         if (lack := lack_of_memory(needed, self.spec.device_index, memory.pool)) is not None:
             raise RefusedError(lack)
 
-    def _rehearse(self, inputs: list[InputType]) -> Rehearsal:
-        trace = AllocationTrace()
-        traced = with_allocator(self.model, self.spec.info, trace)
-
-        def run(inputs: list[InputType]) -> OutputType:
-            trace.begin()
-            return traced(inputs)
-
-        return Rehearsal(
-            self.model,
-            run,
-            trace.others_of,
-            inputs,
-            device_index=self.spec.device_index,
-            managed=OrderedSet(),
-            mutated=list(self.spec.mutated_input_idxs),
-            reused=self.spec.reused_input_idxs,
-        )
-
-    def _prove(
-        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], is_proof: bool
-    ) -> OutputType | None:
-        """Compare a recording at further sizes. Returns and raises as _proven."""
-        if is_proof or not recording.confirm(kept):
-            recording.compare(recording.scratch(inputs, kept.at), kept.at)
-        row = kept.launches.row
-        if not is_proof and row not in self.unequal:
-            return self._compared(recording, kept, inputs)
-        rehearsal = self._rehearse(inputs)
-        if not is_proof:
-            if rehearsal.repeats_itself():
-                raise differs(kept.at, "it has other results than the function")
-            rehearsal.restore()
-        return self._proven(recording, kept, inputs, rehearsal)
-
-    def _compared(self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType]) -> OutputType | None:
-        """
-        Replay a recording beside the call, run the call uncaptured with the same random numbers, and compare both. Return
-        the outputs of the uncaptured run, or None if the inputs cannot be bound. If results differ, the recording may be
-        wrong, or the function may differ in each run: the next call finds out.
-        """
-        # Another thread may draw meanwhile.
-        restore = RngState(self.spec.device_index, inputs).restore if recording.draws else lambda: None
-        aside = self._copied(inputs)
-        if (tensors := recording.bind(aside, kept, again=True)) is None:
-            return None
-        for t in tensors[len(recording.model.inputs) :]:
-            # So that it shows what the graph does not write.
-            mark_unwritten(t)
-        replayed = self._results(recording.launch(aside, kept, tensors), aside)
-        other: list[Any] | None = None
-        if self.adds_atomically:
-            restore()
-            aside = self._copied(inputs)
-            other = self._results(self.model([*aside]), aside)
-        restore()
-        self.may_have_run = True
-        outputs = self.model([*inputs])
-        results = self._results(outputs, inputs)
-        if other is not None:
-            self.varying |= OrderedSet(i for i, (a, b) in enumerate(zip(results, other)) if not _are_identical(a, b))
-        pairs = enumerate(zip(replayed, results))
-        if all(_are_identical(a, b) or (i in self.varying and _are_close(a, b)) for i, (a, b) in pairs):
-            kept.launches.note_proof()
-        else:
-            self.unequal.add(kept.launches.row)
-        return outputs
-
-    def _copied(self, inputs: Sequence[InputType]) -> list[InputType]:
-        """Return the inputs for a run beside the call. Inputs that the function overwrites are copies."""
-        written = OrderedSet([*self.spec.mutated_input_idxs, *self.spec.reused_input_idxs])
-        return [SavedInput(t).like(t) if i in written else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
-
-    def _results(self, outputs: OutputType, inputs: Sequence[InputType]) -> list[Any]:
-        return [*outputs, *(inputs[i] for i in self.spec.mutated_input_idxs)]
-
-    def _proven(
-        self, recording: SizedRecording, kept: KeptSizes, inputs: list[InputType], rehearsal: Rehearsal
-    ) -> OutputType | None:
-        """
-        Replay a recording and compare it with an uncaptured run. Return None if the inputs cannot be bound. Raises
-        RefusedError: they differ, and the inputs are as they were.
-        """
-        # Forget the damage of others.
-        take_damage(self.spec.device_index)
-        if (tensors := recording.bind(inputs, kept, again=True)) is None:
-            return None
-        for t in tensors[len(recording.model.inputs) :]:
-            # So that it shows what the graph does not write.
-            mark_unwritten(t)
-        try:
-            outputs = recording.launch(inputs, kept, tensors)
-            failure = verify(rehearsal, kept.launches.on.graph.replay, outputs, recording.pool).reason
-        except RuntimeError as e:
-            failure = Reason.of(Code.LAUNCH_FAILED, error=first_line(e))
-        if failure is not None:
-            rehearsal.restore()
-            raise RefusedError(failure)
-        self.proven.add(kept.at.sizes)
-        self.unequal.discard(kept.launches.row)
-        kept.launches.note_proof()
-        counters["pygraph"]["proven_sizes"] += 1
-        return outputs
-
     def _refuse(self, sizes: tuple[int, ...], reason: Reason) -> None:
         """Run these sizes uncaptured, or record the function for each size from now on."""
         # What was true of the first sizes may be true of all.
@@ -561,20 +440,6 @@ class ManySizes:
 def _with_values(replay: Any, values: Callable[[], Sequence[int]]) -> Callable[..., OutputType]:
     """Return what replays with the words of a call's CPU values behind its numbers."""
     return lambda inputs, numbers, row: replay(inputs, (*numbers, *values()), row)
-
-
-def _are_identical(a: Any, b: Any) -> bool:
-    """Return whether two outputs are equal bit by bit."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        return a is b or a == b
-    return a is b or equal_bits(a, b)
-
-
-def _are_close(a: Any, b: Any) -> bool:
-    """Return whether two outputs differ by no more than sums in another order."""
-    if not isinstance(a, torch.Tensor) or not a.is_floating_point() or not a.numel():
-        return False
-    return torch.allclose(a, b, rtol=0, atol=CLOSE * b.abs().max().item(), equal_nan=True)
 
 
 def _reason(error: Exception) -> Reason:
