@@ -172,6 +172,23 @@ def f(x):
             x = torch.randn(3)
             self.assertEqual(torch.compile(scope["f"])(x), scope["f"](x))
 
+    def test_raise_of_argument(self) -> None:
+        def plain(x, error):
+            x.add_(1)
+            raise error
+
+        def chained(x, error):
+            x.add_(1)
+            raise error from KeyError(2)
+
+        for fn in (plain, chained):
+            x, error = torch.zeros(2), ValueError("of the caller")
+            with self.assertRaises(ValueError) as caught:
+                torch.compile(fn)(x, error)
+            self.assertIs(caught.exception, error)
+            self.assertEqual(repr(error.__cause__), "None" if fn is plain else "KeyError(2)")
+            self.assertEqual(x, torch.ones(2))
+
     def test_optimizer_before_a_graph_runs(self) -> None:
         """A manager of CUDA graph trees need not have a current node."""
         gradient = types.SimpleNamespace(is_cuda=True, device=types.SimpleNamespace(index=0))
