@@ -359,6 +359,17 @@ def before_statistics(x):
     return torch.nn.functional.batch_norm(x.view(4, 1), mean, var, training=True)
 
 
+def checks_and_counts(x):
+    if x.min() < -9:
+        raise ValueError("very negative")
+    BOX.step += 1
+    return x.long()
+
+
+def counts_before_an_error(x):
+    return x + TABLE[checks_and_counts(x) + 1]
+
+
 def before_an_operator_that_raises(x):
     if is_bad(x):
         raise ValueError("negative")
@@ -423,6 +434,9 @@ def around_a_break(x):
     return x + 1
 
 
+ORDERED = (around_a_break, called_in_try, between_a_print_and_a_write, counts_before_an_error)
+
+
 class CheckTest(MendTestCase):
     def observe(self, fn, inputs=INPUTS):
         values = TABLE.clone()
@@ -446,9 +460,7 @@ class CheckTest(MendTestCase):
         _, without = self.observe_compiled(fn, INPUTS, pygraph_mend=False)
         self.assertEqual(found, without)
 
-    @parametrize(
-        "fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, called_in_try, between_a_print_and_a_write)]
-    )
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ORDERED])
     def test_order(self, fn):
         self.check(fn)
 
