@@ -2,7 +2,7 @@
 """
 Random programs with effects and checks: what they return, print, log, raise and change is that of eager mode.
 
-    python test_pygraph_mend.py --programs 2000 [--seed 0]
+    python test_pygraph_mend.py --programs 2000 [--seed 0] [--device cuda]
 """
 
 from __future__ import annotations
@@ -52,15 +52,17 @@ CHECKS = (
     "torch._check_tensor_all(y < {limit}, lambda: f'{{y.sum()}} {{n}}')",
     "torch._assert(y.sum() < {limit}, 'text')",
 )
+MAY_RAISE = "y = y + TABLE[y.long()]"
 STATEMENTS = (
     ("y = y * 2", "y = y - 1", "y = y.sin() * 3", "y = y.view(2, 2).t().reshape(4)", "y = y[1:].repeat(2)[:4]"),
     ("y += 1", "y.mul_(2)", "y[0] = 3"),
     ("x.add_(1)", "x *= 2", "z = x.view(2, 2)\nz[1] = 1"),
     ('print("t", y, n)', 'print(f"{y.sum():.1f}", end="~")', 'log.info("s %s", y)', "print([x, (y,)], BOX.step)"),
     ("BOX.step += 1", 'BOX.seen.append("s")', "BOX.step = n", "n += y.shape[0]", "n = n * 2"),
-    ("y = y + TABLE[y.long()]", "y = y + TABLE[(y > 2).long()]", "y = y + TABLE[y.long().clamp(0, 9)]"),
+    (MAY_RAISE, "y = y + TABLE[(y > 2).long()]", "y = y + TABLE[y.long().clamp(0, 9)]"),
     ("y = y * WEIGHT", "y = y.detach()", "torch._dynamo.graph_break()", "warnings.warn(f'w {n}')"),
 )
+WITHOUT_ERRORS = [[text for text in texts if text != MAY_RAISE] for texts in STATEMENTS]
 BLOCKS = (
     "for i in range({size}):\n{body}",
     "with torch.no_grad():\n{body}",
@@ -89,6 +91,8 @@ class Program:
 
     def statement(self, depth: int) -> str:
         choose = self.random.choice
+        # There an index out of bounds ends the use of the GPU.
+        statements = STATEMENTS if torch.get_default_device().type == "cpu" else WITHOUT_ERRORS
         kind = self.random.random()
         if kind < 0.3:
             limit = choose(LIMITS)
@@ -102,7 +106,7 @@ class Program:
         if kind < 0.55 and depth < 2:
             body = indent(self.block(depth + 1, 2))
             return choose(BLOCKS).format(body=body, size=self.random.randint(1, 2))
-        return choose(choose(STATEMENTS))
+        return choose(choose(statements))
 
     def make(self) -> Callable[[torch.Tensor], Any]:
         """Return the program with a state of its own. Dynamo finds globals by the name of their module."""
@@ -134,6 +138,13 @@ class ProgramTest(MendTestCase):
             self.assertNotEqual(stock, expected, f"seed {seed}:\n{program.text}\n{seen}")
             wrong += 1
         return wrong
+
+    def test_programs_of_a_gpu(self):
+        programs = [Program(seed).text for seed in range(100)]
+        self.assertTrue(any(MAY_RAISE in text for text in programs))
+        with torch.device("meta"):
+            programs = [Program(seed).text for seed in range(100)]
+        self.assertFalse(any(MAY_RAISE in text for text in programs))
 
     def test_random_programs(self):
         self.assertLess(self.run_programs(range(PROGRAMS)), 0.3 * PROGRAMS)

@@ -82,7 +82,8 @@ class DynamoTestCase(TestCase):
 
 def run_programs(test: TestCase, run: Callable[[int, collections.Counter[str]], None]) -> None:
     """
-    Run random programs on the command line, ``--programs NUMBER [--seed FIRST]``, and print what they counted.
+    Run random programs on the command line, ``--programs NUMBER [--seed FIRST] [--device cuda]``, and print what they
+    counted.
 
     Args:
         test: is set up for each program
@@ -91,7 +92,9 @@ def run_programs(test: TestCase, run: Callable[[int, collections.Counter[str]], 
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
+    torch.set_default_device(args.device)
     totals: collections.Counter[str] = collections.Counter()
     for seed in range(args.seed, args.seed + args.programs):
         test.setUp()
