@@ -897,6 +897,13 @@ def test_a_case_that_fails_is_a_row():
     assert "b: OutOfMemoryError: no" in table
 
 
+def test_a_case_begins_before_its_variants_alone(monkeypatch):
+    """It takes longest: it compiles all variants."""
+    monkeypatch.setattr(suite.os, "sched_getaffinity", lambda pid: range(1))
+    _run_suite(["a"], {"a prepare": {}, "a measure": {**ROW, "name": "a"}, **MEMORY}, alone=True)
+    assert [worker.cold for worker in FakeWorker.started] == [False, True, True]
+
+
 def test_workloads_run_alone_from_cold_caches():
     launched = {"copied_bytes": 8, "kernels": 2.0, "kernels_in_graphs": 1.0, "graph_launches": 1.0}
     row = {**ROW, "name": "a", "suite": "paper", "launches": {"stock_whole": launched}}

@@ -174,8 +174,15 @@ class _Run:
         skipped: list[str] = []
         telling = threading.Lock()
 
-        def run(case: Case, alone: dict[str, Future[Row]]) -> None:
-            row = self.case(case)
+        def run(case: Case) -> None:
+            alone: dict[str, Future[Row]] = {}
+
+            def begin_alone() -> None:
+                if case.alone and self.alone:
+                    variants = SUITES[case.suite].run_alone
+                    alone.update((name, of_variants.submit(self.run_alone, case, name)) for name in variants)
+
+            row = self.case(case, begin_alone)
             if row is not None and "error" in row:
                 row = _without_result(case, row)
             elif row is not None and "skipped" not in row:
@@ -193,31 +200,25 @@ class _Run:
                 rows.append(row)
                 self.on_row(row)
 
-        # Its threads only wait: for workers, or for room. What takes longest is first in its queue.
-        with ThreadPoolExecutor(self.processes) as pool:
-            order = sorted(cases, key=lambda case: not case.alone)
-            alone = {
-                case.name: {name: pool.submit(self.run_alone, case, name) for name in SUITES[case.suite].run_alone}
-                for case in order
-                if case.alone and self.alone and not self.lacks(case)
-            }
-            done = [pool.submit(run, case, alone.get(case.name, {})) for case in order]
-            for case in done:
-                case.result()
+        # Their threads only wait: for workers, or for room. A case takes longer than a variant alone, so it begins first.
+        with ThreadPoolExecutor(self.processes) as of_variants, ThreadPoolExecutor(self.processes) as of_cases:
+            for _ in of_cases.map(run, sorted(cases, key=lambda case: not case.alone)):
+                pass
         return rows, skipped
 
     def lacks(self, case: Case) -> str:
         """What the case needs and the machine does not have."""
         return case.missing or (f"{case.gib:g} GiB" if case.gib > self.device_gib else "")
 
-    def case(self, case: Case) -> Row | None:
-        """The row, or None if the budget leaves the case out."""
+    def case(self, case: Case, on_start: Callable[[], None]) -> Row | None:
+        """The row, or None if the budget leaves the case out. ``on_start`` is called once it has room."""
         if lacks := self.lacks(case):
             return _without_result(case, {"skipped": f"needs {lacks}", "missed": []})
         with self.compiled.held(case.gib):
             left = self.deadline - time.monotonic()
             if left <= MIN_CASE_S:
                 return None
+            on_start()
             with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
                 start = worker.clock()
                 worker.forget_decisions()
