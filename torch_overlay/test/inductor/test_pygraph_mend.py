@@ -121,7 +121,7 @@ class Program:
 def comparable(observed: list[Any]) -> str:
     # Compiled code has other names in histories and logs.
     text = re.sub(r"grad_fn=<\w+>", "grad_fn", repr(observed))
-    return re.sub(r"torch_dynamo_resume_in_(\w+)_at_\d+", r"\1", text)
+    return re.sub(r"(?:torch_dynamo_resume_in_)+(\w+?)(?:_at_\d+)+", r"\1", text)
 
 
 class ProgramTest(MendTestCase):
