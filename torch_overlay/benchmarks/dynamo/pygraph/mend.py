@@ -174,7 +174,7 @@ TEXT = token_inputs(1000, 8, 128)
 BOTH = token_inputs(1000, 8, 128, decoder=True)
 LONG = token_inputs(1000, 1, 1024, decoder=True)
 SMALL_VOCABULARY = {"vocab_size": 1000, **SPECIAL}
-# Each combination of dropped layers is a new path of graphs for stock. With all layers a row takes minutes.
+# Stock records a path of graphs for each combination of dropped layers. With all layers, rows ran out of time.
 FEWER = {"encoder_layers": 6, "decoder_layers": 6, **SMALL_VOCABULARY}
 TRANSFORMERS: dict[str, tuple[Any, ...]] = {
     # Each has the class, its configuration, its inputs, the mode, and the reason of the graph break.

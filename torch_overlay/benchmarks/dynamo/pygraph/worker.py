@@ -757,8 +757,8 @@ class CaseRun:
 @contextlib.contextmanager
 def _collecting_what_is_new() -> Iterator[None]:
     """
-    A context in which Python's collector visits only objects that are made in it. It takes up to a second for those of all
-    variants, stock's recordings among them.
+    A context in which Python's collector visits only objects that are made in it. Otherwise the variant that is timed when
+    the collector visits the objects of all variants, stock's recordings among them, takes longer by that visit.
     """
     gc.collect()
     gc.freeze()

@@ -90,7 +90,10 @@ class Breaks:
 
 
 def report_break(tx: InstructionTranslatorBase, said: str, stack: Sequence[traceback.FrameSummary]) -> None:
-    """Report a break in a frame, or in what it inlines, from Dynamo's message and its stack there."""
+    """
+    Report a graph break of a frame ``tx``. ``said`` is Dynamo's message. ``stack`` has the program's lines that led to the
+    break, functions that Dynamo inlined included, the innermost one last.
+    """
     places = [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in stack] or [place_of(tx)]
     of_program = [p for p in places if not p.startswith(TORCH)] or places
     add(of_program[-1], refused(tx.f_code).get(places[-1]) or reason_of(said), is_repaired=False)

@@ -8,7 +8,8 @@ from this if
 
 - what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect.
   Bytecode may draw numbers in front of the graph. If the check raises, it sets the generator back to before these draws
-- an index out of bounds, which the graph replaces if the check fails, finds no changed objects if the check holds
+- if an index behind the check may be out of bounds, the program has changed no object: where the index raises, bytecode
+  would not make the changes
 - the path reads what eager mode would: values of the call, and objects that nothing has changed before, or that have
   the values again that they had
 - no handler of exceptions is around the check

@@ -241,7 +241,7 @@ class ManySizes:
             self._begin()
             found = self._trusted(inputs) if is_new else None
             # The first sizes are proven as a recording is, which later ones are not.
-            is_usual = is_new and self.proofs.is_usual
+            is_usual = is_new and self.proofs.has_proven_first
             outputs = self._replay(inputs) if found is None else None
             if is_usual:
                 call_us = 0.0 if found is not None else self.report.timings_us.get(NO_GRAPH, 0.0)
@@ -261,7 +261,7 @@ class ManySizes:
     def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:
         """Return what replays these sizes without a proof, if the recording that was used last does."""
         sizes = self._sizes(inputs)
-        if not self.recordings or not self.proofs.is_usual or sizes in self.refused:
+        if not self.recordings or not self.proofs.has_proven_first or sizes in self.refused:
             return None
         recording = self.recordings[-1]
         try:

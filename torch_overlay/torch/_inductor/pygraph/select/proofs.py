@@ -35,7 +35,7 @@ CLOSE = 1e-3
 
 
 class Proofs:
-    """Of one function, for all its recordings."""
+    """What was proven of all recordings of one function, and how further calls are proven."""
 
     def __init__(self, spec: FunctionSpec, model: ModelType) -> None:
         self.spec, self.model = spec, model
@@ -47,19 +47,20 @@ class Proofs:
         self.varying: OrderedSet[int] = OrderedSet()
 
     @property
-    def is_usual(self) -> bool:
-        """Whether the first sizes are proven, so that further ones take less."""
+    def has_proven_first(self) -> bool:
+        """Whether the first sizes are proven. Proofs of further ones take less time."""
         return len(self.proven) > PROVEN_SIZES
 
     def is_first(self, sizes: tuple[int, ...]) -> bool:
         """Return whether a graph is to be proven at these sizes as a recording is."""
-        return sizes not in self.proven and not self.is_usual
+        return sizes not in self.proven and not self.has_proven_first
 
     def is_trusted(self, recording: SizedRecording, kept: KeptSizes) -> bool:
         """Return whether a call may replay a row without a proof. New rows may not while it is open why results differ."""
         return kept.launches.is_trusted or (not self.unequal and recording.is_trusted(kept))
 
     def rehearse(self, inputs: list[InputType]) -> Rehearsal:
+        """Run the function uncaptured, for a replay to be compared with."""
         trace = AllocationTrace()
         traced = with_allocator(self.model, self.spec.info, trace)
 
