@@ -121,15 +121,16 @@ class Way:
         placed = arena(0, NAN).place([(4 * ELEMENTS, 16)] * len(self.outputs))
         self._capture([tensor_at(p.address, x, 0) for p, x in zip(placed, self.sets[0])])
         placeholders = PlaceholderMap(placed)
-        made = prelude(placeholders)
+        # Its kernel reads the memory that it keeps.
+        self.prelude = prelude(placeholders)
         self.graph.instantiate()
-        if made is not None:
-            made.upload(self.graph.raw_cuda_graph_exec())
+        if self.prelude is not None:
+            self.prelude.upload(self.graph.raw_cuda_graph_exec())
         self.binding = NodeUpdateBinding(
             self.graph.raw_cuda_graph(),
             self.graph.raw_cuda_graph_exec(),
             placeholders,
-            () if made is None else made.nodes,
+            () if self.prelude is None else self.prelude.nodes,
         )
         update, pointers = self.binding.update, self.pointers
         return lambda i: update(pointers[i])
