@@ -189,6 +189,11 @@ def f(x):
             self.assertEqual(repr(error.__cause__), "None" if fn is plain else "KeyError(2)")
             self.assertEqual(x, torch.ones(2))
 
+    def test_deterministic_mode_of_inductor(self) -> None:
+        with torch._inductor.config.patch(deterministic=True):
+            torch.compile(lambda x: x + 1, backend="eager")(torch.zeros(2))
+            self.assertTrue(torch._inductor.config.deterministic)
+
     def test_optimizer_before_a_graph_runs(self) -> None:
         """A manager of CUDA graph trees need not have a current node."""
         gradient = types.SimpleNamespace(is_cuda=True, device=types.SimpleNamespace(index=0))
