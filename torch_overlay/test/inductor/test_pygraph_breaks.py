@@ -144,6 +144,16 @@ def paste(x: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
     return y.cos() + 1
 
 
+def paste_behind_a_break(x: torch.Tensor, box: torch.Tensor) -> torch.Tensor:
+    "As in torchvision's Mask R-CNN."
+    width = int(box[1] - box[0])
+    mask = x.sin()[:, None, :width].repeat(1, 2, 1).sum(1)
+    left, right = max(box[0], 0), min(box[1], 4)
+    y = torch.zeros(4, 8)
+    y[:, left:right] = mask[:, (left - box[0]) : (right - box[0])]
+    return y
+
+
 def sliced_in_loop(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
     y = x.sin()
     for i in range(2):
@@ -207,6 +217,7 @@ class Rows:
 # where that depends on the version of Python.
 SLICES: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], bool | None]] = {
     "paste": (lambda x, n: paste(x, torch.stack([n - 1, n + 1])), True),
+    "behind_a_break": (lambda x, n: paste_behind_a_break(x, torch.stack([n - 1, n + 1])), True),
     "start_stop_and_step": (lambda x, n: x.sin()[n - 1 : n + 2 : n + 1].cos(), True),
     "ellipsis": (lambda x, n: x.sin()[..., : n + 0].cos(), True),
     "beside_others": (lambda x, n: x.sin()[x.sum(1) > 2, n : n + 1].cos(), True),

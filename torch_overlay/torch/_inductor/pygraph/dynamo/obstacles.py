@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 # A loop of the code breaks the graph: without PyGraph, Dynamo skips the frame.
 BREAKS_IN_LOOP = "pygraph_breaks_in_loop"
 
-# A tensor of the code is indexed by a slice that breaks the graph: without PyGraph, the graph
-# breaks where the slice is made, and Dynamo cannot resume there.
+# Where a frame of the code begins that indexes a tensor by a slice that breaks the graph, see start_of: without PyGraph,
+# the graph breaks where the slice is made, and Dynamo cannot resume there.
 BREAKS_AT_SLICE = "pygraph_breaks_at_slice"
 
 # A function that names one of these reads locals by name, reads what no guard of a tensor
@@ -154,12 +154,25 @@ class Traced(FrameExtension):
 
 def is_eager(code: types.CodeType) -> bool:
     """Return whether a frame of ``code`` runs eagerly without PyGraph."""
-    whole = original(code)
-    return is_marked(code, BREAKS_IN_LOOP) or (whole is not code and is_marked(whole, BREAKS_AT_SLICE))
+    before = marked(original(code), BREAKS_AT_SLICE)
+    return marked(code, BREAKS_IN_LOOP) is not None or (before is not None and start_of(code) > before)
 
 
-def is_marked(code: types.CodeType, mark: str) -> bool:
-    return code_context.has_context(code) and mark in code_context.get_context(code)
+def mark_slice(code: types.CodeType) -> None:
+    """Note that a frame of ``code`` breaks the graph at a slice. Without PyGraph, code that resumes after it runs eagerly."""
+    context = code_context.get_context(original(code))
+    start = start_of(code)
+    context[BREAKS_AT_SLICE] = min(start, context.get(BREAKS_AT_SLICE, start))
+
+
+def marked(code: types.CodeType, mark: str) -> Any:
+    return code_context.get_context(code).get(mark) if code_context.has_context(code) else None
+
+
+def start_of(code: types.CodeType) -> int:
+    """Return the offset in the function's code at which ``code`` resumes, or -1 for the function's code itself."""
+    resumed = ContinueExecutionCache.cache.get(original(code), {})
+    return next((offset for (offset, *_), part in resumed.items() if part is code), -1)
 
 
 def original(code: types.CodeType) -> types.CodeType:

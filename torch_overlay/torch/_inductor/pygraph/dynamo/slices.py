@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch._dynamo.bytecode_analysis import JUMP_OPCODES
-from torch._dynamo.code_context import code_context
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables import ConstantVariable, SliceVariable, TensorVariable, VariableTracker
 from torch._inductor.pygraph.dynamo.flow import effect
-from torch._inductor.pygraph.dynamo.obstacles import BREAKS_AT_SLICE, of_graph, original, Traced
+from torch._inductor.pygraph.dynamo.obstacles import mark_slice, of_graph, Traced
 
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class SliceOfTensors(SliceVariable):
         root = tx.output.root_tx
         # If an inlined function made it, Dynamo resumes after the call without PyGraph, too.
         if root is not None and root.f_code is self.code:
-            code_context.get_context(original(self.code))[BREAKS_AT_SLICE] = True
+            mark_slice(self.code)
         return SliceVariable(self.items, tx)
 
     def as_python_constant(self) -> slice:
