@@ -30,7 +30,7 @@ from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timin
 
 torch = pytest.importorskip("torch")
 
-from pygraph import catalogue, launches, processes, program, smoke, suite, worker  # noqa: E402
+from pygraph import catalogue, frames, launches, processes, program, smoke, suite, worker  # noqa: E402
 from pygraph.case import Case  # noqa: E402
 from pygraph.compare import compare, snapshot  # noqa: E402
 from pygraph.models.small import MutatedInput  # noqa: E402
@@ -551,6 +551,20 @@ def test_dropout_drops_nothing_when_compared_with_eager():
     assert _measure(case, WORKLOAD)["bitwise"]
     assert program.build(case, torch.device("cpu"), True)[1].p > 0
     assert program.build(dataclasses.replace(case, suite="pi"), torch.device("cpu"), True)[1].p == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"pygraph": True}])
+def test_a_frame_that_breaks_and_runs_eagerly_is_one_break(options):
+    def reads_locals(x):
+        y = x.sin() * 2
+        for _ in range(2):
+            torch._dynamo.graph_break()
+        return y, sorted(locals())
+
+    found = frames.Frames()
+    with found.running():
+        torch.compile(reads_locals, options=options)(torch.ones(2))
+    assert (found.graphs, found.breaks) == (0, 1)
 
 
 def test_slow_calls_are_timed_in_fewer_rounds():

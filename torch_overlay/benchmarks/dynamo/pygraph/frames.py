@@ -40,21 +40,23 @@ class Frames:
         """Give Dynamo the skips of this program, and count its graphs and breaks."""
         for key, code in self.skipped_by_any.items():
             set_code_exec_strategy(code, self.skipped.get(key, TRACED))
-        # Of counters["graph_break"], breaks at branches are missing.
-        graphs, breaks = counters["stats"]["unique_graphs"], len(graph_break_reasons)
+        graphs = counters["stats"]["unique_graphs"]
         convert = CatchErrorsWrapper.__call__
 
         def noting(wrapper: CatchErrorsWrapper, frame: Any, *args: Any, **kwargs: Any) -> ConvertFrameReturn:
-            unsupported = counters["unimplemented"].total()
+            # Of counters["graph_break"], breaks at branches are missing.
+            unsupported, reasons = counters["unimplemented"].total(), len(graph_break_reasons)
             result = convert(wrapper, frame, *args, **kwargs)
+            is_broken = len(graph_break_reasons) > reasons
             if result.guarded_code is None and result.apply_to_code:
                 self.skipped_by_any[id(frame.f_code)] = frame.f_code
                 self.skipped[id(frame.f_code)] = result.frame_exec_strategy
-                # Dynamo gives no reason where it skips the frame for a break.
-                self.breaks += counters["unimplemented"].total() > unsupported
+                # Dynamo gives no reason where it skips the frame for a break. PyGraph may skip it after Dynamo gave one.
+                is_broken = is_broken or counters["unimplemented"].total() > unsupported
+            # Analysed again, a frame may give reasons again.
+            self.breaks += is_broken
             return result
 
         with mock.patch.object(CatchErrorsWrapper, "__call__", noting):
             yield
         self.graphs += counters["stats"]["unique_graphs"] - graphs
-        self.breaks += len(graph_break_reasons) - breaks
