@@ -46,10 +46,9 @@ def test_parts_are_all_of_it_and_alike():
     assert sorted([*parts[0], *parts[1]], key=str) == sorted(whole, key=str)
     minutes = [plan.seconds(part, {}) / 60 for part in parts]
     assert abs(minutes[0] - minutes[1]) < 2
-    assert max(minutes) < 28
-    # What the record says is known once the parts ran. They stay the same, and each has to end within a session.
+    # What the record says is known once the parts ran. They stay the same, and each has to end within two sessions.
     record = json.loads((ROOT / "ci" / "gpu_record.json").read_text())
-    assert max(plan.seconds(part, record) for part in parts) < plan.SESSION_S
+    assert max(plan.seconds(part, known) for part in parts for known in ({}, record)) < 2 * plan.SESSION_S
     # A case of replay is compared with another one.
     assert all(
         len([unit for unit in part if unit.kind == "replay"]) in (0, len(plan.names_of("replay"))) for part in parts
@@ -110,7 +109,7 @@ def test_times_are_those_of_the_last_run():
     recorded = {"compile": 32.0, "measure": 10.0, "device": 6.0}
     record = {"cases": [_case(unit, sources="old", seconds=recorded)], "tests": {"seconds": 77.0}}
     # What other processes compile meanwhile stops while it is timed.
-    assert plan.seconds([unit], record) == (32.0 + 4.0) / plan.CORES + 6.0
+    assert plan.seconds([unit], record) == pytest.approx((32.0 + 4.0) / (plan.CORES * plan.BUSY) + 6.0)
     assert plan.seconds([Unit("tests")], record) == 77.0
     # Without them, slower calls take longer, until no further variant is measured.
     times = [
@@ -132,6 +131,9 @@ def test_what_takes_long_is_first():
     seconds = [{"compile": s, "measure": 4.0, "device": 2.0} for s in (20.0, 200.0, 60.0)]
     record = {"cases": [_case(unit, seconds=s) for unit, s in zip(units, seconds)]}
     assert [unit.name for unit in plan.longest_first(units, record)] == ["b", "c", "a"]
+    # Not what the machine does for it, but the time until its end.
+    record["cases"][0]["seconds"] = {"compile": 20.0, "measure": 20.0, "device": 20.0}
+    assert [unit.name for unit in plan.longest_first(units, record)] == ["b", "c", "a"]
 
 
 def test_the_plan_says_what_is_missing_and_how_many_commands_it_takes():
@@ -139,7 +141,7 @@ def test_the_plan_says_what_is_missing_and_how_many_commands_it_takes():
     lines = plan.table(units, {"cases": [_case(unit) for unit in units[1:41]]}, "new", 2).splitlines()
     missing = {line.split()[0]: line for line in lines}
     assert "260 of 300" in missing["paper"] and "1 of 1" in missing["tests"]
-    assert lines[-3].startswith("--part 1/2: ") and lines[-3].endswith("2 commands of 10 minutes")
+    assert lines[-3].startswith("--part 1/2: ") and lines[-3].endswith("3 commands of 10 minutes")
     assert lines[-1].startswith("In all ")
     assert "In all 0 commands, or 0 sessions" in plan.table(
         units[1:41], {"cases": [_case(u) for u in units[1:41]]}, "new", 1
@@ -244,7 +246,9 @@ def test_cases_of_one_suite_and_of_several(machine):
         machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", *arguments])
         assert machine.suite.main() == 0
     (one, replay, quick, bindings, cases) = asked
-    assert one == ("cases", "pygraph", ["--suite", "pi", "--cases", "conv2d", "--device", "cuda"])
+    # Which cases are begun depends on how long they took.
+    record = ["--record", str(machine.suite.RECORD)]
+    assert one == ("cases", "pygraph", ["--suite", "pi", "--cases", "conv2d", *record, "--device", "cuda"])
     assert replay[1] == "pygraph.replay" and replay[2][1].startswith("linear_relu,")
     assert quick[2][:2] == ["--suite", "quick"] and "/" not in quick[2][3]
     # What the suite has beside cases is measured too.

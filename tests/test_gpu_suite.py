@@ -30,7 +30,7 @@ from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timin
 
 torch = pytest.importorskip("torch")
 
-from pygraph import catalogue, frames, launches, processes, program, smoke, suite, worker  # noqa: E402
+from pygraph import catalogue, frames, launches, plan, processes, program, schedule, smoke, suite, worker  # noqa: E402
 from pygraph.case import Case  # noqa: E402
 from pygraph.compare import compare, snapshot  # noqa: E402
 from pygraph.models.small import MutatedInput  # noqa: E402
@@ -577,11 +577,18 @@ def test_slow_calls_are_timed_in_fewer_rounds():
 
 
 def test_without_time_only_what_matters_is_compiled():
-    run = worker.CaseRun(_workload(), "cpu", small=True, variants=WORKLOAD, rounds=2, round_s=1e-4)
-    run.prepare("0")
+    options = {"small": True, "rounds": 2, "round_s": 1e-4, "has_time": lambda: False}
+    run = worker.CaseRun(_workload(), "cpu", variants=WORKLOAD, **options)
+    run.prepare()
     row = run.measure()
     assert {name for name in WORKLOAD if f"{name}_us" in row} == {*worker.ESSENTIAL}
-    assert "no time to compile forced_node_update" in row["note"] and row["equal"]
+    assert row["left_out"] == [name for name in WORKLOAD if name not in worker.ESSENTIAL] and row["equal"]
+    # PyGraph's kernels are counted, as no forced variant took its place.
+    assert [name for name in run.suite.profiled if name in run.programs] == ["stock_cg", "pygraph"]
+    # What the row is judged by is compiled.
+    run = worker.CaseRun(_tiny(), "cpu", variants=EAGER, **options)
+    run.prepare()
+    assert {*run.suite.must_equal} <= run.programs.keys() and not run.left_out
 
 
 @pytest.mark.parametrize("spreads", [(0.05,), (0.3, 0.05), (0.3, 0.2)])
@@ -833,7 +840,6 @@ class FakeWorker:
 
     def ask(self, command, deadline):
         without = self.options[-1] if "--without" in self.options else ""
-        command = command if not command.startswith("prepare") else "prepare"
         key = f"{self.case.name} {command}{without and ' without ' + without}"
         if command.startswith("compile_alone"):
             # The worker builds the program first. Then it sends the name of the variant, and its time begins.
@@ -851,7 +857,14 @@ class FakeWorker:
 
 
 def _run_suite(
-    names, answers, budget_s=100.0, suite_name="pi", on_row=lambda row: None, device_gib=math.inf, **overrides
+    names,
+    answers,
+    budget_s=100.0,
+    suite_name="pi",
+    on_row=lambda row: None,
+    device_gib=math.inf,
+    record=None,
+    **overrides,
 ):
     FakeWorker.answers, FakeWorker.closed, FakeWorker.started = answers, [], []
     build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
@@ -862,6 +875,7 @@ def _run_suite(
         logs=Path(),
         budget_s=budget_s,
         device_gib=device_gib,
+        record=record,
         on_row=on_row,
         start_worker=FakeWorker,
     )
@@ -1036,6 +1050,11 @@ class Scripted(suite.Worker):
             {"error": "process ended with status 4"},
         ),
         ('print(\'{"at": "stock_cg"}\', flush=True); input()', 2, {"error": "out of time", "late": True}),
+        (
+            'print(\'{"at": "stock_cg"}\\n{"asks": "time"}\', flush=True); print(\'{"x": "%s"}\' % input(), flush=True)',
+            60,
+            {"x": "yes"},
+        ),
     ],
 )
 def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
@@ -1155,7 +1174,7 @@ def test_while_one_case_is_measured_others_compile(monkeypatch):
             if (self.case.name, command) == ("a", "measure"):
                 measured.set()
                 assert compiled.wait(30)
-            elif self.case.name == "b" and command.startswith("prepare"):
+            elif (self.case.name, command) == ("b", "prepare"):
                 assert measured.wait(30)
                 compiled.set()
             return super().ask(command, deadline)
@@ -1187,6 +1206,120 @@ def test_variants_that_run_alone_share_the_memory():
     with room.held(40):
         assert room.gib == 0 and room.processes == 0
     assert room.gib == 10 and room.processes == 1
+
+
+def _recorded(**seconds):
+    cases = [
+        {"suite": "pi", "name": name, "seconds": {"compile": compiled, "measure": device, "device": device}}
+        for name, (compiled, device) in seconds.items()
+    ]
+    return {"cases": cases}
+
+
+def test_a_case_that_would_not_end_is_not_begun():
+    answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
+    rows, skipped = _run_suite(["a", "b"], answers, record=_recorded(a=(50.0, 60.0), b=(50.0, 6.0)))
+    assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
+    assert [worker.case.name for worker in FakeWorker.started] == ["b"]
+    # One that takes longer than any budget is tried, since it may take less.
+    rows, skipped = _run_suite(["a"], answers, record=_recorded(a=(500.0, 6.0)))
+    assert [row["name"] for row in rows] == ["a"] and skipped == []
+
+
+class Planned:
+    """A schedule of cases with names, on a clock that moves when it is told to. Each case takes 2 GiB."""
+
+    def __init__(self, monkeypatch, places=16, gib=100.0, **works):
+        self.now = 0.0
+        monkeypatch.setattr(schedule.time, "monotonic", lambda: self.now)
+        build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
+        self.cases = {name: Case(name, "pi", *build) for name in works}
+        works = {name: plan.Work(cores, longest, device) for name, (cores, longest, device) in works.items()}
+        self.schedule = schedule.Schedule(processes.Machine(), 500.0, places, gib, lambda case: works[case.name])
+
+    def next(self, names, alone=0):
+        return self.schedule.next([self.cases[name] for name in names], lambda case: alone)
+
+
+def test_what_is_begun_ends_before_another_case_would_keep_it_from_that(monkeypatch):
+    planned = Planned(monkeypatch, a=(200.0, 200.0, 100.0), b=(100.0, 100.0, 150.0), c=(10.0, 10.0, 20.0))
+    a = planned.next("abc")
+    assert a.case.name == "a"
+    # All stop while b is timed, so that a would end too late. A short case has time.
+    c = planned.next("bc")
+    assert c.case.name == "c"
+    for step in (planned.schedule.compiled, planned.schedule.timed, planned.schedule.ended):
+        step(c)
+    # Once a has compiled, nothing else needs that time.
+    planned.schedule.compiled(a)
+    assert planned.next("b").case.name == "b"
+    planned.now = 490.0
+    for begun in [*planned.schedule.begun]:
+        planned.schedule.ended(begun)
+    assert planned.next("bc") is None
+
+
+def test_while_another_case_ends_the_next_one_waits(monkeypatch):
+    planned = Planned(monkeypatch, a=(200.0, 200.0, 100.0), b=(100.0, 100.0, 150.0))
+    a, found = planned.next("ab"), []
+    waiting = threading.Thread(target=lambda: found.append(planned.next("b")))
+    waiting.start()
+    waiting.join(0.05)
+    assert found == [] and waiting.is_alive()
+    planned.schedule.ended(a)
+    waiting.join(10)
+    assert [begun.case.name for begun in found] == ["b"]
+
+
+def test_a_case_begins_with_places_for_its_variants_alone(monkeypatch):
+    planned = Planned(monkeypatch, places=4, a=(30.0, 10.0, 1.0), b=(30.0, 10.0, 1.0))
+    a, found = planned.next("ab", alone=2), []
+    assert (a.processes, planned.schedule.processes) == (3, 1)
+    waiting = threading.Thread(target=lambda: found.append(planned.next("b", alone=2)))
+    waiting.start()
+    planned.schedule.ended(a)
+    waiting.join(0.05)
+    assert found == [] and waiting.is_alive()
+    planned.schedule.ended(a)
+    waiting.join(10)
+    (b,) = found
+    planned.schedule.ended(a)
+    for _ in range(3):
+        planned.schedule.ended(b)
+    assert (planned.schedule.processes, planned.schedule.gib) == (4, 100.0)
+    # Where there is less memory, they run one after another.
+    planned = Planned(monkeypatch, gib=2.5, a=(30.0, 10.0, 1.0))
+    a = planned.next("a", alone=2)
+    assert (a.processes, a.work.longest, planned.schedule.gib) == (1, 30.0, 0.5)
+    for _ in range(3):
+        planned.schedule.ended(a)
+    assert (planned.schedule.processes, planned.schedule.gib) == (16, 2.5)
+
+
+def test_a_variant_is_left_out_where_the_case_would_not_end(monkeypatch):
+    planned = Planned(monkeypatch, a=(100.0, 100.0, 40.0), b=(100.0, 100.0, 60.0))
+    a, b = planned.next("ab"), planned.next("b")
+    planned.now = 350.0
+    assert planned.schedule.has_time(a)
+    planned.now = 400.0
+    assert not planned.schedule.has_time(a)
+    # Once the other case was timed, there is time again.
+    planned.schedule.timed(b)
+    assert planned.schedule.has_time(a)
+
+
+@pytest.mark.parametrize(("percent", "is_known"), [(80.0, True), (10.0, False)])
+def test_a_row_that_lost_what_it_is_judged_by_is_left_for_the_next_run(percent, is_known):
+    launches = {"pygraph": {"kernels": 1000, "kernels_in_graphs": 10 * percent}}
+    row = {**ROW, "name": "a", "suite": "paper", "paper": "ST", "launches": launches}
+    answers = {"a prepare": {}, "a measure": {**row, "left_out": ["forced_copy"]}}
+    rows, skipped = _run_suite(["a"], answers, suite_name="paper")
+    assert len(rows) == is_known and skipped == ["a"] * (not is_known)
+    assert all("no time to compile forced_copy" in row["note"] and "left_out" not in row for row in rows)
+    # What was compiled says that no more can be captured.
+    answers["a measure"]["left_out"] = ["hand_written"]
+    (row,), _ = _run_suite(["a"], answers, suite_name="paper")
+    assert bool(row["missed"]) != is_known
 
 
 def test_the_budget_leaves_cases_out():

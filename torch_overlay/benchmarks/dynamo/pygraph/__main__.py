@@ -49,6 +49,7 @@ def main() -> None:
     parser.add_argument("--cases", help="comma-separated; all by default")
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
     parser.add_argument("--output", type=Path, help="a JSON file for the rows, instead of a table")
+    parser.add_argument("--record", type=Path, metavar="FILE", help="of an earlier run, for how long cases take")
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="shrunk cases")
@@ -84,6 +85,7 @@ def main() -> None:
         options=options,
         logs=args.logs,
         budget_s=args.budget,
+        record=json.loads(args.record.read_text()) if args.record else {},
         alone=args.device == "cuda",
         device_gib=_device_gib() if args.device == "cuda" else math.inf,
         on_row=on_row,
@@ -123,18 +125,27 @@ def _serve(args: argparse.Namespace) -> None:
         if begins:
             sys.stdin.readline()
 
+    def has_time() -> bool:
+        send({"asks": "time"})
+        return sys.stdin.readline().strip() == "yes"
+
     run = None
     for line in sys.stdin:
         command, *arguments = line.split()
         try:
-            run = run or _run(args, lambda name: send({"at": name}), be_quiet)
+            run = run or _run(args, lambda name: send({"at": name}), be_quiet, has_time)
             send(getattr(run, command)(*arguments) or {})
         except Exception as error:
             logging.exception("%s", args.worker)
             send({"error": summary(error)})
 
 
-def _run(args: argparse.Namespace, on_variant: Callable[[str], None], be_quiet: Callable[[bool], None]) -> CaseRun:
+def _run(
+    args: argparse.Namespace,
+    on_variant: Callable[[str], None],
+    be_quiet: Callable[[bool], None],
+    has_time: Callable[[], bool],
+) -> CaseRun:
     # The variants of a case, and the modules of a kind inside it, share code objects.
     torch._dynamo.config.recompile_limit = 64
     (case,) = catalogue.select(args.suite, [args.worker])
@@ -147,6 +158,7 @@ def _run(args: argparse.Namespace, on_variant: Callable[[str], None], be_quiet: 
         variants={name: VARIANTS[name] for name in names if name != args.without},
         on_variant=on_variant,
         be_quiet=be_quiet,
+        has_time=has_time,
     )
 
 

@@ -79,7 +79,7 @@ class CpuValuesRun(CaseRun):
             self.programs[name] = OnGpu(self.case, self.original_on_gpu, self.variants[name], self.device.type)
         return super()._program(name)
 
-    def prepare(self, seconds: str = "inf") -> None:
+    def prepare(self) -> None:
         for name in self.variants:
             with self._noting(name):
                 self._step_once(self._program(name))

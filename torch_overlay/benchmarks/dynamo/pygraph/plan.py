@@ -11,11 +11,11 @@ import importlib
 import math
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 from . import catalogue
 from .report import as_table
-from .timing import ENOUGH, PREPARE_SHARE
+from .timing import ENOUGH
 
 
 if TYPE_CHECKING:
@@ -33,13 +33,17 @@ OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0,
 # Cores, each of which compiles a case or measures what need not be alone
 CORES = 16
 # Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
-SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (150.0, 12.0), 1.0
+SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (120.0, 12.0), 1.0
+# Suites whose cases are small
+SMALL = {"pi", "cgct", "scg", "bindings"}
 # Seconds of a case of another program, beside which nothing runs
 MODULE_S = 20.0
+# The part of the cores' time in which cases compile while nothing is timed: late in a command no long case begins.
+BUSY = 0.4
 # Of a case whose calls have been timed: seconds of its other work, and how often it calls each variant
-BESIDE_CALLS_S, CALLS = 2.0, 300
+BESIDE_CALLS_S, CALLS = 4.0, 300
 # Compiling all variants takes as long as so many from cold caches: they share kernels.
-VARIANTS = 5
+VARIANTS = 4
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 
@@ -55,6 +59,16 @@ class Unit:
     def is_module(self) -> bool:
         """Whether it is a case of a program other than the package's."""
         return bool(self.name) and self.kind not in catalogue.SUITES
+
+
+class Work(NamedTuple):
+    """What a case of a suite takes, in seconds."""
+
+    # Of all of its processes, and of the one that takes longest
+    cores: float
+    longest: float
+    # For which all other processes stop
+    device: float
 
 
 def names_of(suite: str) -> list[str]:
@@ -134,9 +148,9 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
         if unit.is_module:
             total += MODULE_S
         elif unit.name:
-            beside, alone = _of_case(unit, cases.get((unit.kind, unit.name), {}))
+            needed = work(unit, cases.get((unit.kind, unit.name), {}))
             # What is compiled beside a case stops while that one is timed.
-            total += beside / CORES + alone
+            total += needed.cores / (CORES * BUSY) + needed.device
         elif unit.kind == "programs":
             total += _of_programs(record, sources)
         else:
@@ -146,7 +160,15 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
 
 def longest_first(units: list[Unit], record: Row) -> list[Unit]:
     """What a command does not finish is lost: what begins late should be short."""
-    return sorted(units, key=lambda unit: -seconds([unit], record))
+    cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
+
+    def until_end(unit: Unit) -> float:
+        if unit.is_module or not unit.name:
+            return seconds([unit], record)
+        needed = work(unit, cases.get((unit.kind, unit.name), {}))
+        return needed.longest + needed.device
+
+    return sorted(units, key=until_end, reverse=True)
 
 
 def _of_programs(record: Row, sources: str) -> float:
@@ -156,22 +178,22 @@ def _of_programs(record: Row, sources: str) -> float:
     return each * programs_left(record, sources)
 
 
-def _of_case(unit: Unit, row: Row) -> tuple[float, float]:
-    """Seconds of a core, and seconds for which all other processes stop."""
+def work(unit: Unit, row: Row) -> Work:
+    """``row``: of an earlier run of the case, or empty."""
     if "seconds" in row:
-        compiled, measured, alone = (row["seconds"][key] for key in ("compile", "measure", "device"))
-        return compiled + max(0.0, measured - alone), alone
+        compiled, measured, device = (row["seconds"][key] for key in ("compile", "measure", "device"))
+        cores = compiled + max(0.0, measured - device)
+        return Work(cores, cores - sum(times["compile_s"] for times in row.get("alone", {}).values()), device)
     suite, case = catalogue.SUITES.get(unit.kind), catalogue.CASES.get(unit.name)
     compiled, device = SMALL_S
-    if suite and case and suite.profiled:
+    if suite and case and unit.kind not in SMALL:
         compiled, device = WORKLOAD_S[0], WORKLOAD_S[1] + GIB_S * case.gib
     if calls := sum(us for key, us in row.items() if key.endswith("_us") and isinstance(us, float)) / 1e6:
         limit = ENOUGH * suite.max_case_s if suite else math.inf
         device = BESIDE_CALLS_S + min(CALLS * calls, limit)
-    cold = row.get("alone", {}).get("stock_cg", {}).get("compile_s", compiled / VARIANTS)
+    cold = max((times["compile_s"] for times in row.get("alone", {}).values()), default=compiled / VARIANTS)
     own = len(suite.run_alone) if _runs_alone(unit) else 0
-    # What a row can do without is left out where there is no time.
-    return min(cold * VARIANTS, PREPARE_SHARE * COMMAND_S + cold) + cold * own, device + own
+    return Work(cold * (VARIANTS + own), cold * VARIANTS, device + own)
 
 
 def _runs_alone(unit: Unit) -> bool:

@@ -17,7 +17,7 @@ from typing import Any, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Between stopping the other processes and timing.
 DRAIN_S = 0.2
@@ -44,6 +44,13 @@ class Machine:
         # The process that has the machine to itself, since when, and since when the others have been stopped
         self.quiet: Answering | None = None
         self.since = self.stopped_at = 0.0
+        # For how long there was one
+        self.stopped_s = 0.0
+
+    def clock(self) -> float:
+        """Seconds that go by while no process has the machine to itself."""
+        with self.changed:
+            return (self.stopped_at if self.quiet else time.monotonic()) - self.stopped_s
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -69,6 +76,7 @@ class Machine:
                 return
             process.quiet_s += time.monotonic() - self.since
             self.quiet = None
+            self.stopped_s += time.monotonic() - self.stopped_at
             for other in self.processes - {process}:
                 other.signal(signal.SIGCONT)
                 other.stopped_s += time.monotonic() - self.stopped_at
@@ -81,6 +89,8 @@ class Answering:
     # Seconds for which it had the machine to itself, and may have it
     quiet_s = 0.0
     max_quiet_s = math.inf
+    # Answers whether there is time for more of the work.
+    has_time: Callable[[], bool] = staticmethod(lambda: True)
     # Seconds for which it was stopped, and its clock when it named its work
     stopped_s = 0.0
     named_at = 0.0
@@ -120,6 +130,8 @@ class Answering:
                 elif "quiet" in answer:
                     timers.pop().cancel()
                     self.machine.end(self)
+                elif answer.get("asks") == "time":
+                    print("yes" if self.has_time() else "no", file=self.process.stdin, flush=True)
                 elif "at" in answer:
                     self.at, self.named_at = answer["at"], self.clock()
                 else:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from . import cgct_run
+from . import cgct_run, plan
 from .case import described
 from .catalogue import SUITES
 from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MIN_GAIN
@@ -38,22 +38,21 @@ from .report import (
     sweep_gain,
     time_of,
 )
-from .timing import Interval, MAX_SLOWDOWN, PREPARE_SHARE
+from .schedule import Schedule
+from .timing import Interval, MAX_SLOWDOWN
 from .varying import MIN_CAPTURED
 
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-    from concurrent.futures import Future
 
     from .case import Case
     from .report import Row
+    from .schedule import Begun
 
 
 log = logging.getLogger(__name__)
 
-# What is left when another case is begun: less is not enough to compile and measure any.
-MIN_CASE_S = 60.0
 # Cases that are measured at the same time. One is stopped while the other is timed.
 MAX_MEASURED = 2
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
@@ -62,6 +61,8 @@ COMPILED_SHARE = 0.65
 MEASURED_SHARE = 0.25
 # Threads of a core that compile. They wait for files and for the device too.
 THREADS = 2
+# Variants with every graph deployed
+DEPLOYED = ("forced_copy", "forced_node_update")
 # Kernels of a function one after another, as its report says
 CHAIN = "chain"
 # Where the memory of variants is in the row that run alone
@@ -119,13 +120,20 @@ def run_suite(
     budget_s: float,
     alone: bool = True,
     device_gib: float = math.inf,
+    record: Row | None = None,
     on_row: Callable[[Row], None] = lambda row: None,
     start_worker: Callable[..., Worker] = Worker,
 ) -> tuple[list[Row], list[str]]:
-    """The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out."""
+    """
+    The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out. Cases begin in
+    the order given. A case does not begin if it would not end in time: the ``record`` of an earlier run says how long cases
+    take.
+    """
     processes = len(cases) + sum(len(SUITES[case.suite].run_alone) for case in cases if case.alone and alone)
     processes = min(len(os.sched_getaffinity(0)), processes)
-    run = _Run(options, logs, time.monotonic() + budget_s, alone, device_gib, on_row, start_worker, max(1, processes))
+    known = {(row["suite"], row["name"]): row for row in (record or {}).get("cases", ())}
+    deadline = time.monotonic() + budget_s
+    run = _Run(options, logs, deadline, alone, device_gib, known, on_row, start_worker, max(1, processes))
     return run.cases(cases)
 
 
@@ -159,6 +167,7 @@ class _Run:
     deadline: float
     alone: bool
     device_gib: float
+    known: dict[tuple[str, str], Row]
     on_row: Callable[[Row], None]
     start_worker: Callable[..., Worker]
     processes: int
@@ -166,7 +175,8 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.threads = max(1, THREADS * len(os.sched_getaffinity(0)) // self.processes)
-        self.compiled = _Room(self.processes, COMPILED_SHARE * self.device_gib)
+        gib = COMPILED_SHARE * self.device_gib
+        self.schedule = Schedule(self.machine, self.deadline, self.processes, gib, self.work)
         self.measuring = _Room(MAX_MEASURED, MEASURED_SHARE * self.device_gib)
 
     def cases(self, cases: list[Case]) -> tuple[list[Row], list[str]]:
@@ -174,85 +184,108 @@ class _Run:
         skipped: list[str] = []
         telling = threading.Lock()
 
-        def run(case: Case) -> None:
-            alone: dict[str, Future[Row]] = {}
-
-            def begin_alone() -> None:
-                if case.alone and self.alone:
-                    variants = SUITES[case.suite].run_alone
-                    alone.update((name, of_variants.submit(self.run_alone, case, name)) for name in variants)
-
-            row = self.case(case, begin_alone)
-            if row is not None and "error" in row:
-                row = _without_result(case, row)
-            elif row is not None and "skipped" not in row:
-                answers = {variant: answer.result() for variant, answer in alone.items()}
-                if any("late" in answer for answer in answers.values()):
-                    row = None
-                else:
-                    _add_alone(row, answers)
+        def tell(case: Case, row: Row | None) -> None:
             with telling:
                 if row is None:
                     skipped.append(case.name)
                     return
-                if "missed" not in row:
-                    row["missed"] = missed(case, row)
                 rows.append(row)
                 self.on_row(row)
 
-        # Their threads only wait: for workers, or for room. A case takes longer than a variant alone, so it begins first.
-        with ThreadPoolExecutor(self.processes) as of_variants, ThreadPoolExecutor(self.processes) as of_cases:
-            for _ in of_cases.map(run, sorted(cases, key=lambda case: not case.alone)):
-                pass
-        return rows, skipped
+        waiting = []
+        for case in cases:
+            if lacks := self.lacks(case):
+                tell(case, _without_result(case, {"skipped": f"needs {lacks}", "missed": []}))
+            else:
+                waiting.append(case)
+        # Their threads only wait for workers.
+        with ThreadPoolExecutor(self.processes) as pool:
+            told = []
+            while waiting and (begun := self.schedule.next(waiting, lambda case: len(self.run_alone_of(case)))):
+                waiting.remove(begun.case)
+                told.append(pool.submit(lambda begun: tell(begun.case, self.row(begun)), begun))
+            for future in told:
+                future.result()
+        return rows, skipped + [case.name for case in waiting]
+
+    def work(self, case: Case) -> plan.Work:
+        return plan.work(plan.Unit(case.suite, case.name), self.known.get((case.suite, case.name), {}))
+
+    def run_alone_of(self, case: Case) -> tuple[str, ...]:
+        return SUITES[case.suite].run_alone if case.alone and self.alone else ()
 
     def lacks(self, case: Case) -> str:
         """What the case needs and the machine does not have."""
         return case.missing or (f"{case.gib:g} GiB" if case.gib > self.device_gib else "")
 
-    def case(self, case: Case, on_start: Callable[[], None]) -> Row | None:
-        """The row, or None if the budget leaves the case out. ``on_start`` is called once it has room."""
-        if lacks := self.lacks(case):
-            return _without_result(case, {"skipped": f"needs {lacks}", "missed": []})
-        with self.compiled.held(case.gib):
-            left = self.deadline - time.monotonic()
-            if left <= MIN_CASE_S:
-                return None
-            on_start()
-            with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
-                start = worker.clock()
-                worker.forget_decisions()
-                ready = worker.ask(f"prepare {PREPARE_SHARE * left:.0f}", self.deadline)
-                compiled = worker.clock()
-                with self.measuring.held(case.gib):
-                    begin = time.monotonic()
-                    measuring = worker.clock()
-                    # As much again while the other one is timed
-                    by = min(self.deadline, begin + MAX_MEASURED * SUITES[case.suite].max_case_s)
-                    if "late" in ready or begin >= self.deadline:
-                        return None
-                    row = self.measured(worker, ready, by)
-                row["seconds"] = {
-                    "compile": round(compiled - start, 1),
-                    "measure": round(worker.clock() - measuring, 1),
-                    "device": round(worker.quiet_s, 1),
-                }
+    def row(self, begun: Begun) -> Row | None:
+        """The row, or None if the case is left to the next run."""
+        case = begun.case
+
+        def run(process: Callable[..., Row | None], *args: str) -> Row | None:
+            try:
+                return process(begun, *args)
+            finally:
+                self.schedule.ended(begun)
+
+        # The case takes longer than a variant alone, so it begins first.
+        with ThreadPoolExecutor(begun.processes) as pool:
+            own = pool.submit(run, self.case)
+            alone = {name: pool.submit(run, self.run_alone, name) for name in self.run_alone_of(case)}
+        row, answers = own.result(), {name: answer.result() for name, answer in alone.items()}
+        if row is None:
+            return None
+        if "error" in row:
+            row = _without_result(case, row)
+        elif any("late" in answer for answer in answers.values()):
+            return None
+        else:
+            _add_alone(row, answers)
+        left_out = row.pop("left_out", [])
+        for name in left_out:
+            _note(row, f"no time to compile {name}")
+        row["missed"] = missed(case, row)
+        # What was left out may have shown that more can be captured.
+        is_open = "error" not in row and any(name in DEPLOYED for name in left_out) and _missed_coverage(case, row)
+        return None if is_open else row
+
+    def case(self, begun: Begun) -> Row | None:
+        """What its own process says, or None if that did not end in time."""
+        case = begun.case
+        with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
+            start = worker.clock()
+            worker.forget_decisions()
+            worker.has_time = lambda: self.schedule.has_time(begun)
+            ready = worker.ask("prepare", self.deadline)
+            compiled = worker.clock()
+            self.schedule.compiled(begun)
+            with self.measuring.held(case.gib):
+                begin = time.monotonic()
+                measuring = worker.clock()
+                # As much again while the other one is timed
+                by = min(self.deadline, begin + MAX_MEASURED * SUITES[case.suite].max_case_s)
+                if "late" in ready or begin >= self.deadline:
+                    return None
+                row = self.measured(worker, ready, by)
+            self.schedule.timed(begun)
+            row["seconds"] = {
+                "compile": round(compiled - start, 1),
+                "measure": round(worker.clock() - measuring, 1),
+                "device": round(worker.quiet_s, 1),
+            }
         return None if row.pop("late", False) and by == self.deadline else row
 
-    def run_alone(self, case: Case, variant: str) -> Row:
-        with self.compiled.held(case.gib / 2):
-            if self.deadline - time.monotonic() <= MIN_CASE_S:
-                return {"error": "out of time", "late": True}
-            own = self.start_worker(case, self.options, self.logs, self.threads, self.machine, True)
-            with closing([own]) as (worker,):
-                start = worker.clock()
-                row = worker.ask(f"compile_alone {variant}", self.deadline)
-                if "error" not in row:
-                    # A stopped process cannot tell that it was stopped, so this process measures the time.
-                    row["compile_s"] = worker.clock() - worker.named_at
-                    row |= worker.ask(f"settle_alone {variant}", self.deadline)
-                row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}
-                return row
+    def run_alone(self, begun: Begun, variant: str) -> Row:
+        own = self.start_worker(begun.case, self.options, self.logs, self.threads, self.machine, True)
+        with closing([own]) as (worker,):
+            start = worker.clock()
+            row = worker.ask(f"compile_alone {variant}", self.deadline)
+            if "error" not in row:
+                # A stopped process cannot tell that it was stopped, so this process measures the time.
+                row["compile_s"] = worker.clock() - worker.named_at
+                row |= worker.ask(f"settle_alone {variant}", self.deadline)
+            row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}
+            return row
 
     def measured(self, worker: Worker, ready: Row, by: float) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
@@ -336,8 +369,7 @@ def missed(case: Case, row: Row) -> list[str]:
     if case.suite == "bindings":
         bound = {name: choice for name, choice in row.get("forced", {}).items() if name != "copy"}
         found += [f"{name} copies: {choice}" for name, choice in bound.items() if "copy" in (choice or "copy")]
-    if case.suite == "paper" and label(row) in PAPER_COVERAGE:
-        found += _missed_coverage(row, PAPER_COVERAGE[label(row)][1])
+    found += _missed_coverage(case, row)
     if case.suite == "concurrent":
         found += _missed_schedule(case, row)
     if case.suite == "sizes":
@@ -393,10 +425,12 @@ def _missed_sizes(case: Case, row: Row) -> list[str]:
     return found
 
 
-def _missed_coverage(row: Row, least: float) -> list[str]:
-    """``least``: percent of the kernels in CUDA graphs, with every graph deployed or as chosen."""
-    deployed = ("forced_copy", "forced_node_update", "pygraph")
-    found = max(present(coverage(row, name) for name in deployed), default=None)
+def _missed_coverage(case: Case, row: Row) -> list[str]:
+    """Of the kernels, those in CUDA graphs, with every graph deployed or as chosen."""
+    if case.suite != "paper" or label(row) not in PAPER_COVERAGE:
+        return []
+    least = PAPER_COVERAGE[label(row)][1]
+    found = max(present(coverage(row, name) for name in (*DEPLOYED, "pygraph")), default=None)
     if found is None:
         return ["it is not known which kernels are in CUDA graphs"]
     # As the paper's numbers are rounded.

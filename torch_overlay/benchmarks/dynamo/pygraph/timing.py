@@ -41,8 +41,6 @@ MAX_WIDTH = 0.08
 MAX_NOISE = 0.1
 # A case may have the machine to itself for some time. After this part of it, no further variant is measured.
 ENOUGH = 0.75
-# The part of the remaining budget in which variants that a row can do without begin to compile.
-PREPARE_SHARE = 0.6
 
 
 class LoopFailed(Exception):

@@ -128,7 +128,7 @@ class DeviceLost(RuntimeError):
 class CaseRun:
     """
     What is done with one case; a Row comes out. ``on_variant`` is told what comes next. Between ``be_quiet(True)`` and
-    ``be_quiet(False)`` nothing else runs.
+    ``be_quiet(False)`` nothing else runs. ``has_time`` tells whether the case can end with one more variant.
     """
 
     def __init__(
@@ -142,6 +142,7 @@ class CaseRun:
         round_s: float | None = None,
         on_variant: Callable[[str], None] = lambda name: None,
         be_quiet: Callable[[bool], None] = lambda begins: None,
+        has_time: Callable[[], bool] = lambda: True,
     ) -> None:
         self.case = case
         self.suite = SUITES[case.suite]
@@ -155,6 +156,7 @@ class CaseRun:
         self.call_s = 0.0
         self.on_variant = on_variant
         self.be_quiet = be_quiet
+        self.has_time = has_time
         # Seconds for which all else was stopped
         self.quiet_s = 0.0
         # Of stock CUDA graphs' time between rounds
@@ -187,6 +189,8 @@ class CaseRun:
         # Whether all comparisons with eager were by results in double precision.
         self.known_exactly = True
         self.failed: dict[str, str] = {}
+        # Those that there was no time to compile.
+        self.left_out: list[str] = []
         self.notes: list[str] = []
 
     def _applies(self, variant: Variant) -> bool:
@@ -194,20 +198,20 @@ class CaseRun:
             return False
         return not variant.in_jax or jax_peer.available(self.case.name)
 
-    def prepare(self, seconds: str = "inf") -> None:
+    def prepare(self) -> None:
         """
         Compile everything, while other processes may do the same. Variants that select go on in a quiet machine. Variants
         for which there is no time are left out.
         """
-        deadline = time.monotonic() + float(seconds)
-        needed = {name for name, variant in self.variants.items() if name in ESSENTIAL or variant.selects}
+        needed = {*ESSENTIAL, *self.suite.must_equal, *self.suite.candidates}
+        needed |= {name for name, variant in self.variants.items() if variant.selects}
         # What a row cannot do without is compiled first.
         for name in sorted(self.variants, key=lambda name: name not in needed):
             if self.variants[name].in_jax:
                 continue
-            if name not in needed and time.monotonic() > deadline:
+            if name not in needed and not self.has_time():
                 del self.variants[name]
-                self.notes.append(f"no time to compile {name}")
+                self.left_out.append(name)
                 continue
             with self._noting(name):
                 self._compile(name)
@@ -379,6 +383,7 @@ class CaseRun:
             **({"launches": launches} if launches else {}),
             **self._circumstances(),
             "failed": self.failed,
+            **({"left_out": self.left_out} if self.left_out else {}),
             "note": "; ".join(self.notes),
         }
 

@@ -1,0 +1,121 @@
+"""
+Which case of a suite begins next, so that what is begun ends before the deadline: a case that does not end is lost.
+
+Cases compile side by side, and all of them stop while one is timed. So all that is begun has ended once the process that
+takes longest has run, and everything was timed.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .plan import VARIANTS
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from .case import Case
+    from .plan import Work
+    from .processes import Machine
+
+
+# Of what a case is said to take: other cases may slow it down more than those of the run that says so.
+MARGIN = 1.15
+# A process that is said to take more than this part of all the time may begin when it starts.
+MAX_SHARE = 0.65
+
+
+@dataclass(eq=False)
+class Begun:
+    """A case until all of its processes have ended: its own, and those of variants that run alone."""
+
+    case: Case
+    work: Work
+    # At a time, which hold so much of the device's memory
+    processes: int
+    gib: float
+    # Processes that have not ended, and the machine's clock when the case began
+    unfinished: int
+    since: float
+    is_compiled: bool = False
+    is_timed: bool = False
+
+
+class Schedule:
+    """``processes`` and ``gib`` are what the machine has for all cases at a time."""
+
+    def __init__(
+        self, machine: Machine, deadline: float, processes: int, gib: float, work: Callable[[Case], Work]
+    ) -> None:
+        self.machine, self.deadline, self.work = machine, deadline, work
+        self.processes, self.gib, self.limits = processes, gib, (processes, gib)
+        self.longest = MAX_SHARE * (deadline - time.monotonic())
+        self.begun: list[Begun] = []
+        self.changed = threading.Condition()
+
+    def next(self, waiting: list[Case], variants_alone: Callable[[Case], int]) -> Begun | None:
+        """Wait until the first of the cases that can end in time has room. Return None if no case can."""
+        with self.changed:
+            while True:
+                planned = (self._planned(case, 1 + variants_alone(case)) for case in waiting)
+                chosen = next((begun for begun in planned if self._ends_in_time(begun)), None)
+                if chosen is None and not self.begun:
+                    return None
+                if chosen is not None and chosen.processes <= self.processes and chosen.gib <= self.gib:
+                    self.processes -= chosen.processes
+                    self.gib -= chosen.gib
+                    self.begun.append(chosen)
+                    return chosen
+                # What is begun may take less time than it is said to.
+                self.changed.wait()
+
+    def compiled(self, begun: Begun) -> None:
+        with self.changed:
+            begun.is_compiled = True
+            self.changed.notify_all()
+
+    def timed(self, begun: Begun) -> None:
+        with self.changed:
+            begun.is_timed = True
+            self.changed.notify_all()
+
+    def ended(self, begun: Begun) -> None:
+        """One of its processes."""
+        with self.changed:
+            begun.unfinished -= 1
+            if begun.unfinished < begun.processes:
+                gib = begun.gib if not begun.unfinished else min(begun.gib, begun.case.gib / 2)
+                self.processes, self.gib = self.processes + 1, self.gib + gib
+                begun.processes, begun.gib = begun.processes - 1, begun.gib - gib
+            if not begun.unfinished:
+                self.begun.remove(begun)
+            self.changed.notify_all()
+
+    def has_time(self, begun: Begun) -> bool:
+        """Whether one more variant of a case may be compiled, and all that is begun still be timed."""
+        with self.changed:
+            needed = begun.work.longest / VARIANTS + self._device_s(self.begun)
+            return MARGIN * needed <= self.deadline - time.monotonic()
+
+    def _planned(self, case: Case, processes: int) -> Begun:
+        most, limit = self.limits
+        at_once = min(processes, most)
+        # A variant that runs alone needs about half of the case's memory.
+        while at_once > 1 and case.gib * (at_once + 1) / 2 > limit:
+            at_once -= 1
+        work = self.work(case)
+        longest = min(self.longest, max(work.longest, work.cores / at_once))
+        gib = min(limit, case.gib * (at_once + 1) / 2)
+        return Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
+
+    def _ends_in_time(self, another: Begun) -> bool:
+        begun, now = [*self.begun, another], self.machine.clock()
+        longest = max(0.0 if each.is_compiled else each.work.longest - (now - each.since) for each in begun)
+        return MARGIN * (max(0.0, longest) + self._device_s(begun)) <= self.deadline - time.monotonic()
+
+    def _device_s(self, begun: list[Begun]) -> float:
+        return sum(each.work.device for each in begun if not each.is_timed)
