@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 import torch._dynamo
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+from torch._dynamo.resume_execution import ContinueExecutionCache
 from torch._inductor.pygraph.dynamo import obstacles
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
@@ -266,6 +267,11 @@ class SliceTest(DynamoTestCase):
             self.assertGreater(on, off)
         else:
             self.assertEqual(on, off)
+
+    def test_nothing_is_compiled_to_store_at_the_end(self) -> None:
+        self.captured(SLICES["behind_a_break"][0], True)
+        parts = [*ContinueExecutionCache.cache[paste_behind_a_break.__code__].values()]
+        self.assertEqual([bool(_debug_get_cache_entry_list(part)) for part in parts], [True, False])
 
     def test_what_follows_does_not_compile(self) -> None:
         "It runs eagerly, as without pygraph."

@@ -93,6 +93,9 @@ PLAIN_OPNAMES = frozenset(
 # The arguments with which CALL_INTRINSIC_1 of Python 3.12 replaces UNARY_POSITIVE and LIST_TO_TUPLE.
 PLAIN_INTRINSICS = (5, 6)
 
+# Beginnings of the names of instructions that neither call nor compute.
+IDLE_OPNAMES = ("CACHE", "LOAD_CONST", "LOAD_FAST", "NOP", "POP_TOP", "STORE_FAST")
+
 # FORMAT_VALUE's flag for a format on top of the stack.
 FORMAT_WITH_SPEC = 4
 
@@ -184,6 +187,9 @@ def original(code: types.CodeType) -> types.CodeType:
 def of_frame(root: InstructionTranslatorBase, traced: Traced) -> Iterator[str]:
     """Yield the obstacles of what was traced by now."""
     output = root.output
+    if output.compile_subgraph_reason.graph_break and not output.count_calls() and returns_next(root):
+        # Each call would check the guards of a frame for which no graph runs.
+        yield "it computes nothing before the graph breaks, nor after"
     yield from of_code(root)
     yield from traced.instructions
     yield from traced.calls
@@ -264,6 +270,12 @@ def compiled_instructions(root: InstructionTranslatorBase) -> Sequence[Instructi
         if inst.target is not None and index[id(inst.target)] <= min(i, end):
             end = max(end, i)
     return root.instructions[:end]
+
+
+def returns_next(root: InstructionTranslatorBase) -> bool:
+    """Return whether the frame only returns after the current instruction."""
+    following = (inst.opname for inst in root.instructions[root.instruction_pointer :])
+    return next((name for name in following if not name.startswith(IDLE_OPNAMES)), "").startswith("RETURN_")
 
 
 def handles_exceptions(code: types.CodeType) -> bool:
