@@ -69,6 +69,7 @@ class BeforeLoopTest(DynamoTestCase):
             (lambda y: [(y > 0), (y > 0).view(-1)], True),
             (lambda y: [y, y.view(3, 3)], False),
             (lambda y: [y[1:], y[1:]], False),
+            (lambda y: y + torch.ones(3, 3).expand_as(y), True),
         ):
             torch._dynamo.reset()
             self.assertEqual(is_compiled(make), expected)

@@ -346,8 +346,10 @@ def of_values(side_effects: SideEffects, values: list[VariableTracker]) -> Itera
             continue
         if not isinstance(value.mutation_type, (AttributeMutationNew, ValueMutationNew)):
             yield f"a {value.python_type_name()} of the caller is changed"
-        values.append(value)
         attributes = side_effects.store_attr_mutations.get(value, {})
+        # Each new tensor counts as modified, also one that nothing holds any more.
+        if attributes or type(value) is not variables.TensorVariable:
+            values.append(value)
         values += attributes.values()
         if type(value) is variables.UserDefinedObjectVariable:
             if not is_plain(value.value_type, attributes):
