@@ -270,7 +270,9 @@ class CaseRun:
                 with self._quiet() if self.variants[name].selects else contextlib.nullcontext():
                     differences[name] = self._settle(name, ring, expected)
             if name == "pygraph":
-                of_sizes = [*map(_sizes, _pygraph().report())] if self.suite.dynamic else []
+                # With those of sizes that came after the compilation.
+                self.reported[name] = [*_pygraph().report()]
+                of_sizes = [*map(_sizes, self.reported[name])] if self.suite.dynamic else []
                 entries = [entry for entry in report() if not hardly_called(entry)]
                 counts = dict(self.counted.get(name, collections.Counter()) + counters["pygraph"])
                 has_cpu_values = reads_cpu_values()
@@ -641,8 +643,9 @@ class CaseRun:
 
     def _sweep(self, names: list[str]) -> dict[str, Row]:
         """
-        Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew. What new sizes
-        cost is part of it, such as stock's recordings, but not the kernels that a library loads once a process.
+        Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew, and how many
+        calls of PyGraph's functions were ``captured``. What new sizes cost is part of the time, such as stock's recordings, but
+        not the kernels that a library loads once a process.
         """
         inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
         if "no_cg" in names:
@@ -652,13 +655,19 @@ class CaseRun:
             with self._noting(name), self._quiet(), _collecting_what_is_new():
                 loop = self._program(name).loop(inputs)
                 self._synchronize()
+                captured = -self._captured_calls(name)
                 calls, start = 0, time.perf_counter()
                 while calls < len(inputs) and time.perf_counter() - start < MAX_SWEEP_S:
                     loop(CALLS_OF_SWEEP)
                     calls += CALLS_OF_SWEEP
                 self._synchronize()
-                found[name] = {"us": round((time.perf_counter() - start) / calls * 1e6, 2), "calls": calls}
+                us = (time.perf_counter() - start) / calls * 1e6
+                captured += self._captured_calls(name)
+                found[name] = {"us": round(us, 2), "calls": calls, "captured": captured}
         return found
+
+    def _captured_calls(self, name: str) -> int:
+        return sum(function.captured_calls for function in self.reported.get(name, ()))
 
     def _traced(self) -> Row:
         """Dynamo's graphs and graph breaks of the programs that were measured."""
