@@ -643,9 +643,9 @@ class CaseRun:
 
     def _sweep(self, names: list[str]) -> dict[str, Row]:
         """
-        Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew, and how many
-        calls of PyGraph's functions were ``captured``. What new sizes cost is part of the time, such as stock's recordings, but
-        not the kernels that a library loads once a process.
+        Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew; of PyGraph's
+        functions the calls that were ``captured``, and new ``recordings`` for many sizes. What new sizes cost is part of the
+        time, such as stock's recordings, but not the kernels that a library loads once a process.
         """
         inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
         if "no_cg" in names:
@@ -655,19 +655,21 @@ class CaseRun:
             with self._noting(name), self._quiet(), _collecting_what_is_new():
                 loop = self._program(name).loop(inputs)
                 self._synchronize()
-                captured = -self._captured_calls(name)
+                before = self._captured(name)
                 calls, start = 0, time.perf_counter()
                 while calls < len(inputs) and time.perf_counter() - start < MAX_SWEEP_S:
                     loop(CALLS_OF_SWEEP)
                     calls += CALLS_OF_SWEEP
                 self._synchronize()
                 us = (time.perf_counter() - start) / calls * 1e6
-                captured += self._captured_calls(name)
-                found[name] = {"us": round(us, 2), "calls": calls, "captured": captured}
+                captured, recordings = (b - a for a, b in zip(before, self._captured(name)))
+                found[name] = {"us": round(us, 2), "calls": calls, "captured": captured, "recordings": recordings}
         return found
 
-    def _captured_calls(self, name: str) -> int:
-        return sum(function.captured_calls for function in self.reported.get(name, ()))
+    def _captured(self, name: str) -> tuple[int, int]:
+        """Return how many calls of a variant's functions were captured, and their recordings for many sizes."""
+        functions = self.reported.get(name, ())
+        return sum(f.captured_calls for f in functions), sum(len(f.buckets) for f in functions)
 
     def _traced(self) -> Row:
         """Dynamo's graphs and graph breaks of the programs that were measured."""
