@@ -146,15 +146,6 @@ def test_rounds_are_interleaved():
     assert len({*rounds}) > 3
 
 
-def test_short_rounds_are_more():
-    def rounds(us):
-        device = Device()
-        timing = _time(device, {"a": device.loop("a", us * 1e-6, 0)}, rounds=10, round_s=0.02)["a"]
-        return len(timing.samples_us)
-
-    assert [rounds(us) for us in (50, 2000, 8000, 1e6)] == [25, 25, 12, 10]
-
-
 def test_the_host_time_leaves_out_what_a_loop_sets_up():
     device = Device()
 

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     Loop = Callable[[int], None]
 
-MORE_ROUNDS = 2.5
 # How often all rounds are run, until what they say is clear, and for how many seconds they are
 # run again.
 MAX_TIMES = 4
@@ -121,9 +120,8 @@ def time_interleaved(
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
     many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. There
-    are ``rounds`` rounds, and more where they are short, up to MORE_ROUNDS times as many.
-    All of that is repeated while the timings are not ``is_clear``, up to MAX_TIMES times, and
-    not after MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
+    are ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
+    times, and not after MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
@@ -146,7 +144,6 @@ def time_interleaved(
         return clock() - start
 
     calls, lead_in = {}, {}
-    round_total = 0.0
     for name in loops:
         run(name, LEAD_IN)
         per_call = agree(seconds(name, LEAD_IN)) / LEAD_IN
@@ -154,10 +151,6 @@ def time_interleaved(
         lead_in[name] = LONG_LEAD_IN if is_long else LEAD_IN
         least = MIN_LONG_CALLS if is_long else MIN_CALLS
         calls[name] = fixed_calls or max(least, min(max_calls, int(round_s / max(per_call, 1e-9))))
-        round_total += max(per_call * calls[name], round_s)
-    if loops and fixed_calls is None:
-        # What short rounds leave of the time goes to more of them.
-        rounds = max(rounds, int(rounds * MORE_ROUNDS * round_s * len(loops) / round_total))
 
     samples: dict[str, list[float]] = {name: [] for name in loops}
     host: dict[str, list[float]] = {name: [] for name in loops}
