@@ -38,7 +38,8 @@ SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (120.0, 12.0), 1.0
 SMALL = {"pi", "cgct", "scg", "bindings"}
 # Seconds of a case of another program, beside which nothing runs
 MODULE_S = 20.0
-# The part of the cores' time in which cases compile while nothing is timed: late in a command no long case begins.
+# The part of the cores' time in which cases compile while nothing is timed: late in a command no long case begins. An
+# estimate, from simulated commands of one part.
 BUSY = 0.4
 # Of a case whose calls have been timed: seconds of its other work, and how often it calls each variant
 BESIDE_CALLS_S, CALLS = 4.0, 300

@@ -244,7 +244,7 @@ class Effects(Breaks):
             following = [*nodes_after(effect.last)]
             check_nodes(effect, following, copies)
             if effect.may_raise and has_changed_objects(tx) and (node := next(filter(may_raise, following), None)):
-                # If the operator raises, bytecode does not make these changes. A break at the check puts it into a later graph.
+                # If the operator raises, bytecode does not make these changes. A break at the check puts the operator into a later graph.
                 break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node)))
             drawn = [node for node in following if node in drawn_in_front]
             # Where the call raises, eager mode draws no number.

@@ -57,8 +57,8 @@ log = logging.getLogger(__name__)
 # A loop of the code breaks the graph: without PyGraph, Dynamo skips the frame.
 BREAKS_IN_LOOP = "pygraph_breaks_in_loop"
 
-# Where a frame of the code begins that indexes a tensor by a slice that breaks the graph, see start_of: without PyGraph,
-# the graph breaks where the slice is made, and Dynamo cannot resume there.
+# A frame of the code indexes a tensor by a slice that breaks the graph: without PyGraph, the graph breaks where the slice is
+# made, and Dynamo cannot resume there. The value is the offset at which the first such frame begins, as start_of returns it.
 BREAKS_AT_SLICE = "pygraph_breaks_at_slice"
 
 # A function that names one of these reads locals by name, reads what no guard of a tensor
@@ -93,7 +93,7 @@ PLAIN_OPNAMES = frozenset(
 # The arguments with which CALL_INTRINSIC_1 of Python 3.12 replaces UNARY_POSITIVE and LIST_TO_TUPLE.
 PLAIN_INTRINSICS = (5, 6)
 
-# Beginnings of the names of instructions that neither call nor compute.
+# How names of instructions begin that neither call nor compute.
 IDLE_OPNAMES = ("CACHE", "LOAD_CONST", "LOAD_FAST", "NOP", "POP_TOP", "STORE_FAST")
 
 # FORMAT_VALUE's flag for a format on top of the stack.
