@@ -20,6 +20,7 @@ import sys
 import tempfile
 import types
 import unittest
+import weakref
 from pathlib import Path
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -917,6 +918,23 @@ class ManySizesTest(ManySizesTestCase):
             trees.reset_cudagraph_trees()
             reserved.append(self.reserved_in_pool(self.program(lambda x: (x @ x.t()).sin() @ x, (37, 8)), sizes))
         self.assertLessEqual(reserved[1], 1.1 * reserved[0])
+
+    def test_graphs_of_smaller_buckets(self) -> None:
+        """They and their memory are gone before a larger recording is made, and do not wait for Python's collector."""
+        graphs = []
+        init = sized.SizedRecording.__init__
+
+        def made(recording: Any, *args: Any) -> None:
+            self.assertEqual([b for b in program.device.blocks if b.pool is None and b.is_free], [])
+            init(recording, *args)
+            graphs.append(weakref.ref(recording.graph))
+
+        program = self.program(mlp)
+        gc.disable()
+        self.addCleanup(gc.enable)
+        with mock.patch.object(sized.SizedRecording, "__init__", made):
+            self.check(program, (5, 5, 9, 17, 33, 64))
+        self.assertEqual([graph() is not None for graph in graphs], [False, False, False, True])
 
     def test_memory_of_topologies(self) -> None:
         """Recordings of several topologies take the memory of one."""

@@ -190,6 +190,7 @@ class FunctionCapture:
         addresses: of inputs and memory, by name
         returned: for each output the input that it is, or None
         nodes: of the graph
+        calls: the calls of operators
         results: for each call what its results are
         values: the CPU values that the function delivers
         temporary: address ranges from which operators take temporary memory
@@ -231,10 +232,12 @@ class FunctionCapture:
         # A tensor without elements has the address 0.
         self.addresses.update((name, given[i].data_ptr()) for i, name in model.inputs.items())
         run = with_allocator(model.model, model.spec.info, self._allocate)
-        self.trace = CallTrace(self._place_results)
+        # Not kept: it has this object, and a graph that is dropped is to free its memory at once.
+        trace = CallTrace(self._place_results)
+        self.calls = trace.calls
 
         def traced() -> list[int | None]:
-            with self.trace:
+            with trace:
                 outputs = run([*given])
             if any(isinstance(t, torch.Tensor) and is_lazy(t) for t in outputs):
                 raise RefusedError(Reason.of(Code.LAZY_OUTPUT))
@@ -247,8 +250,8 @@ class FunctionCapture:
             self.graph, self.returned = memo.capture(traced, pool)
         self.temporary = PoolRanges(pool, memo.pool)
         self.nodes = read_graph(bindings().CUgraph(self.graph.raw_cuda_graph()))
-        if self.trace.unknown is not None:
-            raise unknown(self.trace.unknown)
+        if trace.unknown is not None:
+            raise unknown(trace.unknown)
 
     def _layout(self, t: TensorOf) -> Allocation:
         return Allocation(*self.at.layout(t))
@@ -283,7 +286,7 @@ class FunctionCapture:
 
     def pairs(self) -> Iterator[tuple[LaunchOf | OperatorOf | DeliverOf, TracedCall | None, list[CapturedNode]]]:
         """Yield for each event of the function its call and its nodes. Raises RefusedError: there are others."""
-        calls, position = iter(self.trace.calls), 0
+        calls, position = iter(self.calls), 0
         for event in self.model.function.events:
             if isinstance(event, LaunchOf):
                 end = position + (self.at.numbers[event.is_launched] != 0)

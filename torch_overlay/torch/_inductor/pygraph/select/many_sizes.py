@@ -91,6 +91,8 @@ class SizedMemory:
         """
         for function in self.functions:
             function.renew()
+        # The allocator keeps the memory of dropped graphs, which nothing else uses.
+        torch.cuda.empty_cache()
 
 
 _memories: weakref.WeakKeyDictionary[CUDAGraphTreeManager, SizedMemory] = weakref.WeakKeyDictionary()
