@@ -82,7 +82,7 @@ MAX_SUMMARY = 300
 MAX_TIMING_S = 3.0
 MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
-# Calls of random sizes, the most seconds that they take, and after how many the clock is read.
+# Calls of random sizes, the most seconds that they take, and how many a variant makes in its turn.
 SWEEP_CALLS = 1000
 MAX_SWEEP_S = 5.0
 SWEPT = ("no_cg", "stock_cg", "pygraph")
@@ -645,25 +645,34 @@ class CaseRun:
         """
         Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew; of PyGraph's
         functions the calls that were ``captured``, and new ``recordings`` for many sizes. What new sizes cost is part of the
-        time, such as stock's recordings, but not the kernels that a library loads once a process.
+        time, such as stock's recordings, but not the kernels that a library loads once a process. The variants take turns,
+        since the host is not equally fast all the time.
         """
         inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
         if "no_cg" in names:
             self._program("no_cg").loop(inputs)(len(inputs))
+        before = {name: self._captured(name) for name in names}
+        loops = {name: self._program(name).loop(inputs) for name in names}
+        seconds, calls = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+        with self._quiet(), _collecting_what_is_new():
+            for _ in range(0, len(inputs), CALLS_OF_SWEEP):
+                for name in names:
+                    if name in self.failed or seconds[name] > MAX_SWEEP_S:
+                        continue
+                    # In its turn the collector does not visit what the others made in theirs.
+                    gc.freeze()
+                    with self._noting(name):
+                        start = time.perf_counter()
+                        loops[name](CALLS_OF_SWEEP)
+                        self._synchronize()
+                        seconds[name] += time.perf_counter() - start
+                        calls[name] += CALLS_OF_SWEEP
         found: dict[str, Row] = {}
         for name in names:
-            with self._noting(name), self._quiet(), _collecting_what_is_new():
-                loop = self._program(name).loop(inputs)
-                self._synchronize()
-                before = self._captured(name)
-                calls, start = 0, time.perf_counter()
-                while calls < len(inputs) and time.perf_counter() - start < MAX_SWEEP_S:
-                    loop(CALLS_OF_SWEEP)
-                    calls += CALLS_OF_SWEEP
-                self._synchronize()
-                us = (time.perf_counter() - start) / calls * 1e6
-                captured, recordings = (b - a for a, b in zip(before, self._captured(name)))
-                found[name] = {"us": round(us, 2), "calls": calls, "captured": captured, "recordings": recordings}
+            if name not in self.failed:
+                captured, recordings = (b - a for a, b in zip(before[name], self._captured(name)))
+                us = round(seconds[name] / calls[name] * 1e6, 2)
+                found[name] = {"us": us, "calls": calls[name], "captured": captured, "recordings": recordings}
         return found
 
     def _captured(self, name: str) -> tuple[int, int]:
