@@ -118,6 +118,17 @@ def test_times_are_those_of_the_last_run():
     assert times == sorted(times) and times[1] > times[0] > 0 and times[2] == times[3] < 60
 
 
+def test_variants_that_compile_side_by_side_take_less_time():
+    unit = Unit("paper", "a")
+    seconds = {"compile": 400.0, "measure": 6.0, "device": 6.0}
+    row = _case(unit, seconds=seconds)
+    expected = plan.Work(400.0, 400.0 * (1 / plan.VARIANTS + plan.OF_CACHES), 6.0)
+    assert plan.work(unit, row) == expected and plan.compiles_apart(expected)
+    # What it took is known.
+    assert plan.work(unit, _case(unit, seconds={**seconds, "longest": 90.0})).longest == 90.0
+    assert plan.work(unit, _case(unit, seconds={**seconds, "compile": plan.APART_S})).longest == plan.APART_S
+
+
 def test_programs_take_as_long_as_those_before():
     run = {"sources": "new", "programs": plan.PROGRAMS // 2}
     assert plan.seconds([Unit("programs")], {"programs": [run]}, "new") == plan.OTHERS["programs"] / 2
@@ -128,7 +139,7 @@ def test_programs_take_as_long_as_those_before():
 
 def test_what_takes_long_is_first():
     units = [Unit("paper", name) for name in "abc"]
-    seconds = [{"compile": s, "measure": 4.0, "device": 2.0} for s in (20.0, 200.0, 60.0)]
+    seconds = [{"compile": s, "measure": 4.0, "device": 2.0} for s in (20.0, 200.0, 56.0)]
     record = {"cases": [_case(unit, seconds=s) for unit, s in zip(units, seconds)]}
     assert [unit.name for unit in plan.longest_first(units, record)] == ["b", "c", "a"]
     # Not what the machine does for it, but the time until its end.

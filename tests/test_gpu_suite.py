@@ -837,6 +837,9 @@ class FakeWorker:
             self.named_at = self.now + 1.0
             self.now = self.named_at + ALONE["compile_s"]
             return {}
+        if command.startswith("fill_caches"):
+            self.now += 2.0
+            return {}
         nothing = {"error": "nothing to say"} if command.startswith("settle_alone") else None
         answer = self.answers.get(key, nothing)
         answer = answer.pop(0) if isinstance(answer, list) else copy.deepcopy(answer)
@@ -889,7 +892,7 @@ def test_a_suite_merges_memory_into_the_rows():
     assert row["note"] == "ran alone with no_graph"
     assert row["missed"] == [] and skipped == [] and row["alone"] == {"stock_cg": ALONE, "pygraph": ALONE}
     # Of the two that run alone: three seconds each.
-    assert row["seconds"] == {"compile": 6.0, "measure": 0.0, "device": 0.0}
+    assert row["seconds"] == {"compile": 6.0, "longest": 0.0, "measure": 0.0, "device": 0.0}
     # In which order they start depends on the threads.
     assert sorted(worker.cold for worker in FakeWorker.started) == [False, True, True]
     # The others say nothing of memory.
@@ -1215,6 +1218,35 @@ def test_a_case_that_would_not_end_is_not_begun():
     # One that takes longer than any budget is tried, since it may take less.
     rows, skipped = _run_suite(["a"], answers, record=_recorded(a=(500.0, 6.0)))
     assert [row["name"] for row in rows] == ["a"] and skipped == []
+
+
+def test_variants_of_a_case_that_takes_long_compile_side_by_side(monkeypatch):
+    """The case's own process finds their code in its caches."""
+    asked, ask = [], FakeWorker.ask
+
+    def noted(self, command, deadline):
+        asked.append(command)
+        return ask(self, command, deadline)
+
+    monkeypatch.setattr(FakeWorker, "ask", noted)
+    answers = {"a prepare": {}, "a measure": {**ROW, "name": "a"}}
+    (row,), _ = _run_suite(["a"], answers, 400.0, record=_recorded(a=(plan.APART_S + 1, 1.0)))
+    compiled = [f"fill_caches {name}" for name in ("no_cg", "stock_cg", "pygraph")]
+    assert sorted(asked[:3]) == sorted(compiled) and asked[3:] == ["prepare", "measure"]
+    assert row["seconds"]["compile"] == 6.0
+    # Another case is compiled sooner by one process.
+    asked.clear()
+    _run_suite(["a"], answers, 400.0, record=_recorded(a=(plan.APART_S, 0.0)))
+    assert asked == ["prepare", "measure"]
+
+
+def test_a_variant_fills_the_caches():
+    variants = {name: _variant(name, {"backend": "eager"}) for name in ("no_cg", "pygraph")}
+    run = worker.CaseRun(_tiny(), "cpu", variants=variants)
+    run.fill_caches("no_cg")
+    # The case's own process was started without it.
+    run.fill_caches("stock_cg")
+    assert [*run.programs] == ["no_cg"]
 
 
 class Planned:

@@ -127,6 +127,12 @@ class Suite:
     round_s: float = 0.02
 
     @property
+    def compiled(self) -> tuple[str, ...]:
+        """Variants whose code no other variant has. What is forced has PyGraph's."""
+        others = ("eager", "hand_written", "jax")
+        return tuple(name for name in self.variants if name not in others and not name.startswith("forced_"))
+
+    @property
     def candidates(self) -> tuple[str, ...]:
         """What PyGraph must not be slower than."""
         if not self.exhaustive:

@@ -45,6 +45,9 @@ BUSY = 0.4
 BESIDE_CALLS_S, CALLS = 4.0, 300
 # Compiling all variants takes as long as so many from cold caches: they share kernels.
 VARIANTS = 4
+# Variants of a case that takes more seconds are compiled side by side. The case's own process then finds their code in its
+# caches, which takes this part of compiling it.
+APART_S, OF_CACHES = 60.0, 0.2
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 
@@ -65,7 +68,7 @@ class Unit:
 class Work(NamedTuple):
     """What a case of a suite takes, in seconds."""
 
-    # Of all of its processes, and of the one that takes longest
+    # Of all of its processes, and until it is compiled
     cores: float
     longest: float
     # For which all other processes stop
@@ -182,9 +185,10 @@ def _of_programs(record: Row, sources: str) -> float:
 def work(unit: Unit, row: Row) -> Work:
     """``row``: of an earlier run of the case, or empty."""
     if "seconds" in row:
-        compiled, measured, device = (row["seconds"][key] for key in ("compile", "measure", "device"))
-        cores = compiled + max(0.0, measured - device)
-        return Work(cores, cores - sum(times["compile_s"] for times in row.get("alone", {}).values()), device)
+        taken = row["seconds"]
+        cores = taken["compile"] + max(0.0, taken["measure"] - taken["device"])
+        alone = sum(times["compile_s"] for times in row.get("alone", {}).values())
+        return Work(cores, taken.get("longest", _longest(cores, alone)), taken["device"])
     suite, case = catalogue.SUITES.get(unit.kind), catalogue.CASES.get(unit.name)
     compiled, device = SMALL_S
     if suite and case and unit.kind not in SMALL:
@@ -194,7 +198,18 @@ def work(unit: Unit, row: Row) -> Work:
         device = BESIDE_CALLS_S + min(CALLS * calls, limit)
     cold = max((times["compile_s"] for times in row.get("alone", {}).values()), default=compiled / VARIANTS)
     own = len(suite.run_alone) if _runs_alone(unit) else 0
-    return Work(cold * (VARIANTS + own), cold * VARIANTS, device + own)
+    cores = cold * (VARIANTS + own)
+    return Work(cores, _longest(cores, cold * own), device + own)
+
+
+def compiles_apart(work: Work) -> bool:
+    return work.cores > APART_S
+
+
+def _longest(cores: float, alone: float) -> float:
+    """Seconds until a case is compiled, which takes ``cores`` less those of variants that run ``alone``."""
+    in_a_row = cores - alone
+    return in_a_row * (1 / VARIANTS + OF_CACHES) if cores > APART_S else in_a_row
 
 
 def _runs_alone(unit: Unit) -> bool:

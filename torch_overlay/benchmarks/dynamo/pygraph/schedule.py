@@ -1,7 +1,7 @@
 """
 Which case of a suite begins next, so that what is begun ends before the deadline: a case that does not end is lost.
 
-Cases compile side by side, and all of them stop while one is timed. So all that is begun has ended once the process that
+Cases compile side by side, and of a case that takes long its variants, too. All of them stop while one is timed. So all that is begun has ended once the process that
 takes longest has run, and everything was timed.
 """
 
@@ -31,7 +31,7 @@ MAX_SHARE = 0.65
 
 @dataclass(eq=False)
 class Begun:
-    """A case until all of its processes have ended: its own, and those of variants that run alone."""
+    """A case until all of its processes have ended: its own, and those of variants that run alone or compile apart."""
 
     case: Case
     work: Work
@@ -57,11 +57,11 @@ class Schedule:
         self.begun: list[Begun] = []
         self.changed = threading.Condition()
 
-    def next(self, waiting: list[Case], variants_alone: Callable[[Case], int]) -> Begun | None:
+    def next(self, waiting: list[Case], more_processes: Callable[[Case], int]) -> Begun | None:
         """Wait until the first of the cases that can end in time has room. Return None if no case can."""
         with self.changed:
             while True:
-                planned = (self._planned(case, 1 + variants_alone(case)) for case in waiting)
+                planned = (self._planned(case, 1 + more_processes(case)) for case in waiting)
                 chosen = next((begun for begun in planned if self._ends_in_time(begun)), None)
                 if chosen is None and not self.begun:
                     return None
@@ -104,7 +104,7 @@ class Schedule:
     def _planned(self, case: Case, processes: int) -> Begun:
         most, limit = self.limits
         at_once = min(processes, most)
-        # A variant that runs alone needs about half of the case's memory.
+        # A variant alone needs about half of the case's memory.
         while at_once > 1 and case.gib * (at_once + 1) / 2 > limit:
             at_once -= 1
         work = self.work(case)

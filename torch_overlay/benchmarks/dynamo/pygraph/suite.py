@@ -1,5 +1,6 @@
 """
-A suite: cases are compiled side by side, one on each core, while cases that are compiled are measured. What a process
+A suite: cases are compiled side by side, while cases that are compiled are measured. Of a case that takes long, variants
+are compiled side by side, too, by processes that fill the caches of the one that measures them. What a process
 times it times alone: all others are stopped meanwhile. Variants of some cases also run alone in a process, from cold
 caches, for the time until their steady state and for their memory.
 """
@@ -16,10 +17,10 @@ import sys
 import tempfile
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 from . import cgct_run, plan
 from .case import described
@@ -129,12 +130,9 @@ def run_suite(
     the order given. A case does not begin if it would not end in time: the ``record`` of an earlier run says how long cases
     take.
     """
-    processes = len(cases) + sum(len(SUITES[case.suite].run_alone) for case in cases if case.alone and alone)
-    processes = min(len(os.sched_getaffinity(0)), processes)
     known = {(row["suite"], row["name"]): row for row in (record or {}).get("cases", ())}
     deadline = time.monotonic() + budget_s
-    run = _Run(options, logs, deadline, alone, device_gib, known, on_row, start_worker, max(1, processes))
-    return run.cases(cases)
+    return _Run(options, logs, deadline, alone, device_gib, known, on_row, start_worker).cases(cases)
 
 
 class _Room:
@@ -170,13 +168,14 @@ class _Run:
     known: dict[tuple[str, str], Row]
     on_row: Callable[[Row], None]
     start_worker: Callable[..., Worker]
-    processes: int
     machine: Machine = field(default_factory=Machine)
+    threads: int = 1
 
     def __post_init__(self) -> None:
-        self.threads = max(1, THREADS * len(os.sched_getaffinity(0)) // self.processes)
+        self.began = time.monotonic()
+        self.cores = len(os.sched_getaffinity(0))
         gib = COMPILED_SHARE * self.device_gib
-        self.schedule = Schedule(self.machine, self.deadline, self.processes, gib, self.work)
+        self.schedule = Schedule(self.machine, self.deadline, self.cores, gib, self.work)
         self.measuring = _Room(MAX_MEASURED, MEASURED_SHARE * self.device_gib)
 
     def cases(self, cases: list[Case]) -> tuple[list[Row], list[str]]:
@@ -198,18 +197,31 @@ class _Run:
                 tell(case, _without_result(case, {"skipped": f"needs {lacks}", "missed": []}))
             else:
                 waiting.append(case)
+        processes = sum(1 + self.more_processes(case) for case in waiting)
+        self.threads = max(1, THREADS * self.cores // max(1, min(self.cores, processes)))
         # Their threads only wait for workers.
-        with ThreadPoolExecutor(self.processes) as pool:
+        with ThreadPoolExecutor(self.cores) as pool:
             told = []
-            while waiting and (begun := self.schedule.next(waiting, lambda case: len(self.run_alone_of(case)))):
+            while waiting and (begun := self.schedule.next(waiting, self.more_processes)):
                 waiting.remove(begun.case)
+                self.say(begun.case, "begins")
                 told.append(pool.submit(lambda begun: tell(begun.case, self.row(begun)), begun))
             for future in told:
                 future.result()
         return rows, skipped + [case.name for case in waiting]
 
+    def say(self, case: Case, what: str) -> None:
+        log.info("%4.0f s: %s %s", time.monotonic() - self.began, case.name, what)
+
     def work(self, case: Case) -> plan.Work:
         return plan.work(plan.Unit(case.suite, case.name), self.known.get((case.suite, case.name), {}))
+
+    def more_processes(self, case: Case) -> int:
+        return len(self.run_alone_of(case)) + len(self.compiled_apart(case))
+
+    def compiled_apart(self, case: Case) -> tuple[str, ...]:
+        """Variants that compile side by side. A case that takes less time compiles them one after another."""
+        return SUITES[case.suite].compiled if plan.compiles_apart(self.work(case)) else ()
 
     def run_alone_of(self, case: Case) -> tuple[str, ...]:
         return SUITES[case.suite].run_alone if case.alone and self.alone else ()
@@ -222,15 +234,16 @@ class _Run:
         """The row, or None if the case is left to the next run."""
         case = begun.case
 
-        def run(process: Callable[..., Row | None], *args: str) -> Row | None:
+        def run(process: Callable[..., Any], *args: Any) -> Any:
             try:
                 return process(begun, *args)
             finally:
                 self.schedule.ended(begun)
 
-        # The case takes longer than a variant alone, so it begins first.
+        # The case waits for what is compiled apart, and takes longer than a variant alone.
         with ThreadPoolExecutor(begun.processes) as pool:
-            own = pool.submit(run, self.case)
+            apart = [pool.submit(run, self.fill_caches, name) for name in self.compiled_apart(case)]
+            own = pool.submit(run, self.case, apart)
             alone = {name: pool.submit(run, self.run_alone, name) for name in self.run_alone_of(case)}
         row, answers = own.result(), {name: answer.result() for name, answer in alone.items()}
         if row is None:
@@ -249,16 +262,28 @@ class _Run:
         is_open = "error" not in row and any(name in DEPLOYED for name in left_out) and _missed_coverage(case, row)
         return None if is_open else row
 
-    def case(self, begun: Begun) -> Row | None:
-        """What its own process says, or None if that did not end in time."""
+    def fill_caches(self, begun: Begun, variant: str) -> float:
+        """Compile a variant into the case's caches, where its own process finds it. Return the seconds that took."""
+        own = self.start_worker(begun.case, self.options, self.logs, self.threads, self.machine)
+        with closing([own]) as (worker,):
+            start = worker.clock()
+            # The case's own process will have the same error, and tells of it.
+            worker.ask(f"fill_caches {variant}", self.deadline)
+            return worker.clock() - start
+
+    def case(self, begun: Begun, apart: Sequence[Future[float]]) -> Row | None:
+        """What its own process says once variants were compiled ``apart``, or None if that did not end in time."""
         case = begun.case
         with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
+            apart_s = sum(future.result() for future in apart)
             start = worker.clock()
             worker.forget_decisions()
             worker.has_time = lambda: self.schedule.has_time(begun)
             ready = worker.ask("prepare", self.deadline)
             compiled = worker.clock()
+            longest = self.machine.clock() - begun.since
             self.schedule.compiled(begun)
+            self.say(case, "is compiled")
             with self.measuring.held(case.gib):
                 begin = time.monotonic()
                 measuring = worker.clock()
@@ -269,7 +294,8 @@ class _Run:
                 row = self.measured(worker, ready, by)
             self.schedule.timed(begun)
             row["seconds"] = {
-                "compile": round(compiled - start, 1),
+                "compile": round(compiled - start + apart_s, 1),
+                "longest": round(longest, 1),
                 "measure": round(worker.clock() - measuring, 1),
                 "device": round(worker.quiet_s, 1),
             }

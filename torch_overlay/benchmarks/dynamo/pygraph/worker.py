@@ -219,6 +219,11 @@ class CaseRun:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def fill_caches(self, name: str) -> None:
+        """Compile a variant for another process of the case, which has the same caches."""
+        if name in self.variants:
+            self._compile(name)
+
     def _compile(self, name: str) -> None:
         reset_report()
         counters["pygraph"].clear()
