@@ -45,9 +45,9 @@ BUSY = 0.4
 BESIDE_CALLS_S, CALLS = 4.0, 300
 # Compiling all variants takes as long as so many from cold caches: they share kernels.
 VARIANTS = 4
-# Variants of a case that takes more seconds are compiled side by side. The case's own process then finds their code in its
-# caches, which takes this part of compiling it.
-APART_S, OF_CACHES = 60.0, 0.2
+# Variants of a case that takes more seconds are compiled side by side: such a case might not end within a command
+# otherwise. Its own process then finds their code in its caches, which takes this part of compiling it.
+APART_S, OF_CACHES = 240.0, 0.2
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 

@@ -56,6 +56,8 @@ log = logging.getLogger(__name__)
 
 # Cases that are measured at the same time. One is stopped while the other is timed.
 MAX_MEASURED = 2
+# Of the time that a case may have the machine to itself, until it counts as hanging: it is stopped while others are timed.
+MAX_MEASURE = 4
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
 # for what cases need besides while they are measured.
 COMPILED_SHARE = 0.65
@@ -220,8 +222,8 @@ class _Run:
         return len(self.run_alone_of(case)) + len(self.compiled_apart(case))
 
     def compiled_apart(self, case: Case) -> tuple[str, ...]:
-        """Variants that compile side by side. A case that takes less time compiles them one after another."""
-        return SUITES[case.suite].compiled if plan.compiles_apart(self.work(case)) else ()
+        """Variants that compile beside the first one. A case that takes less time compiles them one after another."""
+        return SUITES[case.suite].compiled[1:] if plan.compiles_apart(self.work(case)) else ()
 
     def run_alone_of(self, case: Case) -> tuple[str, ...]:
         return SUITES[case.suite].run_alone if case.alone and self.alone else ()
@@ -275,10 +277,14 @@ class _Run:
         """What its own process says once variants were compiled ``apart``, or None if that did not end in time."""
         case = begun.case
         with closing([self.start_worker(case, self.options, self.logs, self.threads, self.machine)]) as (worker,):
-            apart_s = sum(future.result() for future in apart)
             start = worker.clock()
             worker.forget_decisions()
             worker.has_time = lambda: self.schedule.has_time(begun)
+            if apart:
+                worker.ask(f"fill_caches {SUITES[case.suite].compiled[0]}", self.deadline)
+            waits = worker.clock()
+            # Waiting is no work.
+            more_s = sum(future.result() for future in apart) - (worker.clock() - waits)
             ready = worker.ask("prepare", self.deadline)
             compiled = worker.clock()
             longest = self.machine.clock() - begun.since
@@ -287,14 +293,13 @@ class _Run:
             with self.measuring.held(case.gib):
                 begin = time.monotonic()
                 measuring = worker.clock()
-                # As much again while the other one is timed
-                by = min(self.deadline, begin + MAX_MEASURED * SUITES[case.suite].max_case_s)
+                by = min(self.deadline, begin + MAX_MEASURE * SUITES[case.suite].max_case_s)
                 if "late" in ready or begin >= self.deadline:
                     return None
                 row = self.measured(worker, ready, by)
             self.schedule.timed(begun)
             row["seconds"] = {
-                "compile": round(compiled - start + apart_s, 1),
+                "compile": round(compiled - start + more_s, 1),
                 "longest": round(longest, 1),
                 "measure": round(worker.clock() - measuring, 1),
                 "device": round(worker.quiet_s, 1),
