@@ -117,7 +117,7 @@ paper(
     about="own, for TorchBench's nvidia_deeprecommender",
     obstacle="input and output gradient of 193 MiB to copy",
     ring=3,
-    gib=5,
+    gib=10,
     alone=True,
 )
 paper(
@@ -129,7 +129,7 @@ paper(
     about="own, for TorchBench's nvidia_deeprecommender",
     obstacle="one input of 3 GiB to copy, read by cuBLAS",
     ring=2,
-    gib=16,
+    gib=40,
 )
 paper(
     "dlrm",
@@ -141,6 +141,7 @@ paper(
     obstacle="17 inputs; index tables from Python lists",
     capturable=False,
     quick=True,
+    gib=6,
 )
 
 

@@ -340,8 +340,7 @@ class CaseRun:
             self.notes.append(f"differs in {difference.where}{why}")
         # No CUDA graphs computes some of that in compiled code, or on the GPU, and may round otherwise.
         # Kernels of other graphs, and eager mode's at a graph break that stays, may round otherwise.
-        has_same_graphs = not self.suite.breaks_graphs or self._has_graphs_of("no_cg", held)
-        to_the_bit = repeatable and not has_cpu_values and has_same_graphs
+        to_the_bit = repeatable and not has_cpu_values and self._has_graphs_of("no_cg", held)
         for name in timings:
             found = differences.get(name, Difference())
             if name in wrong:
