@@ -170,6 +170,7 @@ class Machine:
         monkeypatch.setattr(self.suite, "_machine", lambda: {"device": device, "driver": "1", "versions": {}})
         monkeypatch.setattr(self.suite, "_gpu_record", lambda: self)
         monkeypatch.setattr(self.suite.Run, "build", lambda run, seconds: True)
+        monkeypatch.setattr(self.suite, "gpus", lambda: ["0"])
         for kind, take in {"tests": self.tests, "programs": self.programs, "suite": self.cases}.items():
             monkeypatch.setattr(self.suite.Run, kind, lambda run, *args, take=take: take(*args))
         monkeypatch.setenv("OUT", str(tmp_path))
@@ -240,6 +241,60 @@ def test_a_record_is_made_by_runs_that_go_on_where_the_last_one_ended(machine):
     # On another device nothing of it is known.
     machine.monkeypatch.setattr(machine.suite, "_machine", lambda: {"device": A100})
     assert machine.command("--resume")
+
+
+def test_each_gpu_runs_a_share(machine, capsys):
+    """Results come together, and what the processes say."""
+
+    def run_child(command, env, seconds, output, watch):
+        index, count = machine.suite._part(command[command.index("--gpu") + 1])
+        assert command[2:4] == ["--all", "--resume"] and 0 < seconds - float(command[-1]) < 30
+        rows, out = [], Path(env["OUT"])
+        result = {"sources": "new", "device": H100, "cases": rows}
+        for unit in plan.shares(plan.whole(), count, machine.record)[index - 1]:
+            if unit.name:
+                rows.append({"suite": unit.kind, "name": unit.name})
+            else:
+                programs = [{"seed": 0, "programs": 7, "passed": True}]
+                result[unit.kind] = programs if unit.kind == "programs" else {**COMPLETE, "failures": {}}
+            machine.suite.write(out, result)
+        (out / "log.txt").write_text(f"log of {index}\n")
+        print("begun\nnot yet a li", end="", file=output, flush=True)
+        watch()
+
+    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: ["4", "7"])
+    machine.monkeypatch.setattr(machine.suite, "_call", run_child)
+    machine.command("--resume")
+    result = json.loads((machine.tmp_path / "result.json").read_text())
+    assert sorted(case["name"] for case in result["cases"]) == sorted(u.name for u in plan.whole() if u.name)
+    assert result["tests"]["passed"] == COMPLETE["passed"] and len(result["programs"]) == 1
+    assert {*capsys.readouterr().out.splitlines()} >= {"1/2: begun", "2/2: begun"}
+    assert {"log of 1", "log of 2"} <= {*(machine.tmp_path / "log.txt").read_text().splitlines()}
+
+
+def test_a_share_has_a_gpu_and_cores_of_its_own(machine):
+    pinned = []
+    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: ["4", "7"])
+    machine.monkeypatch.setattr(machine.suite.os, "sched_getaffinity", lambda pid: {8, 9, 2, 3})
+    machine.monkeypatch.setattr(machine.suite.os, "sched_setaffinity", lambda pid, cores: pinned.append(cores))
+    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    units = [Unit("paper", f"c{i}") for i in range(8)]
+    machine.monkeypatch.setattr(plan, "whole", lambda: [Unit("tests"), *units])
+    ran = []
+    for index in (1, 2):
+        ran += machine.command("--gpu", f"{index}/2")
+        assert machine.suite.os.environ["CUDA_VISIBLE_DEVICES"] == ["4", "7"][index - 1]
+    assert pinned == [[2, 3], [8, 9]]
+    assert sorted(ran) == sorted(unit.name or unit.kind for unit in plan.whole())
+
+
+def test_what_needs_several_gpus_has_all_of_them(machine):
+    asked = []
+    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: ["0", "1"])
+    machine.monkeypatch.setattr(machine.suite.Run, "suite", lambda run, *args: asked.append(args[1]))
+    machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", "--suite", "dist"])
+    machine.suite.main()
+    assert asked == ["pygraph.dist"]
 
 
 def test_tests_are_not_begun_where_their_end_would_not_come(machine):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 MODULES = {name: f"pygraph.{name}" for name in ("replay", "bindings", "overhead", "dist")}
 # Those that need no GPU or several, or repeat cases of others.
 APART = {"quick", "overhead", "tp", "dist"}
+OF_SEVERAL_GPUS = {"tp", "dist"}
 PROGRAMS = 3000
 # Seconds of what is no case, the longest first, where the record does not say.
 OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0, "bindings": 120.0}
@@ -95,18 +96,23 @@ def part(units: list[Unit], index: int, count: int) -> list[Unit]:
     Return one of ``count`` parts that take about as long. It does not depend on the record, so that a part can be
     continued once the record has results of it.
     """
-    loads = [0.0] * count
-    found = set()
+    return shares(units, count, {})[index - 1]
+
+
+def shares(units: list[Unit], count: int, record: Row, sources: str = "") -> list[list[Unit]]:
+    """Return ``count`` parts that take about as long."""
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         # A case of a module is compared with other cases of the module, which stay together.
         groups.setdefault(unit.kind if unit.is_module else f"{unit.kind}/{unit.name}", []).append(unit)
-    for group in sorted(groups.values(), key=lambda group: -seconds(group, {})):
+    loads = [0.0] * count
+    found: list[set[Unit]] = [set() for _ in loads]
+    each = {name: seconds(group, record, sources) for name, group in groups.items()}
+    for name in sorted(groups, key=lambda name: -each[name]):
         place = loads.index(min(loads))
-        loads[place] += seconds(group, {})
-        if place == index - 1:
-            found |= {*group}
-    return [unit for unit in units if unit in found]
+        loads[place] += each[name]
+        found[place] |= {*groups[name]}
+    return [[unit for unit in units if unit in own] for own in found]
 
 
 def results(record: Row, sources: str, device: str | None = None) -> dict[Unit, Row]:
