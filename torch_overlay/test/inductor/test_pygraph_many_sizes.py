@@ -39,8 +39,9 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import by_size, many_sizes, proofs, store, timing
-from torch._inductor.pygraph.select.preparation import Preparation
+from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation
 from torch._inductor.pygraph.trees.manager import manager_of
+from torch._inductor.pygraph.types.candidate import NO_GRAPH
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.sizes import KernelAt, OperatorAt, SizeMap
 from torch._inductor.pygraph.values.sizes import Steps
@@ -833,6 +834,7 @@ class ManySizesTest(ManySizesTestCase):
         captured = []
         for function in itertools.chain(*(memory.functions for memory in many_sizes._memories.values())):
             function.preparation.us = 225
+            function.preparation.budget_us = 1e6
         for n in (51, 51, 51, 52, 51, 51, 52):
             before = entry.captured_calls
             self.check(program, (n,))
@@ -842,7 +844,9 @@ class ManySizesTest(ManySizesTestCase):
 
     def test_new_sizes_of_late(self) -> None:
         """A new size will come as often as sizes did of late: not if each call has another one."""
-        entry = types.SimpleNamespace(is_graph=True, saved_us=10.0, calls=0, num_sizes=10)
+        entry = types.SimpleNamespace(
+            is_graph=True, saved_us=10.0, calls=0, captured_calls=0, num_sizes=10, timings_us={NO_GRAPH: 1e6}
+        )
         preparation = Preparation()
         preparation.us = 25.0
 
@@ -858,6 +862,32 @@ class ManySizesTest(ManySizesTestCase):
         self.assertLess(due(range(100, 150), apart=1), 8)
         self.assertEqual(due(range(200, 250), apart=1), 0)
         self.assertGreater(due(range(300, 310), apart=50), 4)
+
+    def test_preparing_takes_what_calls_gain(self) -> None:
+        """However seldom sizes come, and however long preparing takes, a program is not much slower."""
+        for saved, preparing, num_sizes, pays in (
+            (60.0, 500.0, 100, True),
+            (60.0, 500.0, 2000, False),
+            (60.0, 20_000.0, 100, False),
+            (1.0, 5000.0, 10, False),
+        ):
+            entry = types.SimpleNamespace(
+                is_graph=True, saved_us=saved, calls=0, captured_calls=0, num_sizes=1, timings_us={NO_GRAPH: 100.0}
+            )
+            preparation, prepared, spent = Preparation(), set[int](), 0.0
+            numbers = random.Random(0)
+            for _ in range(5000):
+                n = numbers.randrange(num_sizes)
+                entry.calls += 1
+                if n in prepared:
+                    entry.captured_calls += 1
+                elif preparation.is_due((n,), entry):
+                    prepared.add(n)
+                    spent += preparing
+                    preparation.note(preparing)
+                gained = entry.captured_calls * saved
+                self.assertLessEqual(spent, gained + ALLOWED * 100.0 * entry.calls + preparing)
+            self.assertEqual(len(prepared) > 0.9 * num_sizes, pays, len(prepared))
 
     def test_what_preparing_takes(self) -> None:
         """The mean of the first sizes that are prepared as later ones are, and later one that follows what changes."""
