@@ -7,16 +7,19 @@ PYTEST_DONT_REWRITE: assertions of the programs are compiled.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import re
 import threading
 import traceback
+from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.dynamo import early
 from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
@@ -453,6 +456,70 @@ class CheckTest(MendTestCase):
         self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
         if not fn.__name__.startswith("flag"):
             self.assertIsInstance(self.observe(fn)[0][1][1][0], tuple)
+
+    @contextlib.contextmanager
+    def reading_early(self, **settings):
+        """Read values of the CPU early, too, and note them."""
+        read, init = [], early.Flag.__init__
+
+        def made(flag, value):
+            read.append(value.clone())
+            init(flag, value)
+
+        settings = {"DEVICES": ("cpu", "cuda"), "MIN_OPERATORS_OF_GRAPH": 0, **settings}
+        with mock.patch.multiple(early, **settings), mock.patch.object(early.Flag, "__init__", made):
+            yield read
+
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in ONE_GRAPH])
+    def test_read_early(self, fn):
+        """What is raised is the same if the host does not wait for the graph."""
+        with self.reading_early():
+            self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
+
+    def test_what_is_read_early(self):
+        """Values that depend on nothing but inputs, and that the graph does not read."""
+
+        def of_input(x):
+            assert (x >= 0).all(), f"{x.min():.0f}"
+            torch._check_tensor_all(x < 100)
+            return x.sin()
+
+        def is_used(x):
+            flag = (x >= 0).all()
+            assert flag
+            return x.sin() * flag
+
+        def guards_an_index(x):
+            if x.sum() < 0:
+                raise ValueError
+            return TABLE[x.long()]
+
+        def is_written(x):
+            y = x.sin()
+            x.add_(1)
+            assert (x >= 0).all()
+            return y
+
+        def is_written_by_the_graph(x):
+            y = x * 2
+            y.mul_(2)
+            assert (y >= 0).all()
+            return y
+
+        def is_computed(x):
+            y = torch.linalg.vector_norm(x)
+            assert y >= 0
+            return y + 1
+
+        others = is_used, guards_an_index, is_written, is_written_by_the_graph, is_computed
+        for fn, expected in (of_input, 2), *((fn, 0) for fn in others):
+            with self.subTest(fn.__name__), self.reading_early() as read:
+                self.check(fn)
+                self.assertEqual(len(read), expected * len(INPUTS))
+            # Nor if the graph is so small that waiting takes no longer.
+            with self.reading_early(MIN_OPERATORS_OF_GRAPH=8) as read:
+                self.check(fn)
+                self.assertEqual(read, [])
 
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in BREAKS])
     def test_breaks(self, fn):

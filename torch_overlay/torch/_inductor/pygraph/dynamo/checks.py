@@ -3,8 +3,8 @@ Checks of a tensor's value behind the graph: assertions, ``if bad: raise``, and 
 torch._check_tensor_all.
 
 Dynamo breaks the graph where the host reads the value. PyGraph queues the check with the effects (see effects.py).
-Bytecode reads the value when the graph has run, and calls the code of the path that raises. Eager mode cannot be told
-from this if
+Bytecode reads the value when the graph has run, or while it runs (see early.py), and calls the code of the path that
+raises. Eager mode cannot be told from this if
 
 - what follows the check in the graph does not raise, writes no input and draws no numbers that the program can expect.
   Bytecode may draw numbers in front of the graph. If the check raises, it sets the generator back to before these draws
@@ -31,6 +31,7 @@ from torch._dynamo.source import is_from_global_source, is_from_local_source
 from torch._dynamo.variables.functions import NestedUserFunctionVariable
 from torch._inductor.pygraph.dynamo.breaks import refuse
 from torch._inductor.pygraph.dynamo.drawn import DrawnInFront
+from torch._inductor.pygraph.dynamo.early import as_tensor, read_early
 from torch._inductor.pygraph.dynamo.effects import (
     Effect,
     Effects,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
     from torch._inductor.pygraph.dynamo.breaks import Call
+    from torch._inductor.pygraph.dynamo.early import Flag
     from torch._inductor.pygraph.dynamo.raising import RaisingPath
     from torch.utils._ordered_set import OrderedSet
 
@@ -141,6 +143,13 @@ def call(tx: InstructionTranslatorBase, function: Callable[..., Any], *args: Any
 
 
 class Checks(Effects):
+    def check_effects(self, tx: InstructionTranslatorBase, drawn_in_front: Sequence[torch.fx.Node]) -> None:
+        checks = [effect for effect in self.queue if isinstance(effect, Check)]
+        super().check_effects(tx, drawn_in_front)
+        for check in checks:
+            if (flag := read_early(tx, check.values[0].as_proxy().node)) is not None:
+                check.values[0] = flag
+
     def check_at_jump(self, tx: InstructionTranslatorBase, inst: Instruction) -> bool:
         """Queue a jump to a path that only raises, and trace the other path."""
         condition = tx.stack[-1]
@@ -285,9 +294,9 @@ def function_checker(
 ) -> Callable[..., None]:
     grad_mode = torch.is_grad_enabled()
 
-    def call(*values: Any) -> None:
+    def call(flag: torch.Tensor | Flag, *values: Any) -> None:
         with generator, torch.set_grad_enabled(grad_mode):
-            function(**dict(zip(names, values)))
+            function(**dict(zip(names, (as_tensor(flag), *values))))
 
     return call
 
@@ -296,9 +305,9 @@ def checker(generator: GeneratorState, raises_if: bool, raises: Callable[..., No
     """Return a function that calls ``raises`` if its first argument is as true as ``raises_if``."""
     grad_mode = torch.is_grad_enabled()
 
-    def call(condition: torch.Tensor, *values: Any) -> None:
+    def call(condition: torch.Tensor | Flag, *values: Any) -> None:
         with generator:
-            if bool(condition) is raises_if:
+            if bool(as_tensor(condition)) is raises_if:
                 with torch.set_grad_enabled(grad_mode):
                     raises(*values)
 

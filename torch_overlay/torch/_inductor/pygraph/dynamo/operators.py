@@ -20,7 +20,7 @@ POINTWISE = frozenset(
     """
     abs absolute add all amax amin and any bfloat16 bitwise_and bitwise_not bitwise_or bitwise_xor bool ceil clamp
     clamp_max clamp_min clone cos cosh detach div double elu eq erf exp exp2 expm1 float floor ge gelu gt half hardtanh
-    int invert isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not logical_or
+    int invert is_all_true isfinite isinf isnan le leaky_relu lerp log log10 log1p log2 logical_and logical_not logical_or
     logical_xor long lt max maximum mean min minimum mish mul nan_to_num ne neg or reciprocal relu relu6 round rsqrt
     selu sigmoid sign silu sin sinh softplus sqrt square sub sum tan tanh to truediv where xor
     """.split()
@@ -37,7 +37,7 @@ OTHERS = frozenset(
     """
     acos acosh addcdiv addcmul addmm argmax argmin as_strided asin asinh atan atan2 atanh avg_pool1d avg_pool2d baddbmm
     batch_norm bmm broadcast_to cat celu chunk conj conv1d conv2d conv3d cumsum diff dropout einsum expand_as flip
-    group_norm iadd iand imul instance_norm interpolate ior is_all_true isclose isneginf isposinf isub itruediv l1_loss
+    group_norm iadd iand imul instance_norm interpolate ior isclose isneginf isposinf isub itruediv l1_loss
     layer_norm linear log_softmax logsumexp masked_fill matmul max_pool2d mm mse_loss multi_head_attention_forward norm
     normalize not outer pad pow prelu prod rand rand_like randn randn_like repeat rms_norm roll
     scaled_dot_product_attention select smooth_l1_loss softmax stack std tile transformer_encoder_layer_fwd tril triu
