@@ -107,6 +107,9 @@ CASES = {
     ),
     "ddp_static": Case("DistributedDataParallel with static_graph", "ddp", static_graph=True),
     "ddp_whole": Case("DistributedDataParallel, compiled as a whole", "ddp", whole=True),
+    "ddp_large": Case(
+        "DistributedDataParallel, 336 M parameters in bfloat16", "ddp", width=2048, dtype=torch.bfloat16
+    ),
     "fsdp": Case("fully_shard of each block", "fsdp"),
     "fsdp_kept": Case("fully_shard without reshard_after_forward", "fsdp", reshards=False),
     "fsdp_accumulates": Case("fully_shard, gradients of two micro-batches reduced together", "fsdp", micro_batches=2),
