@@ -62,8 +62,6 @@ MAX_MEASURE = 4
 # for what cases need besides while they are measured.
 COMPILED_SHARE = 0.65
 MEASURED_SHARE = 0.25
-# Threads of a core that compile. They wait for files and for the device too.
-THREADS = 2
 # Variants with every graph deployed
 DEPLOYED = ("forced_copy", "forced_node_update")
 # Kernels of a function one after another, as its report says
@@ -200,7 +198,8 @@ class _Run:
             else:
                 waiting.append(case)
         processes = sum(1 + self.more_processes(case) for case in waiting)
-        self.threads = max(1, THREADS * self.cores // max(1, min(self.cores, processes)))
+        # With one thread a process compiles itself. Others would be processes of their own, which import torch again.
+        self.threads = max(1, self.cores // max(1, processes))
         # Their threads only wait for workers.
         with ThreadPoolExecutor(self.cores) as pool:
             told = []
