@@ -1,8 +1,8 @@
 """
 Which case of a suite begins next, so that what is begun ends before the deadline: a case that does not end is lost.
 
-Cases compile side by side, and of a case that takes long its variants, too. All of them stop while one is timed. So all that is begun has ended once the process that
-takes longest has run, and everything was timed.
+Cases compile side by side, and so do the variants of a case that takes long. All of them stop while one case is timed. So
+all that is begun has ended once the process that takes longest has run, and everything was timed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """
 A suite: cases are compiled side by side, while cases that are compiled are measured. Of a case that takes long, variants
-are compiled side by side, too, by processes that fill the caches of the one that measures them. What a process
-times it times alone: all others are stopped meanwhile. Variants of some cases also run alone in a process, from cold
-caches, for the time until their steady state and for their memory.
+are compiled side by side, too, by processes that fill the caches of the one that measures them. What a process times it
+times alone: all others are stopped meanwhile. Variants of some cases also run alone in a process, from cold caches, for the
+time until their steady state and for their memory.
 """
 
 from __future__ import annotations
