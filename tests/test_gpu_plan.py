@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import json
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -288,13 +289,33 @@ def test_a_share_has_a_gpu_and_cores_of_its_own(machine):
     assert sorted(ran) == sorted(unit.name or unit.kind for unit in plan.whole())
 
 
-def test_what_needs_several_gpus_has_all_of_them(machine):
+@pytest.mark.parametrize(("gpus", "shares"), [("0,1", 1), ("0,1,2", 1), ("3,2,1,0", 2)])
+def test_each_two_gpus_have_a_share_of_what_needs_two(gpus, shares, machine):
     asked = []
-    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: ["0", "1"])
-    machine.monkeypatch.setattr(machine.suite.Run, "suite", lambda run, *args: asked.append(args[1]))
+
+    def run_child(command, env, seconds, output, watch):
+        index, count = machine.suite._part(command[command.index("--gpu") + 1])
+        with machine.monkeypatch.context() as patch:
+            patch.setattr(machine.suite.os, "sched_setaffinity", lambda pid, cores: None)
+            patch.setenv("OUT", env["OUT"])
+            patch.setattr(sys, "argv", command[1:])
+            patch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+            machine.suite.main()
+
+    def run_suite(run, name, module, arguments, *args):
+        cases = arguments[arguments.index("--cases") + 1].split(",")
+        asked.append((machine.suite.os.environ["CUDA_VISIBLE_DEVICES"], cases))
+
+    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: gpus.split(","))
+    machine.monkeypatch.setattr(machine.suite.Run, "suite", run_suite)
+    machine.monkeypatch.setattr(machine.suite, "_call", run_child)
+    # One after the other, since they would have one environment.
+    machine.monkeypatch.setattr(machine.suite, "ThreadPoolExecutor", lambda count: ThreadPoolExecutor(1))
+    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", "--suite", "dist"])
     machine.suite.main()
-    assert asked == ["pygraph.dist"]
+    assert [own for own, _ in asked] == ([gpus] if shares == 1 else ["3,2", "1,0"])
+    assert sorted(name for _, cases in asked for name in cases) == sorted(plan.names_of("dist"))
 
 
 def test_tests_are_not_begun_where_their_end_would_not_come(machine):

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 MODULES = {name: f"pygraph.{name}" for name in ("replay", "bindings", "overhead", "dist")}
 # Those that need no GPU or several, or repeat cases of others.
 APART = {"quick", "overhead", "tp", "dist"}
-OF_SEVERAL_GPUS = {"tp", "dist"}
+# How many GPUs a case of a suite has, if it says no other number
+GPUS = {"dist": 2, "tp": 2}
 PROGRAMS = 3000
 # Seconds of what is no case, the longest first, where the record does not say.
 OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0, "bindings": 120.0}
@@ -104,7 +105,8 @@ def shares(units: list[Unit], count: int, record: Row, sources: str = "") -> lis
     groups: dict[str, list[Unit]] = {}
     for unit in units:
         # A case of a module is compared with other cases of the module, which stay together.
-        groups.setdefault(unit.kind if unit.is_module else f"{unit.kind}/{unit.name}", []).append(unit)
+        is_alone = not unit.is_module or unit.kind in GPUS
+        groups.setdefault(f"{unit.kind}/{unit.name}" if is_alone else unit.kind, []).append(unit)
     loads = [0.0] * count
     found: list[set[Unit]] = [set() for _ in loads]
     each = {name: seconds(group, record, sources) for name, group in groups.items()}
