@@ -8,6 +8,7 @@ PYTEST_DONT_REWRITE: assertions of the programs are compiled.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import logging
 import re
@@ -477,7 +478,7 @@ class CheckTest(MendTestCase):
             self.assertEqual(self.check(fn), {"graphs": 1, "breaks": 0})
 
     def test_what_is_read_early(self):
-        """Values that depend on nothing but inputs, and that the graph does not read."""
+        """Values that depend on nothing but inputs, and that the graph would not round otherwise."""
 
         def of_input(x):
             assert (x >= 0).all(), f"{x.min():.0f}"
@@ -490,7 +491,7 @@ class CheckTest(MendTestCase):
             return x.sin() * flag
 
         def guards_an_index(x):
-            if x.sum() < 0:
+            if (x * 1.5).sum() < 0:
                 raise ValueError
             return TABLE[x.long()]
 
@@ -520,6 +521,19 @@ class CheckTest(MendTestCase):
             with self.reading_early(MIN_OPERATORS_OF_GRAPH=8) as read:
                 self.check(fn)
                 self.assertEqual(read, [])
+
+    def test_labels_that_are_read_early(self):
+        """The graph reads the value, too, for an operator that would find an index out of bounds."""
+
+        def fn(labels):
+            if labels.max() >= len(TABLE):
+                raise ValueError(f"{labels.max()}")
+            return TABLE[labels] * 2
+
+        inputs = [functools.partial(torch.tensor, values) for values in ([0, 5], [0, 99], [1, 2])]
+        with self.reading_early() as read:
+            self.assertEqual(self.check(fn, inputs), {"graphs": 1, "breaks": 0})
+        self.assertEqual([value.item() for value in read], [False, True, False])
 
     @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in BREAKS])
     def test_breaks(self, fn):

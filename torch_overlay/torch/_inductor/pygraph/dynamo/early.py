@@ -79,9 +79,13 @@ def read_early(tx: InstructionTranslatorBase, node: torch.fx.Node) -> FlagVariab
     output, found = tx.output, ancestors_of(node)
     inputs = [n for n in output.graph.nodes if n in found and n.op == "placeholder"]
     operators = [n for n in output.graph.nodes if n.op.startswith("call_")]
+    examples = [n.meta.get("example_value") for n in found]
+    if not all(isinstance(example, torch.Tensor) for example in examples):
+        return None
+    is_exact = not any(example.dtype.is_floating_point or example.dtype.is_complex for example in examples)
     if (
-        # The graph may round its own value otherwise.
-        node.users
+        # The graph may round its own value otherwise, if it reads one.
+        (not is_exact and (node.users or is_autocast(found)))
         or devices_of(found) != {node.meta["example_value"].device.type}
         or not devices_of(found) <= {*DEVICES}
         or not inputs
@@ -90,7 +94,6 @@ def read_early(tx: InstructionTranslatorBase, node: torch.fx.Node) -> FlagVariab
         or not all(map(is_known_at_break, found))
         or may_be_written(output.graph, DEVICES)
         or with_writes(node) != found
-        or is_autocast(found)
         or any(map(is_of_stream, output.graph.nodes))
     ):
         return None
