@@ -512,6 +512,18 @@ def test_what_is_computed_on_the_cpu_may_round_otherwise(on_the_cpu, monkeypatch
     assert ("pygraph" in row["failed"]) != on_the_cpu
 
 
+def test_which_programs_have_other_graphs():
+    def has_same(suite_name, *counts):
+        run = worker.CaseRun(dataclasses.replace(_tiny(), suite=suite_name), "cpu", variants={})
+        frames = [SimpleNamespace(breaks=breaks, graphs=graphs) for breaks, graphs in counts]
+        run.programs = {name: SimpleNamespace(frames=f) for name, f in zip(("no_cg", "pygraph"), frames)}
+        return run._has_graphs_of("no_cg", ["pygraph"])
+
+    assert not has_same("modern", (8, 7), (0, 1)) and not has_same("mend", (8, 7), (0, 1))
+    # PyGraph's program may run what Dynamo compiled for the other.
+    assert has_same("modern", (0, 1), (0, 0)) and not has_same("mend", (1, 0), (1, 2))
+
+
 def test_kernels_of_other_graphs_may_round_otherwise(monkeypatch):
     """Where PyGraph repairs a graph break of the variant that it is compared with."""
     monkeypatch.setattr(worker.CaseRun, "_has_graphs_of", lambda self, reference, names: False)

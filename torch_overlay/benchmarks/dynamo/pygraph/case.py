@@ -128,7 +128,10 @@ class Suite:
 
     @property
     def compiled(self) -> tuple[str, ...]:
-        """Variants whose code no other variant has. What is forced has PyGraph's."""
+        """
+        The variants that Inductor compiles. A forced variant runs the code of ``pygraph``, and the one captured by hand that
+        of ``no_cg``.
+        """
         others = ("eager", "hand_written", "jax")
         return tuple(name for name in self.variants if name not in others and not name.startswith("forced_"))
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MODULES = {name: f"pygraph.{name}" for name in ("replay", "bindings", "overhead", "dist")}
 # Those that need no GPU or several, or repeat cases of others.
 APART = {"quick", "overhead", "tp", "dist"}
-# How many GPUs a case of a suite has, if it says no other number
+# The GPUs that a case of these suites needs. With --tp, gpu_suite may ask for more.
 GPUS = {"dist": 2, "tp": 2}
 PROGRAMS = 3000
 # Seconds of what is no case, the longest first, where the record does not say.
@@ -47,8 +47,8 @@ BUSY = 0.4
 BESIDE_CALLS_S, CALLS = 4.0, 300
 # Compiling all variants takes as long as so many from cold caches: they share kernels.
 VARIANTS = 4
-# Variants of a case that takes more seconds are compiled side by side: such a case might not end within a command
-# otherwise. Its own process then finds their code in its caches, which takes this part of compiling it.
+# If a case takes more seconds to compile, its variants compile side by side: otherwise it might not end within a command.
+# The case's own process then reads their code from its caches, which takes this part of the time to compile it. Estimates.
 APART_S, OF_CACHES = 240.0, 0.2
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
@@ -196,7 +196,8 @@ def work(unit: Unit, row: Row) -> Work:
         taken = row["seconds"]
         cores = taken["compile"] + max(0.0, taken["measure"] - taken["device"])
         alone = sum(times["compile_s"] for times in row.get("alone", {}).values())
-        return Work(cores, taken.get("longest", _longest(cores, alone)), taken["device"])
+        found = _work(cores, alone, taken["device"])
+        return found._replace(longest=taken.get("longest", found.longest))
     suite, case = catalogue.SUITES.get(unit.kind), catalogue.CASES.get(unit.name)
     compiled, device = SMALL_S
     if suite and case and unit.kind not in SMALL:
@@ -206,18 +207,18 @@ def work(unit: Unit, row: Row) -> Work:
         device = BESIDE_CALLS_S + min(CALLS * calls, limit)
     cold = max((times["compile_s"] for times in row.get("alone", {}).values()), default=compiled / VARIANTS)
     own = len(suite.run_alone) if _runs_alone(unit) else 0
-    cores = cold * (VARIANTS + own)
-    return Work(cores, _longest(cores, cold * own), device + own)
+    return _work(cold * (VARIANTS + own), cold * own, device + own)
 
 
 def compiles_apart(work: Work) -> bool:
+    """Return whether the variants of a case compile side by side."""
     return work.cores > APART_S
 
 
-def _longest(cores: float, alone: float) -> float:
-    """Seconds until a case is compiled, which takes ``cores`` less those of variants that run ``alone``."""
-    in_a_row = cores - alone
-    return in_a_row * (1 / VARIANTS + OF_CACHES) if cores > APART_S else in_a_row
+def _work(cores: float, alone: float, device: float) -> Work:
+    """``alone``: the seconds of ``cores`` that variants take which run alone."""
+    found = Work(cores, cores - alone, device)
+    return found._replace(longest=found.longest * (1 / VARIANTS + OF_CACHES)) if compiles_apart(found) else found
 
 
 def _runs_alone(unit: Unit) -> bool:

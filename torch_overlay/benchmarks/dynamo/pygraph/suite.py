@@ -1,8 +1,8 @@
 """
-A suite: cases are compiled side by side, while cases that are compiled are measured. Of a case that takes long, variants
-are compiled side by side, too, by processes that fill the caches of the one that measures them. What a process times it
-times alone: all others are stopped meanwhile. Variants of some cases also run alone in a process, from cold caches, for the
-time until their steady state and for their memory.
+A suite: cases are compiled side by side, while cases that are compiled are measured. If a case takes long to compile, each of
+its variants compiles in a process of its own, which fills the caches that the measuring process reads. While a process
+times something, all others are stopped. Variants of some cases also run alone in a process, from cold caches, for the time
+until their steady state and for their memory.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ log = logging.getLogger(__name__)
 
 # Cases that are measured at the same time. One is stopped while the other is timed.
 MAX_MEASURED = 2
-# Of the time that a case may have the machine to itself, until it counts as hanging: it is stopped while others are timed.
-MAX_MEASURE = 4
+# A case hangs if measuring it takes so many times as long as it may have the machine to itself. The suite stops a case while
+# it times others.
+HANGS_AFTER = 4
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
 # for what cases need besides while they are measured.
 COMPILED_SHARE = 0.65
@@ -198,7 +199,7 @@ class _Run:
             else:
                 waiting.append(case)
         processes = sum(1 + self.more_processes(case) for case in waiting)
-        # With one thread a process compiles itself. Others would be processes of their own, which import torch again.
+        # With one thread, Inductor compiles in the worker itself. With more it starts processes that import torch again.
         self.threads = max(1, self.cores // max(1, processes))
         # Their threads only wait for workers.
         with ThreadPoolExecutor(self.cores) as pool:
@@ -241,7 +242,8 @@ class _Run:
             finally:
                 self.schedule.ended(begun)
 
-        # The case waits for what is compiled apart, and takes longer than a variant alone.
+        # The case's own process waits for those that fill its caches, so these start first. It takes longer than a variant
+        # that runs alone, so it starts before those.
         with ThreadPoolExecutor(begun.processes) as pool:
             apart = [pool.submit(run, self.fill_caches, name) for name in self.compiled_apart(case)]
             own = pool.submit(run, self.case, apart)
@@ -282,7 +284,7 @@ class _Run:
             if apart:
                 worker.ask(f"fill_caches {SUITES[case.suite].compiled[0]}", self.deadline)
             waits = worker.clock()
-            # Waiting is no work.
+            # What the other processes took, less the time for which this one waited.
             more_s = sum(future.result() for future in apart) - (worker.clock() - waits)
             ready = worker.ask("prepare", self.deadline)
             compiled = worker.clock()
@@ -292,7 +294,7 @@ class _Run:
             with self.measuring.held(case.gib):
                 begin = time.monotonic()
                 measuring = worker.clock()
-                by = min(self.deadline, begin + MAX_MEASURE * SUITES[case.suite].max_case_s)
+                by = min(self.deadline, begin + HANGS_AFTER * SUITES[case.suite].max_case_s)
                 if "late" in ready or begin >= self.deadline:
                     return None
                 row = self.measured(worker, ready, by)

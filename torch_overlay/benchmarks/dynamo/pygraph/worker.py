@@ -641,11 +641,13 @@ class CaseRun:
                 return timings
 
     def _has_graphs_of(self, reference: str, names: list[str]) -> bool:
-        """Whether Dynamo broke the graph of programs as often as the reference's."""
+        """
+        Whether Dynamo broke the graph of programs as often as the reference's and, in suites that break graphs, made as many
+        graphs. In other suites a program may run what Dynamo compiled for another one, and count no graph.
+        """
         traced = [self.programs[name].frames for name in (reference, *names) if name in self.programs]
-        # Elsewhere a program may have none of its own: it runs what Dynamo compiled for another.
-        graphs = [frames.graphs * self.suite.breaks_graphs for frames in traced]
-        return len({*zip((frames.breaks for frames in traced), graphs)}) == 1
+        has_same_breaks = len({frames.breaks for frames in traced}) == 1
+        return has_same_breaks and (not self.suite.breaks_graphs or len({frames.graphs for frames in traced}) == 1)
 
     def _sweep(self, names: list[str]) -> dict[str, Row]:
         """
@@ -665,7 +667,7 @@ class CaseRun:
                 for name in names:
                     if name in self.failed or seconds[name] > MAX_SWEEP_S:
                         continue
-                    # In its turn the collector does not visit what the others made in theirs.
+                    # So that the collector does not visit what other variants made, in the turn of this one.
                     gc.freeze()
                     with self._noting(name):
                         start = time.perf_counter()

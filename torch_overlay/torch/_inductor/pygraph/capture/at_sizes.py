@@ -232,7 +232,7 @@ class FunctionCapture:
         # A tensor without elements has the address 0.
         self.addresses.update((name, given[i].data_ptr()) for i, name in model.inputs.items())
         run = with_allocator(model.model, model.spec.info, self._allocate)
-        # Not kept: it has this object, and a graph that is dropped is to free its memory at once.
+        # An attribute would make a reference cycle: a dropped graph would keep its memory until Python's collector runs.
         trace = CallTrace(self._place_results)
         self.calls = trace.calls
 

@@ -144,6 +144,7 @@ def call(tx: InstructionTranslatorBase, function: Callable[..., Any], *args: Any
 
 class Checks(Effects):
     def check_effects(self, tx: InstructionTranslatorBase, drawn_in_front: Sequence[torch.fx.Node]) -> None:
+        # The queue is empty afterwards.
         checks = [effect for effect in self.queue if isinstance(effect, Check)]
         super().check_effects(tx, drawn_in_front)
         for check in checks:

@@ -1,9 +1,10 @@
 """
 Checks of what the program passes, which do not wait for the graph.
 
-A check behind the graph waits for its value, and so for the graph. Meanwhile the host prepares nothing: until it has gone
-on, the GPU has nothing to do. Where the value depends on nothing but inputs, bytecode computes it in front of the graph,
-and begins to copy it to the host. The check then waits for the copy alone, while the graph runs.
+A check behind the graph waits for its value, and so for the graph. While the host waits, it launches nothing. So the GPU is
+idle from the end of the graph until the host has launched what follows. If the value depends on nothing but inputs, bytecode
+computes it in front of the graph, and begins to copy it to the host. The check then waits for the copy alone, while the
+graph runs.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
 
 # Reading a value of the CPU waits for nothing.
 DEVICES = ("cuda",)
-# Operators that bytecode computes, which takes the host some time each, and those of a graph that takes more.
+# The host launches the operators in front of the graph one by one, so there are at most so many. Behind a graph of fewer
+# operators the host hardly waits. Estimates.
 MAX_OPERATORS = 8
 MIN_OPERATORS_OF_GRAPH = 8
 
@@ -82,16 +84,18 @@ def read_early(tx: InstructionTranslatorBase, node: torch.fx.Node) -> FlagVariab
     examples = [n.meta.get("example_value") for n in found]
     if not all(isinstance(example, torch.Tensor) for example in examples):
         return None
+    device = node.meta["example_value"].device.type
     is_exact = not any(example.dtype.is_floating_point or example.dtype.is_complex for example in examples)
     if (
         # The graph may round its own value otherwise, if it reads one.
         (not is_exact and (node.users or is_autocast(found)))
-        or devices_of(found) != {node.meta["example_value"].device.type}
-        or not devices_of(found) <= {*DEVICES}
+        or device not in DEVICES
+        or devices_of(found) != {device}
         or not inputs
         or len(found) - len(inputs) > MAX_OPERATORS
         or len(operators) - (len(found) - len(inputs)) < MIN_OPERATORS_OF_GRAPH
         or not all(map(is_known_at_break, found))
+        # The graph may write an input, or a tensor that it made, before the program reads it.
         or may_be_written(output.graph, DEVICES)
         or with_writes(node) != found
         or any(map(is_of_stream, output.graph.nodes))
@@ -111,13 +115,16 @@ def read_early(tx: InstructionTranslatorBase, node: torch.fx.Node) -> FlagVariab
 
 
 def starting(function: Callable[..., torch.Tensor]) -> Callable[..., Flag]:
+    """Return a function that computes a value from inputs and begins to copy it."""
+
     def start(*inputs: torch.Tensor) -> Flag:
         with torch.no_grad():
-            # It has no generator.
+            # The function draws no random numbers, so it gets no generator.
             return Flag(function(None, *inputs))
 
     return start
 
 
 def as_tensor(value: torch.Tensor | Flag) -> torch.Tensor:
+    """Wait for the value if it is a Flag."""
     return value.read() if isinstance(value, Flag) else value

@@ -3,8 +3,8 @@ When a recording for many sizes prepares a new size. It captures the library cal
 takes as long as several calls. If new sizes came seldom of late, calls of a new size will gain that time: the first call
 prepares it. Otherwise its calls run uncaptured until the size has come often enough itself.
 
-What is prepared may never come again. So preparing takes no longer than captured calls gained of late, and a small part of
-the time of calls besides: a program is then about as fast as without CUDA graphs, whatever its sizes are.
+A size may never come again once it was prepared. So preparing has a budget: the time that captured calls gained of late, and a
+small part of the time that calls take. Whatever the sizes of a program are, it is hardly slower than without CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MARGIN = 2
 # The part of the last new size in the share of calls that have a new size.
 NEW_WEIGHT = 1 / 4
 
-# After so many calls, 37 % of what they gained is still there for preparing sizes.
+# The budget shrinks to 1/e in so many calls that add nothing to it. An estimate.
 CALLS_OF_LATE = 100
 
-# The part of the time of calls that preparing may take if they gain nothing.
+# The part of the uncaptured function's time that each call adds to the budget, even if it gains nothing. An estimate.
 ALLOWED = 0.03
 
 
@@ -44,7 +44,7 @@ class Preparation:
         us: what preparing a size takes on average, of lately prepared ones, 0 before the first
         waiting: how often sizes came that are not prepared yet
         new: the share of calls that have a new size, of late
-        budget_us: what preparing may take. It is below 0 where preparing took longer than before
+        budget_us: the time that preparing may take. It is below 0 after preparing took longer than expected
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Preparation:
         # How many calls there were until the last new size.
         self.calls = 0
         self.budget_us = 0.0
-        # Of how many calls and captured calls the budget has the gain.
+        # How many calls and captured calls there were when their gain was last added to the budget.
         self.earned = (0, 0)
 
     def note(self, us: float) -> None:
@@ -81,14 +81,14 @@ class Preparation:
         return False
 
     def _earn(self, report: FunctionReport) -> None:
-        """Add to the budget what calls gained since the last time."""
+        """Add to the budget the time that calls gained since the last time."""
         calls, captured = report.calls - self.earned[0], report.captured_calls - self.earned[1]
         self.earned = report.calls, report.captured_calls
         if calls <= 0:
             return
         each = ALLOWED * report.timings_us.get(NO_GRAPH, 0.0) + captured / calls * report.saved_us
         kept = math.exp(-calls / CALLS_OF_LATE)
-        # What was overdrawn stays so.
+        # A debt does not shrink.
         self.budget_us = min(self.budget_us, self.budget_us * kept) + each * CALLS_OF_LATE * (1 - kept)
 
     def _note_new(self, report: FunctionReport) -> None:
