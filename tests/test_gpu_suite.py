@@ -836,6 +836,7 @@ class FakeWorker:
     closed: list[str] = []
     started: list[FakeWorker] = []
     quiet_s = named_at = now = 0.0
+    max_s = max_quiet_s = math.inf
 
     def __init__(self, case, options, logs, threads, machine, cold=False):
         self.case, self.options, self.machine, self.cold = case, options, machine, cold
@@ -985,13 +986,13 @@ def test_a_case_whose_memory_is_not_known_in_time_is_left_for_the_next_run():
     assert _run_suite(["a"], answers, alone=True) == ([], ["a"])
 
 
-def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(monkeypatch):
-    late = {"error": "out of time", "late": True}
-    answers = {"a prepare": {}, "a measure": late, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
-    rows, skipped = _run_suite(["a", "b"], answers, budget_s=400.0)
-    assert {row["name"]: row.get("error") for row in rows} == {"a": "out of time", "b": None} and skipped == []
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(is_late):
+    ended = {"error": "out of time", "late": is_late}
+    answers = {"a prepare": {}, "a measure": ended, "b prepare": {}, "b measure": {**ROW, "name": "b"}}
     rows, skipped = _run_suite(["a", "b"], answers)
-    assert [row["name"] for row in rows] == ["b"] and skipped == ["a"]
+    assert {row["name"]: row.get("error") for row in rows} == {"b": None} | ({} if is_late else {"a": "out of time"})
+    assert skipped == ["a"] * is_late and all("late" not in row for row in rows)
 
 
 def test_regret_is_what_is_beyond_the_noise():
@@ -1168,11 +1169,28 @@ def test_a_process_that_is_quiet_for_too_long_ends_and_the_others_go_on(counting
     machine, start = counting
     (a, _), (b, count) = start(), start()
     a.max_quiet_s = 0.2
-    assert a.ask(f"quiet {tmp_path / 'never'}", time.monotonic() + 60) == {"error": "out of time", "late": True}
+    assert a.ask(f"quiet {tmp_path / 'never'}", time.monotonic() + 60) == {"error": "out of time", "late": False}
     assert machine.quiet is None and _goes_on(count)
     (tmp_path / "end").touch()
     assert b.ask(f"quiet {tmp_path / 'end'}", time.monotonic() + 60) == {"done": 1}
 
+
+def test_a_process_hangs_by_its_own_clock(counting, tmp_path):
+    machine, start = counting
+    (a, _), (b, _) = start(), start()
+    a.max_s, b.max_s = 1.0, 0.2
+    never = f"quiet {tmp_path / 'never'}"
+    hangs = threading.Thread(target=a.ask, args=(never, time.monotonic() + 60))
+    hangs.start()
+    while machine.quiet is not a:
+        time.sleep(0.01)
+    # It is stopped until the other one ends.
+    clock = b.clock()
+    time.sleep(0.3)
+    assert machine.quiet is a and b.clock() == clock
+    assert b.ask(never, time.monotonic() + 60) == {"error": "out of time", "late": False}
+    assert not hangs.is_alive() or machine.quiet is not a
+    hangs.join()
 
 def test_cases_that_need_more_memory_than_the_device_has_are_rows():
     ((row,), skipped), closed = _run_suite(["a"], {}, gib=8.0, device_gib=4.0), FakeWorker.closed
@@ -1315,20 +1333,25 @@ def test_while_another_case_ends_the_next_one_waits(monkeypatch):
 
 def test_a_case_begins_with_places_for_its_variants_alone(monkeypatch):
     planned = Planned(monkeypatch, places=4, a=(30.0, 10.0, 1.0), b=(30.0, 10.0, 1.0))
-    a, found = planned.next("ab", alone=2), []
+    a = planned.next("ab", alone=2)
     assert (a.processes, planned.schedule.processes) == (3, 1)
-    waiting = threading.Thread(target=lambda: found.append(planned.next("b", alone=2)))
+    # One process at a time has room, so the case takes longer.
+    b = planned.next("b", alone=2)
+    assert (b.processes, b.work.longest, planned.schedule.processes) == (1, 30.0, 0)
+    for begun in (a, b):
+        for _ in range(3):
+            planned.schedule.ended(begun)
+    assert (planned.schedule.processes, planned.schedule.gib) == (4, 100.0)
+    # Nothing begins without a process.
+    planned = Planned(monkeypatch, places=1, a=(30.0, 10.0, 1.0), b=(30.0, 10.0, 1.0))
+    a, found = planned.next("ab"), []
+    waiting = threading.Thread(target=lambda: found.append(planned.next("b")))
     waiting.start()
-    planned.schedule.ended(a)
     waiting.join(0.05)
     assert found == [] and waiting.is_alive()
     planned.schedule.ended(a)
     waiting.join(10)
-    (b,) = found
-    planned.schedule.ended(a)
-    for _ in range(3):
-        planned.schedule.ended(b)
-    assert (planned.schedule.processes, planned.schedule.gib) == (4, 100.0)
+    assert [begun.case.name for begun in found] == ["b"]
     # Where there is less memory, they run one after another.
     planned = Planned(monkeypatch, gib=2.5, a=(30.0, 10.0, 1.0))
     a = planned.next("a", alone=2)
@@ -1336,6 +1359,15 @@ def test_a_case_begins_with_places_for_its_variants_alone(monkeypatch):
     for _ in range(3):
         planned.schedule.ended(a)
     assert (planned.schedule.processes, planned.schedule.gib) == (16, 2.5)
+
+
+def test_a_case_without_room_lets_the_next_one_begin(monkeypatch):
+    planned = Planned(monkeypatch, gib=5.0, a=(100.0, 100.0, 1.0), b=(90.0, 90.0, 1.0), c=(10.0, 10.0, 1.0))
+    planned.cases["b"] = dataclasses.replace(planned.cases["b"], gib=4.0)
+    assert [planned.next(names).case.name for names in ("abc", "bc")] == ["a", "c"]
+    # With less room for its processes, a case may take too long.
+    planned = Planned(monkeypatch, places=4, a=(100.0, 30.0, 1.0), b=(900.0, 300.0, 1.0), c=(10.0, 10.0, 1.0))
+    assert [planned.next(names, alone=2).case.name for names in ("abc", "bc")] == ["a", "c"]
 
 
 def test_a_variant_is_left_out_where_the_case_would_not_end(monkeypatch):

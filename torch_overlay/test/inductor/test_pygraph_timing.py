@@ -53,6 +53,10 @@ def stays(graph: Cost, uncaptured: Cost) -> bool:
     return judge(graph, uncaptured)[0]
 
 
+def noisy(program: float, host: float, device: float) -> Cost:
+    return Cost(Estimate(program, 8), Estimate(host, 0.4), Estimate(device, 0.4))
+
+
 class DecisionTest(TestCase):
     @parametrize(
         "graph,uncaptured,reason",
@@ -179,6 +183,10 @@ class DecisionTest(TestCase):
                 (cost(80, 40, 70), cost(100, 60, 60), Code.FASTER),
                 name="host_gains",
             ),
+            # The device takes most of the time, and the host nearly as much: it may be slower at another time.
+            subtest((cost(100, 40, 100), cost(101, 90, 100), Code.SPARES_HOST), name="spares_host"),
+            subtest((cost(100, 70, 100), cost(101, 90, 100), Code.NOT_FASTER), name="spares_little"),
+            subtest((cost(100, 40, 101), cost(101, 90, 100), Code.NOT_FASTER), name="spares_host_only"),
             # The device's time does not depend on who launched.
             subtest(
                 (cost(1000, 5, 1000), cost(1000, 90, 1000), Code.NOT_FASTER),
@@ -190,7 +198,7 @@ class DecisionTest(TestCase):
         "A text where the case is about its numbers, else a code."
         chosen, why = judge(graph, uncaptured)
         self.assertIn(reason, (why.code, why.text))
-        self.assertEqual(chosen, why.code in (Code.FASTER, Code.FASTER_BY_ITSELF))
+        self.assertEqual(chosen, why.code in (Code.FASTER, Code.FASTER_BY_ITSELF, Code.SPARES_HOST))
 
     @parametrize(
         "graph,uncaptured,expected",
@@ -208,6 +216,20 @@ class DecisionTest(TestCase):
     )
     def test_costs_nothing(self, graph, uncaptured, expected):
         self.assertEqual(costs_nothing(graph, uncaptured), expected)
+
+    @parametrize(
+        "graph,other,expected",
+        (
+            subtest((cost(39, 20, 39), cost(44, 20, 44), True), name="device"),
+            # The program waits for the host, which takes longer for branches.
+            subtest((cost(53, 24, 39), cost(49, 21, 44), False), name="host"),
+            subtest((noisy(53, 24, 39), noisy(49, 21, 44), False), name="noise"),
+            # A gain that shows is one, though the host takes longer.
+            subtest((noisy(45, 24, 39), noisy(49, 21, 44), True), name="shown"),
+        ),
+    )
+    def test_improves(self, graph, other, expected):
+        self.assertEqual(timing.improves(graph, other), expected)
 
     @given(costs, costs)
     def test_never_chooses_what_gains_nothing(self, graph, uncaptured):

@@ -155,6 +155,7 @@ WORKLOADS = Suite(
         "forced_node_update",
         "forced_copy",
     ),
+    selects_in_loop=True,
     # PyGraph where no forced variant was measured after it.
     profiled=("stock_cg", "stock_whole", "pygraph", "forced_node_update", "forced_copy"),
 )

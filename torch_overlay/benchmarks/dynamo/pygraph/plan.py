@@ -34,6 +34,8 @@ PROGRAMS = 3000
 OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0, "bindings": 120.0}
 # Cores, each of which compiles a case or measures what need not be alone
 CORES = 16
+# Seconds until random programs run, each process of which imports what it needs
+PROGRAMS_START_S = 40.0
 # Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
 SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (120.0, 12.0), 1.0
 # Suites whose cases are small
@@ -187,7 +189,7 @@ def _of_programs(record: Row, sources: str) -> float:
     runs = [run for run in record.get("programs", ()) if run.get("seconds") and run.get("programs")]
     done = sum(run["programs"] for run in runs)
     each = sum(run["seconds"] for run in runs) / done if done else OTHERS["programs"] / PROGRAMS
-    return each * programs_left(record, sources)
+    return PROGRAMS_START_S + each * programs_left(record, sources)
 
 
 def work(unit: Unit, row: Row) -> Work:

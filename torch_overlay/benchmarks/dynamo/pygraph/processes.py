@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 # Between stopping the other processes and timing.
 DRAIN_S = 0.2
+# Between looks at the clock of a process that may be stopped.
+WATCH_S = 0.1
 
 
 @contextlib.contextmanager
@@ -89,6 +91,8 @@ class Answering:
     # Seconds for which it had the machine to itself, and may have it
     quiet_s = 0.0
     max_quiet_s = math.inf
+    # Seconds that an answer may take it, by its clock
+    max_s = math.inf
     # Answers whether there is time for more of the work.
     has_time: Callable[[], bool] = staticmethod(lambda: True)
     # Seconds for which it was stopped, and its clock when it named its work
@@ -115,9 +119,12 @@ class Answering:
             self.machine.processes.add(self)
 
     def ask(self, question: str, deadline: float) -> dict[str, Any]:
-        """The answer, or an object that says why there is none."""
+        """The answer, or an object that says why there is none: ``late`` if the deadline ended the process."""
         self.at = ""
         timers = [self._kill_in(deadline - time.monotonic())]
+        by, answered = self.clock() + self.max_s, threading.Event()
+        if math.isfinite(by):
+            threading.Thread(target=self._kill_at, args=(by, answered), daemon=True).start()
         try:
             print(question, file=self.process.stdin, flush=True)
             for line in self.process.stdout:
@@ -139,17 +146,28 @@ class Answering:
         except (BrokenPipeError, ValueError):
             pass  # it ended, perhaps in the middle of a line
         finally:
+            answered.set()
             for timer in timers:
                 timer.cancel()
             self.machine.end(self)
         code = self.process.wait()
-        if time.monotonic() >= deadline or self.quiet_s >= self.max_quiet_s:
-            return {"error": "out of time", "late": True}
+        is_late = time.monotonic() >= deadline
+        if is_late or self.quiet_s >= self.max_quiet_s or self.clock() >= by:
+            return {"error": "out of time", "late": is_late}
         return {"error": f"process ended with status {code}"}
 
     def clock(self) -> float:
         """Seconds that go by while it is not stopped."""
-        return time.monotonic() - self.stopped_s
+        with self.machine.changed:
+            is_stopped = self.machine.quiet not in (None, self)
+            return (self.machine.stopped_at if is_stopped else time.monotonic()) - self.stopped_s
+
+    def _kill_at(self, time_of_clock: float, answered: threading.Event) -> None:
+        while (left := time_of_clock - self.clock()) > 0:
+            # While it is stopped, its clock stands.
+            if answered.wait(max(left, WATCH_S)):
+                return
+        self.kill()
 
     def _kill_in(self, seconds: float) -> threading.Timer:
         timer = threading.Timer(min(max(0.0, seconds), threading.TIMEOUT_MAX), self.kill)

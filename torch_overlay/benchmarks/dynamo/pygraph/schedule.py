@@ -2,7 +2,8 @@
 Which case of a suite begins next, so that what is begun ends before the deadline: a case that does not end is lost.
 
 Cases compile side by side, and so do the variants of a case that takes long. All of them stop while one case is timed. So
-all that is begun has ended once the process that takes longest has run, and everything was timed.
+all that is begun has ended once the process that takes longest has run, and everything was timed. A case that does not have
+room lets the next ones begin: cores that wait for it would be lost, and the next command begins with it.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ class Schedule:
         self.changed = threading.Condition()
 
     def next(self, waiting: list[Case], more_processes: Callable[[Case], int]) -> Begun | None:
-        """Wait until the first of the cases that can end in time has room. Return None if no case can."""
+        """Wait until one of the cases can end in time and has room, and return the first. Return None if no case can."""
         with self.changed:
             while True:
                 planned = (self._planned(case, 1 + more_processes(case)) for case in waiting)
-                chosen = next((begun for begun in planned if self._ends_in_time(begun)), None)
-                if chosen is None and not self.begun:
-                    return None
-                if chosen is not None and chosen.processes <= self.processes and chosen.gib <= self.gib:
+                chosen = next((begun for begun in planned if begun and self._ends_in_time(begun)), None)
+                if chosen is not None:
                     self.processes -= chosen.processes
                     self.gib -= chosen.gib
                     self.begun.append(chosen)
                     return chosen
+                if not self.begun:
+                    return None
                 # What is begun may take less time than it is said to.
                 self.changed.wait()
 
@@ -101,16 +102,26 @@ class Schedule:
             needed = begun.work.longest / VARIANTS + self._device_s(self.begun)
             return MARGIN * needed <= self.deadline - time.monotonic()
 
-    def _planned(self, case: Case, processes: int) -> Begun:
-        most, limit = self.limits
-        at_once = min(processes, most)
-        # A variant alone needs about half of the case's memory.
-        while at_once > 1 and case.gib * (at_once + 1) / 2 > limit:
-            at_once -= 1
-        work = self.work(case)
-        longest = min(self.longest, max(work.longest, work.cores / at_once))
-        gib = min(limit, case.gib * (at_once + 1) / 2)
+    def _planned(self, case: Case, processes: int) -> Begun | None:
+        """With as many processes at a time as there is room for, or None."""
+        work, most = self.work(case), self._at_once(case, processes, *self.limits)
+        at_once = self._at_once(case, processes, self.processes, self.gib)
+        gib = min(self.limits[1], case.gib * (at_once + 1) / 2)
+        if not at_once or gib > self.gib:
+            return None
+        longest = min(self.longest, max(work.longest, work.cores / most))
+        if at_once < most:
+            longest = max(longest, work.cores / at_once)
         return Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
+
+    @staticmethod
+    def _at_once(case: Case, processes: int, free: int, gib: float) -> int:
+        """How many of a case's processes there is room for. One may need more memory than there is."""
+        at_once = min(processes, free)
+        # A variant alone needs about half of the case's memory.
+        while at_once > 1 and case.gib * (at_once + 1) / 2 > gib:
+            at_once -= 1
+        return at_once
 
     def _ends_in_time(self, another: Begun) -> bool:
         begun, now = [*self.begun, another], self.machine.clock()

@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 
 # Cases that are measured at the same time. One is stopped while the other is timed.
 MAX_MEASURED = 2
-# A case hangs if measuring it takes so many times as long as it may have the machine to itself. The suite stops a case while
-# it times others.
-HANGS_AFTER = 4
+# A case hangs if measuring it takes so many times as long as it may have the machine to itself, not counting the time for
+# which it is stopped.
+HANGS_AFTER = 3
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
 # for what cases need besides while they are measured.
 COMPILED_SHARE = 0.65
@@ -253,7 +253,7 @@ class _Run:
             return None
         if "error" in row:
             row = _without_result(case, row)
-        elif any("late" in answer for answer in answers.values()):
+        elif any(answer.get("late") for answer in answers.values()):
             return None
         else:
             _add_alone(row, answers)
@@ -292,12 +292,10 @@ class _Run:
             self.schedule.compiled(begun)
             self.say(case, "is compiled")
             with self.measuring.held(case.gib):
-                begin = time.monotonic()
                 measuring = worker.clock()
-                by = min(self.deadline, begin + HANGS_AFTER * SUITES[case.suite].max_case_s)
-                if "late" in ready or begin >= self.deadline:
+                if ready.get("late") or time.monotonic() >= self.deadline:
                     return None
-                row = self.measured(worker, ready, by)
+                row = self.measured(worker, ready)
             self.schedule.timed(begun)
             row["seconds"] = {
                 "compile": round(compiled - start + more_s, 1),
@@ -305,7 +303,7 @@ class _Run:
                 "measure": round(worker.clock() - measuring, 1),
                 "device": round(worker.quiet_s, 1),
             }
-        return None if row.pop("late", False) and by == self.deadline else row
+        return None if row.pop("late", False) else row
 
     def run_alone(self, begun: Begun, variant: str) -> Row:
         own = self.start_worker(begun.case, self.options, self.logs, self.threads, self.machine, True)
@@ -319,9 +317,10 @@ class _Run:
             row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}
             return row
 
-    def measured(self, worker: Worker, ready: Row, by: float) -> Row:
+    def measured(self, worker: Worker, ready: Row) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
-        row = ready if "error" in ready else worker.ask("measure", by)
+        worker.max_s = HANGS_AFTER * worker.max_quiet_s
+        row = ready if "error" in ready else worker.ask("measure", self.deadline)
         culprit = worker.at
         if "error" not in row or culprit in ("", "eager", "no_cg") or "late" in row:
             return row
@@ -329,7 +328,8 @@ class _Run:
         options = [*self.options, "--without", culprit]
         again = self.start_worker(worker.case, options, self.logs, self.threads, self.machine)
         with closing([again]) as (again,):
-            second = again.ask("measure", by)
+            again.max_s = worker.max_s
+            second = again.ask("measure", self.deadline)
             worker.quiet_s += again.quiet_s
         if "error" in second:
             return row

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 # How often all rounds are run, until what they say is clear, and for how many seconds they are
 # run again.
 MAX_TIMES = 4
-MAX_AGAIN_S = 20.0
+MAX_AGAIN_S = 12.0
 # Calls of a round, and those in front of it; of a loop whose calls take so many seconds.
 MIN_CALLS, LEAD_IN = 5, 3
 LONG_CALL_S = 0.05

@@ -59,6 +59,8 @@ SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 880
+# Seconds of settling, and in a process of the variant's own: a program that draws its path goes on recording.
+MAX_SETTLE_S, MAX_SETTLE_ALONE_S = 15.0, 30.0
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CALLS_WITHOUT_RECORDING = 20
@@ -427,7 +429,7 @@ class CaseRun:
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
-        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls):
+        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, start + MAX_SETTLE_ALONE_S):
             loop(1)
             calls += 1
             # Until the last decision: what is hardly called is never decided.
@@ -459,8 +461,9 @@ class CaseRun:
         self.programs.pop(name, None)
         gc.collect()
 
-    def _settling(self, name: str, calls: int) -> bool:
-        most = MAX_SETTLE_CALLS
+    def _settling(self, name: str, calls: int, by: float) -> bool:
+        """``by``: when it ends, by ``time.perf_counter``, once the calls are made that a variant needs in any case."""
+        most = MAX_SETTLE_CALLS if time.perf_counter() < by else 0
         if at_new_sizes := self._calls_at_new_sizes(name):
             return calls < at_new_sizes
         if self.suite.dynamic and name == "by_size":
@@ -482,22 +485,23 @@ class CaseRun:
 
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
-        Runs a variant until it has decided. It does so in a loop that goes around the
-        ring without waiting for the device, as a program would; the results are compared
-        after each time around, or by later calls: see Suite.selects_in_loop.
+        Runs a variant until it has decided, in a loop that goes around the ring without waiting for the device, as a program
+        would. The results are compared after each time around. Those of a variant that selects in the loop that is timed are
+        compared by later calls: see Suite.selects_in_loop.
         """
         difference = Difference()
         if self.variants[name].hand_written:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
-        if self.suite.selects_in_loop:
+        by = time.perf_counter() + MAX_SETTLE_S
+        if self.suite.selects_in_loop and self.variants[name].selects:
             loop = self._program(name).loop([clone(inputs) for inputs in ring])
-            while self._settling(name, calls):
+            while self._settling(name, calls, by):
                 loop(len(ring))
                 calls += len(ring)
             return difference
-        while self._settling(name, calls):
+        while self._settling(name, calls, by):
             results = [self._observe(name, inputs) for inputs in ring]
             for reference, result in zip(expected, results):
                 difference |= compare(reference, result, self.case.tolerance)

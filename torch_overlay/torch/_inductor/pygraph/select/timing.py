@@ -72,6 +72,10 @@ CONFIDENCE = 2.0
 # The program can gain or lose by a function at most so many times the function's own time.
 MAX_DIFFERENCE = 10
 
+# A graph that is as fast stays if it spares the host this part of a call. A program that waits for the device as often as
+# for the host, or whose host slows down now and then, gains by it.
+SPARED = 0.25
+
 # At most so many calls that record do not count: a function may be recorded for each of several sets of weights.
 MAX_RECORDING_CALLS = 200
 
@@ -373,6 +377,9 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, Reason]:
     if takes_less(uncaptured, graph):
         return False, Reason.of(Code.SLOWER_BY_ITSELF)
     gain = uncaptured.call.us - graph.call.us
+    spared = uncaptured.host.us - graph.host.us
+    if gain >= 0 and spared > SPARED * uncaptured.call.us and costs_nothing(graph, uncaptured):
+        return True, Reason.of(Code.SPARES_HOST, spared_us=spared)
     if gain > (1 - MARGIN) * uncaptured.call.us:
         within = noise(graph.call, uncaptured.call)
         return False, Reason.of(Code.WITHIN_NOISE, gain_us=gain, noise_us=within)
@@ -390,8 +397,8 @@ def improves(graph: Cost, other: Cost) -> bool:
     program = graph.program.us - other.program.us
     if is_less(other.program, graph.program) and program <= 2 * max(host, device):
         return False
-    # A gain on the device would show, and does not.
-    is_hidden = noise(graph.program, other.program) < -device and program > host + device / 2
+    # A gain on the device would show, and does not. If the program's times vary so much that they cannot tell, the host's do.
+    is_hidden = program > host + device / 2
     if is_hidden and host > (1 - MARGIN) / 2 * other.program.us and is_less(other.host, graph.host):
         return False
     if is_less(graph.program, other.program) and is_less(graph.device, other.device) and program >= 2 * device:
