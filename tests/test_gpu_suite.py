@@ -577,6 +577,19 @@ def test_a_frame_that_breaks_and_runs_eagerly_is_one_break(options):
     assert (found.graphs, found.breaks) == (0, 1)
 
 
+def test_a_frame_that_is_compiled_again_is_one_break():
+    def prints(x):
+        y = x.sin() * 2
+        torch._dynamo.graph_break()
+        return y + 1
+
+    found = frames.Frames()
+    with found.running():
+        for size in (2, 3):
+            torch.compile(prints, dynamic=False, backend="eager")(torch.ones(size))
+    assert (found.graphs, found.breaks) == (4, 1)
+
+
 def test_slow_calls_are_timed_in_fewer_rounds():
     run = worker.CaseRun(_tiny(), "cpu", small=True, variants=EAGER, rounds=21, round_s=0.05)
     for call_s, rounds in ((0.0, 21), (1e-3, 21), (20e-3, 13), (1.0, 9)):

@@ -32,8 +32,14 @@ class Frames:
     skipped_by_any: ClassVar[dict[int, types.CodeType]] = {}
 
     def __init__(self) -> None:
-        self.graphs = self.breaks = 0
+        self.graphs = 0
+        # The code that breaks the graph. A program whose sizes vary is compiled again, and breaks again, the longer it runs.
+        self.broken: dict[int, types.CodeType] = {}
         self.skipped: dict[int, FrameExecStrategy] = {}
+
+    @property
+    def breaks(self) -> int:
+        return len(self.broken)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -53,8 +59,8 @@ class Frames:
                 self.skipped[id(frame.f_code)] = result.frame_exec_strategy
                 # Dynamo gives no reason where it skips the frame for a break. PyGraph may skip it after Dynamo gave one.
                 is_broken = is_broken or counters["unimplemented"].total() > unsupported
-            # Analysed again, a frame may give reasons again.
-            self.breaks += is_broken
+            if is_broken:
+                self.broken[id(frame.f_code)] = frame.f_code
             return result
 
         with mock.patch.object(CatchErrorsWrapper, "__call__", noting):
