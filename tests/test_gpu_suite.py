@@ -848,7 +848,7 @@ class FakeWorker:
     answers: dict[str, dict] = {}
     closed: list[str] = []
     started: list[FakeWorker] = []
-    quiet_s = named_at = now = 0.0
+    quiet_s = now = 0.0
     max_s = max_quiet_s = math.inf
 
     def __init__(self, case, options, logs, threads, machine, cold=False):
@@ -866,10 +866,9 @@ class FakeWorker:
         without = self.options[-1] if "--without" in self.options else ""
         key = f"{self.case.name} {command}{without and ' without ' + without}"
         if command.startswith("compile_alone"):
-            # The worker builds the program first. Then it sends the name of the variant, and its time begins.
-            self.named_at = self.now + 1.0
-            self.now = self.named_at + ALONE["compile_s"]
-            return {}
+            # The worker builds the program first.
+            self.now += 1.0 + ALONE["compile_s"]
+            return {"compile_s": ALONE["compile_s"]}
         if command.startswith("fill_caches"):
             self.now += 2.0
             return {}

@@ -95,9 +95,8 @@ class Answering:
     max_s = math.inf
     # Answers whether there is time for more of the work.
     has_time: Callable[[], bool] = staticmethod(lambda: True)
-    # Seconds for which it was stopped, and its clock when it named its work
+    # For which it was stopped
     stopped_s = 0.0
-    named_at = 0.0
 
     def __init__(
         self, command: list[str], environment: dict[str, str], errors: Any = None, machine: Machine | None = None
@@ -140,7 +139,7 @@ class Answering:
                 elif answer.get("asks") == "time":
                     print("yes" if self.has_time() else "no", file=self.process.stdin, flush=True)
                 elif "at" in answer:
-                    self.at, self.named_at = answer["at"], self.clock()
+                    self.at = answer["at"]
                 else:
                     return answer
         except (BrokenPipeError, ValueError):

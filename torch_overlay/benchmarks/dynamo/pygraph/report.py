@@ -132,7 +132,7 @@ def copied(row: Row, variant: str) -> int | None:
 
 
 def start_up(row: Row, variant: str) -> float | None:
-    """Seconds of compiling from cold caches and warming up."""
+    """Seconds of the CPU to compile from cold caches, and seconds of warming up."""
     alone = row.get("alone", {}).get(variant)
     return alone["compile_s"] + alone["warm_up_s"] if alone else None
 
@@ -435,8 +435,8 @@ SECTIONS = (
     ),
     (
         "What it costs",
-        "Each alone in a process: seconds from the first call, with cold caches, to the steady state; memory, "
-        "PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
+        "Each alone in a process: seconds of the CPU for the first call, with cold caches, and seconds from there to the "
+        "steady state; memory, PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
         COST_COLUMNS,
         "alone",
     ),

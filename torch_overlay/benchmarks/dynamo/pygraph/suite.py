@@ -311,8 +311,6 @@ class _Run:
             start = worker.clock()
             row = worker.ask(f"compile_alone {variant}", self.deadline)
             if "error" not in row:
-                # A stopped process cannot tell that it was stopped, so this process measures the time.
-                row["compile_s"] = worker.clock() - worker.named_at
                 row |= worker.ask(f"settle_alone {variant}", self.deadline)
             row["seconds"] = {"compile": worker.clock() - start - worker.quiet_s, "device": worker.quiet_s}
             return row

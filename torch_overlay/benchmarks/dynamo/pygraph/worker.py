@@ -58,9 +58,9 @@ log = logging.getLogger(__name__)
 SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
-MAX_SETTLE_CALLS = 880
-# Seconds of settling, and in a process of the variant's own: a program that draws its path goes on recording.
-MAX_SETTLE_S, MAX_SETTLE_ALONE_S = 15.0, 30.0
+MAX_SETTLE_CALLS = 1500
+# Seconds of settling, of all variants that select: a program that draws its path goes on recording.
+MAX_SETTLE_S = 30.0
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CALLS_WITHOUT_RECORDING = 20
@@ -400,10 +400,10 @@ class CaseRun:
         found: Row = {"eager_loop_us": [round(us, 2) for us in self.eager_loop_us]}
         return found | ({"noise": round(self.noise, 3)} if self.noise > MAX_NOISE else {})
 
-    def compile_alone(self, name: str) -> None:
+    def compile_alone(self, name: str) -> Row:
         """
-        The first call of a program that has no other variant. It takes from ``on_variant`` to the end: other processes stop
-        this one now and then, which only the one that starts them can count.
+        What the first call of a program takes that has no other variant: seconds of the CPU. Other processes compile at the
+        same time, and stop this one now and then.
         """
         ring = [self._inputs() for _ in range(self.case.ring)]
         if VARIANTS[name].largest:
@@ -413,9 +413,11 @@ class CaseRun:
         reset_report()
         self._synchronize()
         self.on_variant(name)
+        start = _cpu_s()
         self.loop_alone = self._program(name).loop(ring)
         self.loop_alone(1)
         self._synchronize()
+        return {"compile_s": _cpu_s() - start}
 
     def settle_alone(self, name: str) -> dict[str, Any]:
         """
@@ -429,7 +431,7 @@ class CaseRun:
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
-        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, start + MAX_SETTLE_ALONE_S):
+        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, start + MAX_SETTLE_S):
             loop(1)
             calls += 1
             # Until the last decision: what is hardly called is never decided.
@@ -494,7 +496,7 @@ class CaseRun:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
-        by = time.perf_counter() + MAX_SETTLE_S
+        by = time.perf_counter() + MAX_SETTLE_S / max(1, sum(variant.selects for variant in self.variants.values()))
         if self.suite.selects_in_loop and self.variants[name].selects:
             loop = self._program(name).loop([clone(inputs) for inputs in ring])
             while self._settling(name, calls, by):
@@ -803,6 +805,11 @@ def _collecting_what_is_new() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _cpu_s() -> float:
+    """Seconds of the CPU that this process and the children took that have ended, as compilers."""
+    return sum(os.times()[:4])
 
 
 def eager_loop_us(device: torch.device) -> float:
