@@ -290,6 +290,19 @@ def test_a_share_has_a_gpu_and_cores_of_its_own(machine):
     assert sorted(ran) == sorted(unit.name or unit.kind for unit in plan.whole())
 
 
+def test_a_gpu_that_is_done_begins_cases_of_others(machine):
+    machine.monkeypatch.setattr(machine.suite, "gpus", lambda: ["4", "7"])
+    machine.monkeypatch.setattr(machine.suite.os, "sched_setaffinity", lambda pid, cores: None)
+    machine.monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    units = [Unit("paper", f"c{i}") for i in range(8)]
+    machine.monkeypatch.setattr(plan, "whole", lambda: [Unit("tests"), *units])
+    first, second = plan.shares(plan.whole(), 2, machine.record)
+    ran = [name for name in machine.command("--gpu", "1/2", "--claims", str(machine.tmp_path)) if name != "tests"]
+    # Its own come first. The process leaves out those that another has begun.
+    own = [unit.name for unit in first if unit.name]
+    assert len(ran) > len(own) and ran == [*own, *(unit.name for unit in second if unit.name)][: len(ran)]
+
+
 @pytest.mark.parametrize(("gpus", "shares"), [("0,1", 1), ("0,1,2", 1), ("3,2,1,0", 2)])
 def test_each_two_gpus_have_a_share_of_what_needs_two(gpus, shares, machine):
     asked = []

@@ -126,11 +126,11 @@ def test_rounds_are_repeated_until_they_are_clear():
 
 def test_long_calls_are_few():
     device = Device()
-    _time(device, {"a": device.loop("a", 0.06, 0)}, rounds=10)
+    _time(device, {"a": device.loop("a", 0.03, 0)}, rounds=10)
     few = device.now
-    _time(device, {"a": device.loop("a", 0.04, 0)}, rounds=10)
-    assert few == pytest.approx(0.06 * (6 + 10 * 4))
-    assert device.now - few == pytest.approx(0.04 * (6 + 10 * 9))
+    _time(device, {"a": device.loop("a", 0.01, 0)}, rounds=10)
+    assert few == pytest.approx(0.03 * (6 + 10 * 4))
+    assert device.now - few == pytest.approx(0.01 * (6 + 10 * 9))
 
 
 def test_rounds_are_interleaved():
@@ -890,6 +890,7 @@ def _run_suite(
     on_row=lambda row: None,
     device_gib=math.inf,
     record=None,
+    claims=None,
     **overrides,
 ):
     FakeWorker.answers, FakeWorker.closed, FakeWorker.started = answers, [], []
@@ -902,6 +903,7 @@ def _run_suite(
         budget_s=budget_s,
         device_gib=device_gib,
         record=record,
+        claims=claims,
         on_row=on_row,
         start_worker=FakeWorker,
     )
@@ -1269,6 +1271,20 @@ def test_a_case_that_would_not_end_is_not_begun():
     assert [row["name"] for row in rows] == ["a"] and skipped == []
 
 
+def test_a_case_that_another_process_has_begun_is_left_to_it(tmp_path):
+    answers = {f"{name} {step}": {} for name in "ab" for step in ("prepare", "measure")}
+    answers |= {f"{name} measure": {**ROW, "name": name} for name in "ab"}
+    claims = suite.Claims(tmp_path)
+    a, b, c = (dataclasses.replace(_case(), name=name) for name in "abc")
+    assert claims.take(a) and not claims.take(a)
+    rows, skipped = _run_suite(["a", "b"], answers, claims=claims)
+    assert [row["name"] for row in rows] == ["b"] and skipped == []
+    assert claims.is_taken(b) and not claims.is_taken(c)
+    # Nobody has begun what there is no time for.
+    long = _recorded(c=(50.0, 60.0))
+    assert _run_suite(["b", "c"], answers, claims=claims, record=long) == ([], ["c"])
+
+
 def test_variants_of_a_case_that_takes_long_compile_side_by_side(monkeypatch):
     """The case's own process finds their code in its caches."""
     asked, ask = [], FakeWorker.ask
@@ -1445,6 +1461,10 @@ def test_the_budget_leaves_cases_out():
         ({}, {"equal": False}, "results differ"),
         ({}, {"reserved_mib": 12}, None),
         ({}, {"reserved_mib": 13}, "reserves 13 MiB, more than 12 MiB"),
+        # Variants that make more calls meet more breaks.
+        ({}, {"breaks": 3, "stock_breaks": 2, "first_breaks": 2, "stock_first_breaks": 2}, None),
+        ({}, {"first_breaks": 3, "stock_first_breaks": 2}, "3 graph breaks in the first call, stock 2"),
+        ({"max_breaks": 0}, {"breaks": 1}, "1 graph breaks, not 0"),
         ({"min_saved_mib": 3.0}, {}, "reserves 10 MiB, more than 9 MiB"),
     ],
 )

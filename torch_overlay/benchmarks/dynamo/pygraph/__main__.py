@@ -28,7 +28,7 @@ from . import catalogue, smoke
 from .cgct_run import CpuValuesRun
 from .program import VARIANTS
 from .report import format_table, write_rows
-from .suite import run_suite
+from .suite import Claims, run_suite
 from .worker import CaseRun, summary
 
 
@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=420.0, help="seconds")
     parser.add_argument("--output", type=Path, help="a JSON file for the rows, instead of a table")
     parser.add_argument("--record", type=Path, metavar="FILE", help="of an earlier run, for how long cases take")
+    parser.add_argument("--claims", type=Path, metavar="DIRECTORY", help="of cases that one of several processes begins")
     parser.add_argument("--logs", type=Path, default=Path("."))
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--small", action="store_true", help="shrunk cases")
@@ -88,6 +89,7 @@ def main() -> None:
         record=json.loads(args.record.read_text()) if args.record else {},
         alone=args.device == "cuda",
         device_gib=_device_gib() if args.device == "cuda" else math.inf,
+        claims=Claims(args.claims),
         on_row=on_row,
     )
     if not args.output:

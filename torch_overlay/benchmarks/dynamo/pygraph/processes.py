@@ -185,5 +185,7 @@ class Answering:
             self.machine.processes.discard(self)
         self.kill()
         self.process.wait()
-        self.process.stdin.close()
+        # It may have ended with a line unread.
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
         self.process.stdout.close()

@@ -74,6 +74,13 @@ class Schedule:
                 # What is begun may take less time than it is said to.
                 self.changed.wait()
 
+    def leave(self, begun: Begun) -> None:
+        """Take it back."""
+        with self.changed:
+            self.begun.remove(begun)
+            self.processes, self.gib = self.processes + begun.processes, self.gib + begun.gib
+            self.changed.notify_all()
+
     def compiled(self, begun: Begun) -> None:
         with self.changed:
             begun.is_compiled = True

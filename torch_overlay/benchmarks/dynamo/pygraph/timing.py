@@ -28,7 +28,7 @@ MAX_TIMES = 4
 MAX_AGAIN_S = 12.0
 # Calls of a round, and those in front of it; of a loop whose calls take so many seconds.
 MIN_CALLS, LEAD_IN = 5, 3
-LONG_CALL_S = 0.05
+LONG_CALL_S = 0.02
 MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
 
 # What one may take of another's time, in the median of the rounds. It is slower where the

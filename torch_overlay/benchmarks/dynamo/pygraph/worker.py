@@ -186,6 +186,8 @@ class CaseRun:
         self.reported_graphs: dict[str, list[Any]] = {}
         # What PyGraph counted while they were compiled.
         self.counted: dict[str, collections.Counter[str]] = {}
+        # How often they break the graph in the first call. Variants that make more calls meet more breaks.
+        self.first_breaks: dict[str, int] = {}
         # The one that runs alone.
         self.loop_alone: Callable[[int], None] | None = None
         # Whether all comparisons with eager were by results in double precision.
@@ -234,6 +236,7 @@ class CaseRun:
         found = _pygraph().report()
         self.reported[name], self.reported_graphs[name] = [*found], [*found.graphs]
         self.counted[name] = collections.Counter(counters["pygraph"])
+        self.first_breaks[name] = self._program(name).frames.breaks
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -701,6 +704,7 @@ class CaseRun:
             if name in self.programs:
                 frames = self.programs[name].frames
                 found |= {f"{prefix}breaks": frames.breaks, f"{prefix}dynamo_graphs": frames.graphs}
+                found[f"{prefix}first_breaks"] = self.first_breaks.get(name, frames.breaks)
         return found
 
     def _is_clear(self, timings: dict[str, Timing]) -> bool:
