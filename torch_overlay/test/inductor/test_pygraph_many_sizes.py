@@ -39,7 +39,7 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import by_size, many_sizes, proofs, store, timing
-from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation
+from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation, SPENT
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.candidate import NO_GRAPH
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -886,7 +886,7 @@ class ManySizesTest(ManySizesTestCase):
                     spent += preparing
                     preparation.note(preparing)
                 gained = entry.captured_calls * saved
-                self.assertLessEqual(spent, gained + ALLOWED * 100.0 * entry.calls + preparing)
+                self.assertLessEqual(spent, SPENT * gained + ALLOWED * 100.0 * entry.calls + preparing)
             self.assertEqual(len(prepared) > 0.9 * num_sizes, pays, len(prepared))
 
     def test_what_preparing_takes(self) -> None:

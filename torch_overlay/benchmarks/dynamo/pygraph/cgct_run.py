@@ -143,9 +143,9 @@ class CpuValuesRun(CaseRun):
         reset_report()
         loop = self._program(name).loop([clone(inputs) for inputs in ring])
         loop(1)
-        calls = 1
+        calls, by = 1, self._settled_by()
         with self._quiet() if self.variants[name].selects else contextlib.nullcontext():
-            while self._settling(name, calls):
+            while self._settling(name, calls, by):
                 loop(1)
                 calls += 1
             self._synchronize()

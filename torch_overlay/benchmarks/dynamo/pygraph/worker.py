@@ -466,8 +466,12 @@ class CaseRun:
         self.programs.pop(name, None)
         gc.collect()
 
+    def _settled_by(self) -> float:
+        """When a variant that begins to settle has to have ended, by ``time.perf_counter``."""
+        return time.perf_counter() + MAX_SETTLE_S / max(1, sum(v.selects for v in self.variants.values()))
+
     def _settling(self, name: str, calls: int, by: float) -> bool:
-        """``by``: when it ends, by ``time.perf_counter``, once the calls are made that a variant needs in any case."""
+        """``by``: when it ends, by ``time.perf_counter``, if the calls are made that a variant needs in any case."""
         most = MAX_SETTLE_CALLS if time.perf_counter() < by else 0
         if at_new_sizes := self._calls_at_new_sizes(name):
             return calls < at_new_sizes
@@ -499,7 +503,7 @@ class CaseRun:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
-        by = time.perf_counter() + MAX_SETTLE_S / max(1, sum(variant.selects for variant in self.variants.values()))
+        by = self._settled_by()
         if self.suite.selects_in_loop and self.variants[name].selects:
             loop = self._program(name).loop([clone(inputs) for inputs in ring])
             while self._settling(name, calls, by):

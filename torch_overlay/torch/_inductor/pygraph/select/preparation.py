@@ -3,13 +3,13 @@ When a recording for many sizes prepares a new size. It captures the library cal
 takes as long as several calls. If new sizes came seldom of late, calls of a new size will gain that time: the first call
 prepares it. Otherwise its calls run uncaptured until the size has come often enough itself.
 
-A size may never come again once it was prepared. So preparing has a budget: the time that captured calls gained of late, and a
-small part of the time that calls take. Whatever the sizes of a program are, it is hardly slower than without CUDA graphs.
+A size may never come again once it was prepared. So preparing has a budget: most of the time that captured calls gain, and a
+small part of the time that calls take. What is left of it is kept for two preparations and no more. Whatever the sizes of a
+program are, and however they change, it is hardly slower than without CUDA graphs.
 """
 
 from __future__ import annotations
 
-import math
 from typing import Any, TYPE_CHECKING
 
 from torch._inductor.pygraph.types.candidate import NO_GRAPH
@@ -31,11 +31,12 @@ MARGIN = 2
 # The part of the last new size in the share of calls that have a new size.
 NEW_WEIGHT = 1 / 4
 
-# The budget shrinks to 1/e in so many calls that add nothing to it. An estimate.
-CALLS_OF_LATE = 100
+# For how many preparations time is saved up.
+SAVED = 2
 
-# The part of the uncaptured function's time that each call adds to the budget, even if it gains nothing. An estimate.
-ALLOWED = 0.03
+# The part of the uncaptured function's time that each call adds to the budget, even if it gains nothing, and the part of what
+# captured calls gain. Estimates.
+ALLOWED, SPENT = 0.01, 0.8
 
 
 class Preparation:
@@ -84,12 +85,8 @@ class Preparation:
         """Add to the budget the time that calls gained since the last time."""
         calls, captured = report.calls - self.earned[0], report.captured_calls - self.earned[1]
         self.earned = report.calls, report.captured_calls
-        if calls <= 0:
-            return
-        each = ALLOWED * report.timings_us.get(NO_GRAPH, 0.0) + captured / calls * report.saved_us
-        kept = math.exp(-calls / CALLS_OF_LATE)
-        # A debt does not shrink.
-        self.budget_us = min(self.budget_us, self.budget_us * kept) + each * CALLS_OF_LATE * (1 - kept)
+        earned = ALLOWED * calls * report.timings_us.get(NO_GRAPH, 0.0) + SPENT * captured * report.saved_us
+        self.budget_us = min(self.budget_us + earned, SAVED * self.us)
 
     def _note_new(self, report: FunctionReport) -> None:
         if self.calls:
