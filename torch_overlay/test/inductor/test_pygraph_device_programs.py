@@ -6,9 +6,13 @@ Whole programs on a device: what is selected for them, their streams, threads, s
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 import threading
 import traceback
 import unittest
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -382,6 +386,22 @@ class ProgramTest(DeviceTestCase):
         torch._dynamo.reset()
         gc.collect()
         self.assertIsNone(trees.get_container(0).tree_manager)
+
+
+class MendedProgramsTest(DeviceTestCase):
+    # In a process of their own, where the device is that of all tensors.
+    @parametrize("force", ("", "node_update"))
+    @parametrize("seed", range(200_000, 200_048, 8))
+    def test_random_programs(self, force, seed):
+        script = Path(__file__).with_name("test_pygraph_mend.py")
+        command = [sys.executable, str(script), "--programs", "8", "--seed", str(seed), "--device", DEVICE]
+        environment = {**os.environ, **({"TORCHINDUCTOR_PYGRAPH_FORCE": force} if force else {})}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        self.assertEqual(done.returncode, 0, f"{done.stdout}\n{done.stderr}")
+        self.assertIn("'programs': 8", done.stdout)
+
+
+instantiate_parametrized_tests(MendedProgramsTest)
 
 
 if __name__ == "__main__":
