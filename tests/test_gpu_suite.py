@@ -1393,6 +1393,15 @@ def test_a_case_without_room_lets_the_next_one_begin(monkeypatch):
     planned = Planned(monkeypatch, gib=5.0, a=(100.0, 100.0, 1.0), b=(90.0, 90.0, 1.0), c=(10.0, 10.0, 1.0))
     planned.cases["b"] = dataclasses.replace(planned.cases["b"], gib=4.0)
     assert [planned.next(names).case.name for names in ("abc", "bc")] == ["a", "c"]
+    # A case of much memory leaves some, if it then ends in time.
+    planned = Planned(monkeypatch, gib=50.0, a=(400.0, 100.0, 1.0), b=(900.0, 100.0, 1.0))
+    for name in "ab":
+        planned.cases[name] = dataclasses.replace(planned.cases[name], gib=20.0)
+    a = planned.next("a", alone=7)
+    assert (a.processes, a.work.longest, a.gib) == (1, 400.0, 20.0)
+    planned.schedule.leave(a)
+    b = planned.next("b", alone=7)
+    assert (b.processes, b.work.longest, b.gib) == (3, 300.0, 40.0)
     # With less room for its processes, a case may take too long.
     planned = Planned(monkeypatch, places=4, a=(100.0, 30.0, 1.0), b=(900.0, 300.0, 1.0), c=(10.0, 10.0, 1.0))
     assert [planned.next(names, alone=2).case.name for names in ("abc", "bc")] == ["a", "c"]

@@ -63,7 +63,7 @@ class Schedule:
         with self.changed:
             while True:
                 planned = (self._planned(case, 1 + more_processes(case)) for case in waiting)
-                chosen = next((begun for begun in planned if begun and self._ends_in_time(begun)), None)
+                chosen = next(filter(None, planned), None)
                 if chosen is not None:
                     self.processes -= chosen.processes
                     self.gib -= chosen.gib
@@ -110,22 +110,31 @@ class Schedule:
             return MARGIN * needed <= self.deadline - time.monotonic()
 
     def _planned(self, case: Case, processes: int) -> Begun | None:
-        """With as many processes at a time as there is room for, or None."""
+        """
+        With as many processes at a time as there is room for, or None if the case would not end in time. A case that would
+        take more than half of the memory has as few as it needs to end in time.
+        """
         work, most = self.work(case), self._at_once(case, processes, *self.limits)
-        at_once = self._at_once(case, processes, self.processes, self.gib)
-        gib = min(self.limits[1], case.gib * (at_once + 1) / 2)
-        if not at_once or gib > self.gib:
-            return None
-        longest = min(self.longest, max(work.longest, work.cores / most))
-        if at_once < most:
-            longest = max(longest, work.cores / at_once)
-        return Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
+        widest = self._at_once(case, processes, self.processes, self.gib)
+        takes_most = self._gib(case, widest) > self.limits[1] / 2
+        for at_once in range(1 if takes_most else max(widest, 1), widest + 1):
+            longest = min(self.longest, max(work.longest, work.cores / most))
+            if at_once < most:
+                longest = max(longest, work.cores / at_once)
+            gib = self._gib(case, at_once)
+            begun = Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
+            if gib <= self.gib and self._ends_in_time(begun):
+                return begun
+        return None
+
+    def _gib(self, case: Case, at_once: int) -> float:
+        """The memory of so many of its processes. A variant alone needs about half of the case's."""
+        return min(self.limits[1], case.gib * (at_once + 1) / 2)
 
     @staticmethod
     def _at_once(case: Case, processes: int, free: int, gib: float) -> int:
         """How many of a case's processes there is room for. One may need more memory than there is."""
         at_once = min(processes, free)
-        # A variant alone needs about half of the case's memory.
         while at_once > 1 and case.gib * (at_once + 1) / 2 > gib:
             at_once -= 1
         return at_once
