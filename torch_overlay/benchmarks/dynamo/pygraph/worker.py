@@ -81,7 +81,7 @@ TRACED = {"stock_cg": "stock_", "pygraph": "", "mend_off": "mend_off_"}
 MAX_SUMMARY = 300
 # Of timing one variant: the seconds that are enough, the rounds that are not too few, and
 # the calls of a round of the slowest.
-MAX_TIMING_S = 3.0
+MAX_TIMING_S = 2.0
 MIN_ROUNDS = 9
 CALLS_OF_ROUND = 9
 # Calls of random sizes, the most seconds that they take, and how many a variant makes in its turn.
