@@ -127,6 +127,7 @@ def test_variants_that_compile_side_by_side_take_less_time():
     assert plan.work(unit, row) == expected and plan.compiles_apart(expected)
     # What it took is known.
     assert plan.work(unit, _case(unit, seconds={**seconds, "longest": 90.0})).longest == 90.0
+    assert plan.work(unit, _case(unit, gib=10.0)).gib == pytest.approx(11.0)
     assert plan.work(unit, _case(unit, seconds={**seconds, "compile": plan.APART_S})).longest == plan.APART_S
 
 

@@ -1315,14 +1315,14 @@ def test_a_variant_fills_the_caches():
 
 
 class Planned:
-    """A schedule of cases with names, on a clock that moves when it is told to. Each case takes 2 GiB."""
+    """A schedule of cases with names, on a clock that moves when it is told to. A fourth number of a case is its memory."""
 
     def __init__(self, monkeypatch, places=16, gib=100.0, **works):
         self.now = 0.0
         monkeypatch.setattr(schedule.time, "monotonic", lambda: self.now)
         build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
         self.cases = {name: Case(name, "pi", *build) for name in works}
-        works = {name: plan.Work(cores, longest, device) for name, (cores, longest, device) in works.items()}
+        works = {name: plan.Work(*work) for name, work in works.items()}
         self.schedule = schedule.Schedule(processes.Machine(), 500.0, places, gib, lambda case: works[case.name])
 
     def next(self, names, alone=0):
@@ -1390,13 +1390,10 @@ def test_a_case_begins_with_places_for_its_variants_alone(monkeypatch):
 
 
 def test_a_case_without_room_lets_the_next_one_begin(monkeypatch):
-    planned = Planned(monkeypatch, gib=5.0, a=(100.0, 100.0, 1.0), b=(90.0, 90.0, 1.0), c=(10.0, 10.0, 1.0))
-    planned.cases["b"] = dataclasses.replace(planned.cases["b"], gib=4.0)
+    planned = Planned(monkeypatch, gib=5.0, a=(100.0, 100.0, 1.0), b=(90.0, 90.0, 1.0, 4.0), c=(10.0, 10.0, 1.0))
     assert [planned.next(names).case.name for names in ("abc", "bc")] == ["a", "c"]
     # A case of much memory leaves some, if it then ends in time.
-    planned = Planned(monkeypatch, gib=50.0, a=(400.0, 100.0, 1.0), b=(900.0, 100.0, 1.0))
-    for name in "ab":
-        planned.cases[name] = dataclasses.replace(planned.cases[name], gib=20.0)
+    planned = Planned(monkeypatch, gib=50.0, a=(400.0, 100.0, 1.0, 20.0), b=(900.0, 100.0, 1.0, 20.0))
     a = planned.next("a", alone=7)
     assert (a.processes, a.work.longest, a.gib) == (1, 400.0, 20.0)
     planned.schedule.leave(a)

@@ -52,6 +52,8 @@ VARIANTS = 4
 # If a case takes more seconds to compile, its variants compile side by side: otherwise it might not end within a command.
 # The case's own process then reads their code from its caches, which takes this part of the time to compile it. Estimates.
 APART_S, OF_CACHES = 240.0, 0.2
+# What a case may need of what it needed in an earlier run
+MORE_GIB = 1.1
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 
@@ -70,13 +72,15 @@ class Unit:
 
 
 class Work(NamedTuple):
-    """What a case of a suite takes, in seconds."""
+    """What a case of a suite takes: seconds, and memory of the device."""
 
     # Of all of its processes, and until it is compiled
     cores: float
     longest: float
     # For which all other processes stop
     device: float
+    # Of the process that measures
+    gib: float = 2.0
 
 
 def names_of(suite: str) -> list[str]:
@@ -194,6 +198,14 @@ def _of_programs(record: Row, sources: str) -> float:
 
 def work(unit: Unit, row: Row) -> Work:
     """``row``: of an earlier run of the case, or empty."""
+    case = catalogue.CASES.get(unit.name)
+    found = _times(unit, row)
+    if "gib" in row:
+        return found._replace(gib=MORE_GIB * row["gib"])
+    return found._replace(gib=case.gib) if case else found
+
+
+def _times(unit: Unit, row: Row) -> Work:
     if "seconds" in row:
         taken = row["seconds"]
         cores = taken["compile"] + max(0.0, taken["measure"] - taken["device"])

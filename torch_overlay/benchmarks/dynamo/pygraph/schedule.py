@@ -96,7 +96,7 @@ class Schedule:
         with self.changed:
             begun.unfinished -= 1
             if begun.unfinished < begun.processes:
-                gib = begun.gib if not begun.unfinished else min(begun.gib, begun.case.gib / 2)
+                gib = begun.gib if not begun.unfinished else min(begun.gib, begun.work.gib / 2)
                 self.processes, self.gib = self.processes + 1, self.gib + gib
                 begun.processes, begun.gib = begun.processes - 1, begun.gib - gib
             if not begun.unfinished:
@@ -114,28 +114,29 @@ class Schedule:
         With as many processes at a time as there is room for, or None if the case would not end in time. A case that would
         take more than half of the memory has as few as it needs to end in time.
         """
-        work, most = self.work(case), self._at_once(case, processes, *self.limits)
-        widest = self._at_once(case, processes, self.processes, self.gib)
-        takes_most = self._gib(case, widest) > self.limits[1] / 2
+        work = self.work(case)
+        most = self._at_once(work, processes, *self.limits)
+        widest = self._at_once(work, processes, self.processes, self.gib)
+        takes_most = self._gib(work, widest) > self.limits[1] / 2
         for at_once in range(1 if takes_most else max(widest, 1), widest + 1):
             longest = min(self.longest, max(work.longest, work.cores / most))
             if at_once < most:
                 longest = max(longest, work.cores / at_once)
-            gib = self._gib(case, at_once)
+            gib = self._gib(work, at_once)
             begun = Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
             if gib <= self.gib and self._ends_in_time(begun):
                 return begun
         return None
 
-    def _gib(self, case: Case, at_once: int) -> float:
-        """The memory of so many of its processes. A variant alone needs about half of the case's."""
-        return min(self.limits[1], case.gib * (at_once + 1) / 2)
+    def _gib(self, work: Work, at_once: int) -> float:
+        """The memory of so many processes of a case. A variant alone needs about half of what all need."""
+        return min(self.limits[1], work.gib * (at_once + 1) / 2)
 
     @staticmethod
-    def _at_once(case: Case, processes: int, free: int, gib: float) -> int:
+    def _at_once(work: Work, processes: int, free: int, gib: float) -> int:
         """How many of a case's processes there is room for. One may need more memory than there is."""
         at_once = min(processes, free)
-        while at_once > 1 and case.gib * (at_once + 1) / 2 > gib:
+        while at_once > 1 and work.gib * (at_once + 1) / 2 > gib:
             at_once -= 1
         return at_once
 

@@ -320,7 +320,7 @@ class _Run:
             longest = self.machine.clock() - begun.since
             self.schedule.compiled(begun)
             self.say(case, "is compiled")
-            with self.measuring.held(case.gib):
+            with self.measuring.held(begun.work.gib):
                 measuring = worker.clock()
                 if ready.get("late") or time.monotonic() >= self.deadline:
                     return None

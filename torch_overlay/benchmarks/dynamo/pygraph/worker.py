@@ -399,8 +399,10 @@ class CaseRun:
         }
 
     def _circumstances(self) -> Row:
-        """How steady the machine was."""
+        """How steady the machine was, and what the case needs of it."""
         found: Row = {"eager_loop_us": [round(us, 2) for us in self.eager_loop_us]}
+        if self.device.type == "cuda":
+            found["gib"] = round(torch.cuda.max_memory_reserved(self.device) / 2**30, 2)
         return found | ({"noise": round(self.noise, 3)} if self.noise > MAX_NOISE else {})
 
     def compile_alone(self, name: str) -> Row:
