@@ -299,7 +299,7 @@ def test_a_gpu_that_is_done_begins_cases_of_others(machine):
     machine.monkeypatch.setattr(plan, "whole", lambda: [Unit("tests"), *units])
     first, second = plan.shares(plan.whole(), 2, machine.record)
     ran = [name for name in machine.command("--gpu", "1/2", "--claims", str(machine.tmp_path)) if name != "tests"]
-    # Its own come first. The process leaves out those that another has begun.
+    # The process gets the cases of all shares, and those of its own share first. Suites leave out cases that have begun.
     own = [unit.name for unit in first if unit.name]
     assert len(ran) > len(own) and ran == [*own, *(unit.name for unit in second if unit.name)][: len(ran)]
 

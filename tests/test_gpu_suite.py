@@ -1206,6 +1206,7 @@ def test_a_process_hangs_by_its_own_clock(counting, tmp_path):
     assert not hangs.is_alive() or machine.quiet is not a
     hangs.join()
 
+
 def test_cases_that_need_more_memory_than_the_device_has_are_rows():
     ((row,), skipped), closed = _run_suite(["a"], {}, gib=8.0, device_gib=4.0), FakeWorker.closed
     assert row["skipped"] == "needs 8 GiB" and skipped == closed == []

@@ -389,7 +389,7 @@ class ProgramTest(DeviceTestCase):
 
 
 class MendedProgramsTest(DeviceTestCase):
-    # In a process of their own, where the device is that of all tensors.
+    # Each test starts a process, which makes the GPU the default device of all tensors.
     @parametrize("force", ("", "node_update"))
     @parametrize("seed", range(200_000, 200_040, 4))
     def test_random_programs(self, force, seed):

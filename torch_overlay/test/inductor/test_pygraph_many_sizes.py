@@ -39,7 +39,7 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import by_size, many_sizes, proofs, store, timing
-from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation, SPENT
+from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation, SAVED, SPENT
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.candidate import NO_GRAPH
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -888,6 +888,23 @@ class ManySizesTest(ManySizesTestCase):
                 gained = entry.captured_calls * saved
                 self.assertLessEqual(spent, SPENT * gained + ALLOWED * 100.0 * entry.calls + preparing)
             self.assertEqual(len(prepared) > 0.9 * num_sizes, pays, len(prepared))
+
+    def test_gains_are_not_saved_up(self) -> None:
+        """After calls of prepared sizes, calls of new sizes prepare no more than they would after others."""
+        entry = types.SimpleNamespace(
+            is_graph=True, saved_us=60.0, calls=0, captured_calls=0, num_sizes=1, timings_us={NO_GRAPH: 100.0}
+        )
+        preparation = Preparation()
+        preparation.note(500.0)
+        entry.calls = entry.captured_calls = 100_000
+        prepared = 0
+        # Two new sizes take turns, so that each comes often.
+        for call in range(400):
+            entry.calls += 1
+            if preparation.is_due((call % 2, prepared), entry):
+                prepared += 1
+                preparation.note(500.0)
+        self.assertEqual(prepared, SAVED)
 
     def test_what_preparing_takes(self) -> None:
         """The mean of the first sizes that are prepared as later ones are, and later one that follows what changes."""

@@ -33,7 +33,7 @@ class Frames:
 
     def __init__(self) -> None:
         self.graphs = 0
-        # The code that breaks the graph. A program whose sizes vary is compiled again, and breaks again, the longer it runs.
+        # Code that breaks the graph, by identity. Dynamo may compile it several times, and then breaks the graph each time.
         self.broken: dict[int, types.CodeType] = {}
         self.skipped: dict[int, FrameExecStrategy] = {}
 

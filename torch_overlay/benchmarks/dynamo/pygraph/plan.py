@@ -34,7 +34,7 @@ PROGRAMS = 3000
 OTHERS = {"triton": 270.0, "programs": 250.0, "tests": 200.0, "upstream": 150.0, "bindings": 120.0}
 # Cores, each of which compiles a case or measures what need not be alone
 CORES = 16
-# Seconds until random programs run, each process of which imports what it needs
+# Seconds until the processes that run random programs have imported torch. An estimate
 PROGRAMS_START_S = 40.0
 # Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
 SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (120.0, 12.0), 1.0
@@ -52,7 +52,7 @@ VARIANTS = 4
 # If a case takes more seconds to compile, its variants compile side by side: otherwise it might not end within a command.
 # The case's own process then reads their code from its caches, which takes this part of the time to compile it. Estimates.
 APART_S, OF_CACHES = 240.0, 0.2
-# What a case may need of what it needed in an earlier run
+# A case gets so many times the memory that it reserved in an earlier run. An estimate
 MORE_GIB = 1.1
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
@@ -206,6 +206,7 @@ def work(unit: Unit, row: Row) -> Work:
 
 
 def _times(unit: Unit, row: Row) -> Work:
+    """Return the seconds that a case takes. The memory is set by ``work``."""
     if "seconds" in row:
         taken = row["seconds"]
         cores = taken["compile"] + max(0.0, taken["measure"] - taken["device"])

@@ -91,11 +91,11 @@ class Answering:
     # Seconds for which it had the machine to itself, and may have it
     quiet_s = 0.0
     max_quiet_s = math.inf
-    # Seconds that an answer may take it, by its clock
+    # How many seconds an answer may take by the clock of the process
     max_s = math.inf
     # Answers whether there is time for more of the work.
     has_time: Callable[[], bool] = staticmethod(lambda: True)
-    # For which it was stopped
+    # Seconds for which it was stopped
     stopped_s = 0.0
 
     def __init__(
@@ -162,8 +162,9 @@ class Answering:
             return (self.machine.stopped_at if is_stopped else time.monotonic()) - self.stopped_s
 
     def _kill_at(self, time_of_clock: float, answered: threading.Event) -> None:
+        """Kill the process when its clock shows a time, unless it has answered by then."""
         while (left := time_of_clock - self.clock()) > 0:
-            # While it is stopped, its clock stands.
+            # While the process is stopped, its clock stands still. So the time may not have come after the wait.
             if answered.wait(max(left, WATCH_S)):
                 return
         self.kill()
@@ -185,7 +186,7 @@ class Answering:
             self.machine.processes.discard(self)
         self.kill()
         self.process.wait()
-        # It may have ended with a line unread.
+        # Closing writes the lines that the process has not read.
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
         self.process.stdout.close()

@@ -435,8 +435,8 @@ SECTIONS = (
     ),
     (
         "What it costs",
-        "Each alone in a process: seconds of the CPU for the first call, with cold caches, and seconds from there to the "
-        "steady state; memory, PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
+        "Each alone in a process: seconds of the first call, with cold caches, and from there to the steady state; memory, "
+        "PyGraph's of stock's: what the allocator reserves, in the graphs' pools, and besides without use.",
         COST_COLUMNS,
         "alone",
     ),

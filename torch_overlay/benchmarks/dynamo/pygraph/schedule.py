@@ -2,8 +2,8 @@
 Which case of a suite begins next, so that what is begun ends before the deadline: a case that does not end is lost.
 
 Cases compile side by side, and so do the variants of a case that takes long. All of them stop while one case is timed. So
-all that is begun has ended once the process that takes longest has run, and everything was timed. A case that does not have
-room lets the next ones begin: cores that wait for it would be lost, and the next command begins with it.
+all that is begun has ended once the process that takes longest has run, and everything was timed. If there is no room for a
+case, the next ones begin, so that no cores are idle.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Schedule:
                 self.changed.wait()
 
     def leave(self, begun: Begun) -> None:
-        """Take it back."""
+        """Give back the room of a case that does not begin after all."""
         with self.changed:
             self.begun.remove(begun)
             self.processes, self.gib = self.processes + begun.processes, self.gib + begun.gib
@@ -111,34 +111,35 @@ class Schedule:
 
     def _planned(self, case: Case, processes: int) -> Begun | None:
         """
-        With as many processes at a time as there is room for, or None if the case would not end in time. A case that would
-        take more than half of the memory has as few as it needs to end in time.
+        Return the case with as many processes at a time as there is room for, or None if it has no room or would not end in
+        time. A case that would take more than half of the memory gets as few processes as it needs to end in time.
         """
         work = self.work(case)
         most = self._at_once(work, processes, *self.limits)
         widest = self._at_once(work, processes, self.processes, self.gib)
-        takes_most = self._gib(work, widest) > self.limits[1] / 2
-        for at_once in range(1 if takes_most else max(widest, 1), widest + 1):
-            longest = min(self.longest, max(work.longest, work.cores / most))
-            if at_once < most:
-                longest = max(longest, work.cores / at_once)
+        shortest = min(self.longest, max(work.longest, work.cores / most))
+        takes_much = self._gib(work, widest) > self.limits[1] / 2
+        for at_once in range(1 if takes_much else max(widest, 1), widest + 1):
+            longest = shortest if at_once == most else max(shortest, work.cores / at_once)
             gib = self._gib(work, at_once)
             begun = Begun(case, work._replace(longest=longest), at_once, gib, processes, self.machine.clock())
-            if gib <= self.gib and self._ends_in_time(begun):
+            if self._ends_in_time(begun):
                 return begun
         return None
 
-    def _gib(self, work: Work, at_once: int) -> float:
-        """The memory of so many processes of a case. A variant alone needs about half of what all need."""
-        return min(self.limits[1], work.gib * (at_once + 1) / 2)
-
-    @staticmethod
-    def _at_once(work: Work, processes: int, free: int, gib: float) -> int:
-        """How many of a case's processes there is room for. One may need more memory than there is."""
+    def _at_once(self, work: Work, processes: int, free: int, gib: float) -> int:
+        """Return how many of a case's processes there is room for."""
         at_once = min(processes, free)
-        while at_once > 1 and work.gib * (at_once + 1) / 2 > gib:
+        while at_once and self._gib(work, at_once) > gib:
             at_once -= 1
         return at_once
+
+    def _gib(self, work: Work, at_once: int) -> float:
+        """
+        Return the memory of so many processes of a case. A process with one variant needs about half of what the process
+        with all variants needs. A case that needs more than there is for all cases may begin alone.
+        """
+        return work.gib * (at_once + 1) / 2 if at_once > 1 else min(self.limits[1], work.gib)
 
     def _ends_in_time(self, another: Begun) -> bool:
         begun, now = [*self.begun, another], self.machine.clock()

@@ -56,8 +56,8 @@ log = logging.getLogger(__name__)
 
 # Cases that are measured at the same time. One is stopped while the other is timed.
 MAX_MEASURED = 2
-# A case hangs if measuring it takes so many times as long as it may have the machine to itself, not counting the time for
-# which it is stopped.
+# A case hangs if measuring it takes so many times as long as it may have the machine to itself. The time for which the case
+# is stopped does not count.
 HANGS_AFTER = 3
 # Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
 # for what cases need besides while they are measured.
@@ -115,13 +115,16 @@ class Worker(Answering):
 
 
 class Claims:
-    """Which cases were begun by one of several processes that share a directory. A process without one begins all."""
+    """
+    Which cases have begun, if several processes share the cases of suites. Each process makes a file in ``directory`` for a
+    case that it begins. Without a directory there is no other process.
+    """
 
     def __init__(self, directory: Path | None = None) -> None:
         self.directory = directory
 
     def take(self, case: Case) -> bool:
-        """Return whether no process has begun the case until now."""
+        """Return whether this process may begin the case: no process has until now."""
         try:
             if self.directory:
                 self._of(case, self.directory).touch(exist_ok=False)
@@ -152,8 +155,8 @@ def run_suite(
 ) -> tuple[list[Row], list[str]]:
     """
     The rows, each given to ``on_row`` once it is known, and the names of the cases that the budget left out. Cases begin in
-    the order given. A case does not begin if it would not end in time: the ``record`` of an earlier run says how long cases
-    take.
+    the order given, but a case without room lets later ones begin. A case does not begin if it would not end in time: the
+    ``record`` of an earlier run says how long cases take. Nor does it if another process has begun it, as ``claims`` tells.
     """
     known = {(row["suite"], row["name"]): row for row in (record or {}).get("cases", ())}
     deadline = time.monotonic() + budget_s
@@ -220,10 +223,10 @@ class _Run:
 
         waiting = []
         for case in cases:
-            if (lacks := self.lacks(case)) and self.claims.take(case):
-                tell(case, _without_result(case, {"skipped": f"needs {lacks}", "missed": []}))
-            elif not lacks:
+            if not (lacks := self.lacks(case)):
                 waiting.append(case)
+            elif self.claims.take(case):
+                tell(case, _without_result(case, {"skipped": f"needs {lacks}", "missed": []}))
         processes = sum(1 + self.more_processes(case) for case in waiting)
         # With one thread, Inductor compiles in the worker itself. With more it starts processes that import torch again.
         self.threads = max(1, self.cores // max(1, processes))
@@ -271,8 +274,8 @@ class _Run:
             finally:
                 self.schedule.ended(begun)
 
-        # The case's own process waits for those that fill its caches, so these start first. It takes longer than a variant
-        # that runs alone, so it starts before those.
+        # If not all processes have room, the later ones wait. The case's own process needs the caches that others fill, so
+        # those come first. The processes of variants that run alone take the shortest time, so they come last.
         with ThreadPoolExecutor(begun.processes) as pool:
             apart = [pool.submit(run, self.fill_caches, name) for name in self.compiled_apart(case)]
             own = pool.submit(run, self.case, apart)

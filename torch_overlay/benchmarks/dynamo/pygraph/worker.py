@@ -59,7 +59,7 @@ SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 1500
-# Seconds of settling, of all variants that select: a program that draws its path goes on recording.
+# For how many seconds all variants that select may settle. A program that draws its path may record in each call.
 MAX_SETTLE_S = 30.0
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
@@ -186,7 +186,7 @@ class CaseRun:
         self.reported_graphs: dict[str, list[Any]] = {}
         # What PyGraph counted while they were compiled.
         self.counted: dict[str, collections.Counter[str]] = {}
-        # How often they break the graph in the first call. Variants that make more calls meet more breaks.
+        # How often each variant breaks the graph in its first call. Variants that make more calls meet more breaks.
         self.first_breaks: dict[str, int] = {}
         # The one that runs alone.
         self.loop_alone: Callable[[int], None] | None = None
@@ -407,8 +407,8 @@ class CaseRun:
 
     def compile_alone(self, name: str) -> Row:
         """
-        What the first call of a program takes that has no other variant: seconds of the CPU. Other processes compile at the
-        same time, and stop this one now and then.
+        Return the seconds of the CPU that the first call of a variant takes, in a process without other variants. The time on
+        the wall says less: other processes compile at the same time, and this one is stopped now and then.
         """
         ring = [self._inputs() for _ in range(self.case.ring)]
         if VARIANTS[name].largest:
@@ -417,7 +417,6 @@ class CaseRun:
             ring = [max(ring, key=_size)]
         reset_report()
         self._synchronize()
-        self.on_variant(name)
         start = _cpu_s()
         self.loop_alone = self._program(name).loop(ring)
         self.loop_alone(1)
@@ -469,11 +468,11 @@ class CaseRun:
         gc.collect()
 
     def _settled_by(self) -> float:
-        """When a variant that begins to settle has to have ended, by ``time.perf_counter``."""
+        """Return until when a variant that begins to settle now may do so, by ``time.perf_counter``."""
         return time.perf_counter() + MAX_SETTLE_S / max(1, sum(v.selects for v in self.variants.values()))
 
     def _settling(self, name: str, calls: int, by: float) -> bool:
-        """``by``: when it ends, by ``time.perf_counter``, if the calls are made that a variant needs in any case."""
+        """Return whether a variant is not settled after so many calls. After ``by`` it makes only the SETTLE_CALLS."""
         most = MAX_SETTLE_CALLS if time.perf_counter() < by else 0
         if at_new_sizes := self._calls_at_new_sizes(name):
             return calls < at_new_sizes
@@ -682,7 +681,7 @@ class CaseRun:
                 for name in names:
                     if name in self.failed or seconds[name] > MAX_SWEEP_S:
                         continue
-                    # So that the collector does not visit what other variants made, in the turn of this one.
+                    # In this variant's turn, the collector is not to visit objects of the others.
                     gc.freeze()
                     with self._noting(name):
                         start = time.perf_counter()
@@ -818,7 +817,7 @@ def _collecting_what_is_new() -> Iterator[None]:
 
 
 def _cpu_s() -> float:
-    """Seconds of the CPU that this process and the children took that have ended, as compilers."""
+    """Return the seconds of the CPU that this process took, and its children that have ended, such as compilers."""
     return sum(os.times()[:4])
 
 

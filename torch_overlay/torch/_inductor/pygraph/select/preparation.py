@@ -4,8 +4,9 @@ takes as long as several calls. If new sizes came seldom of late, calls of a new
 prepares it. Otherwise its calls run uncaptured until the size has come often enough itself.
 
 A size may never come again once it was prepared. So preparing has a budget: most of the time that captured calls gain, and a
-small part of the time that calls take. What is left of it is kept for two preparations and no more. Whatever the sizes of a
-program are, and however they change, it is hardly slower than without CUDA graphs.
+small part of the time that calls take. The budget never exceeds what two preparations take. Otherwise a program that gained
+for long would spend all of it when its sizes change. Whatever its sizes are, a program is hardly slower than without CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ MARGIN = 2
 # The part of the last new size in the share of calls that have a new size.
 NEW_WEIGHT = 1 / 4
 
-# For how many preparations time is saved up.
+# The budget holds the time of so many preparations at most.
 SAVED = 2
 
-# The part of the uncaptured function's time that each call adds to the budget, even if it gains nothing, and the part of what
-# captured calls gain. Estimates.
+# Each call adds the first part of the uncaptured function's time to the budget. Each captured call adds the second part of what
+# it gains. Estimates.
 ALLOWED, SPENT = 0.01, 0.8
 
 

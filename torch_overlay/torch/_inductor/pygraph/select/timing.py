@@ -72,8 +72,8 @@ CONFIDENCE = 2.0
 # The program can gain or lose by a function at most so many times the function's own time.
 MAX_DIFFERENCE = 10
 
-# A graph that is as fast stays if it spares the host this part of a call. A program that waits for the device as often as
-# for the host, or whose host slows down now and then, gains by it.
+# A graph that is as fast as the uncaptured function stays if it takes less of the host, by this part of a call. The program
+# gains in calls in which the device waits for the host. An estimate.
 SPARED = 0.25
 
 # At most so many calls that record do not count: a function may be recorded for each of several sets of weights.
@@ -359,7 +359,8 @@ def judge(graph: Cost, uncaptured: Cost) -> tuple[bool, Reason]:
 
     The program's time decides where it shows a difference, the function's own time where it does not. The program's
     time includes what neighbouring functions gain or lose in the same calls. So a graph that gains nothing by itself
-    does not stay, and a difference of many times the function's own time says nothing.
+    does not stay, and a difference of many times the function's own time says nothing. If neither time shows a difference,
+    a graph stays that takes SPARED of a call less of the host.
     """
     gains = is_less(graph.host, uncaptured.host) or is_less(graph.device, uncaptured.device)
     is_own = is_own_difference(graph, uncaptured)
@@ -397,7 +398,8 @@ def improves(graph: Cost, other: Cost) -> bool:
     program = graph.program.us - other.program.us
     if is_less(other.program, graph.program) and program <= 2 * max(host, device):
         return False
-    # A gain on the device would show, and does not. If the program's times vary so much that they cannot tell, the host's do.
+    # The program does not show the gain on the device. It may wait for the host, or its times vary more than the gain. In
+    # both cases a graph that takes more of the host does not improve on the other.
     is_hidden = program > host + device / 2
     if is_hidden and host > (1 - MARGIN) / 2 * other.program.us and is_less(other.host, graph.host):
         return False

@@ -60,7 +60,7 @@ class Code(str, enum.Enum):
     FASTER_BY_ITSELF = "measured faster, by itself"
     SLOWER_BY_ITSELF = "measured slower, by itself"
     SLOWER_ON_HOST = "measured faster on the device and slower on the host"
-    SPARES_HOST = "measured as fast, and it spares the host {spared_us:.1f} us"
+    SPARES_HOST = "measured as fast, and it takes {spared_us:.1f} us less of the host"
     WITHIN_NOISE = "not measured faster: {gain_us:.1f} us are within {noise_us:.1f} us of noise"
     NOT_FASTER = "not measured faster"
     AS_OTHER_SIZES = "as measured at smaller and at larger sizes"
