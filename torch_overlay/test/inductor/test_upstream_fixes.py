@@ -309,6 +309,18 @@ class PartitionTest(FixesTestCase):
         for args in re.findall(r"partition\d+_args = \[(.*)\]", graph.source):
             self.assertNotIn(returned, re.findall(r"\w+", args))
 
+    def test_list_is_freed_in_its_partition(self) -> None:
+        """A view that aliases the list of its operator is used by another partition."""
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return torch.ops.aten.view.dtype(x + 1, torch.float8_e4m3fn).cpu().cuda()
+
+        graph = self.compile(fn, (2, "cuda", torch.int32))
+        captured, _, runner = graph.source.partition("class Runner")
+        (returned,) = re.findall(r"(buf\d+) = torch\.ops\.", captured)
+        self.assertIn(f"del {returned}\n", captured)
+        self.assertNotIn(returned, runner)
+
     @torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
     def test_size_of_a_result(self) -> None:
         """The partition takes the symbol, and not the list that gives it."""
