@@ -276,6 +276,28 @@ class RefusalTest(CollectiveTestCase):
                     self.assertEqual(on_host(out), on_host(x), atol=1e-3, rtol=1e-3)
         self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
 
+    @parametrize("hidden", (False, True))
+    def test_results_that_vary_from_run_to_run(self, hidden):
+        """
+        As the gradient of a bias in front of a batch norm, which is the rounding of a sum that cancels out. No operator
+        says that it adds atomically. Where a node hides its address, the launches differ.
+        """
+        runs = itertools.count()
+
+        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+
+        with hiding(0) if hidden else contextlib.nullcontext():
+            fn = self.deploy(
+                "x, y = args; args.clear(); a = new(); launch(vary, a, x); return (a,)", [self.randn(), self.randn()]
+            )
+            fn.model.__globals__.update(vary=vary)
+            for _ in range(6):
+                x, y = self.randn(), self.randn()
+                (out,) = fn(x, y)
+                self.assertEqual(on_host(out).abs(), on_host(x).abs())
+        self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
+
     @parametrize("force", ("node_update", None))
     def test_host_that_varies(self, force):
         "As of an operator that counts its calls: a graph would have the first number."

@@ -370,15 +370,15 @@ class BoundGraphNode(CopyGraphNode):
             raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
         verdict = verify(rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
         reason = self.prelude and self.prelude.failure()
-        if reason is None and not (verdict.may_vary and self._launches_alike(graph)):
+        if reason is None and not (verdict.may_vary(adds_atomically(self.request.spec)) and self._launches_alike(graph)):
             reason = verdict.reason
         if reason is not None:
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Return whether a function with atomic additions launches what its graph does."""
+        """Return whether the function launches what its graph does."""
         spec = self.request.spec
-        if not adds_atomically(spec) or self.values.delivers or self.collectives:
+        if self.values.delivers or self.collectives:
             return False
         if self.branches is not None or room(self.device) < self._needed_bytes():
             return False
@@ -389,7 +389,7 @@ class BoundGraphNode(CopyGraphNode):
         again = Again(model, spec, inputs, self.memory, self.call_tensors, scratch)
         difference = again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
         if difference is not None:
-            log.info("a function with atomic additions launches other kernels than its graph: %s", difference)
+            log.info("a function whose results vary launches other kernels than its graph: %s", difference)
         return difference is None
 
     def _run_again(self) -> None:

@@ -27,13 +27,18 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """
-    With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``. With ``may_vary``
-    the results are as close as those of two runs with atomic additions may be.
+    With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``. A graph that launches
+    what the function launches is right in spite of the reason if what differs ``varies`` from run to run of the function, or
+    is ``close`` and the function adds atomically.
     """
 
     reason: Reason | None = None
     is_capturable: bool = True
-    may_vary: bool = False
+    varies: bool = False
+    close: bool = False
+
+    def may_vary(self, adds_atomically: bool) -> bool:
+        return self.varies or (self.close and adds_atomically)
 
 
 def verify(rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE) -> Verdict:
@@ -79,7 +84,7 @@ class _Examination:
                 if not rehearsal.repeats_itself():
                     return Verdict()
                 # An input may influence only a small part of the result.
-                return Verdict(Reason.of(Code.ONLY_CLOSE), may_vary=True)
+                return Verdict(Reason.of(Code.ONLY_CLOSE), close=True)
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
@@ -99,7 +104,7 @@ class _Examination:
             others = rehearsal.other_runs(rehearsal.inputs)
             failing = expected.not_alike(actual, others)
             varying = OrderedSet(result for other in others for result in expected.differing(other))
-            return Verdict(expected.failure(actual, others), may_vary=failing <= varying)
+            return Verdict(expected.failure(actual, others), varies=failing <= varying)
         except RuntimeError:
             return Verdict(failure)
 
