@@ -7,6 +7,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 
 from __future__ import annotations
 
+import collections
 import itertools
 import types
 from typing import Any, TYPE_CHECKING
@@ -18,7 +19,7 @@ from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.select import controller, timing
-from torch._inductor.pygraph.trees.manager import drop, policies_around
+from torch._inductor.pygraph.trees.manager import drop, most_of_one, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
@@ -222,6 +223,19 @@ class TrainingTest(RecordTestCase):
         manager.current_node = None
         drop(manager, functions[0].id)
         self.assertIsNone(policies_around(manager, functions[1].id))
+
+    def test_recordings_behind(self):
+        "A backward has one for each place behind each number of forwards."
+        def node(id: str, *children: mock.Mock) -> mock.Mock:
+            by_id = collections.defaultdict(list)
+            for child in children:
+                by_id[child.wrapped_function.id].append(child)
+            return mock.Mock(wrapped_function=mock.Mock(id=id), children=by_id)
+
+        layers = node("f", node("b"), node("f", node("b", node("b"))))
+        manager = mock.Mock(roots=node("", layers, node("g")).children)
+        most = {id: most_of_one(manager, id) for id in ("f", "b", "g", "other")}
+        self.assertEqual(most, {"f": 3, "b": 3, "g": 1, "other": 0})
 
     def test_even_graph_that_is_timed_in_fewer_calls(self):
         "The others become graphs when it is timed without one."

@@ -23,6 +23,7 @@ from torch._inductor.pygraph.select import selection as selections, timing
 from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.selection import (
     DEVICE_BOUND,
+    MAX_RECORDED_AGAIN,
     MAX_WAITING_CALLS,
     RETIRE_CALLS,
     ROUND_CALLS,
@@ -693,6 +694,7 @@ class SchedulesTest(SelectTestCase):
         waits: bool = False,
         width: int = 8,
         fails: Callable[[str], str | None] = lambda candidate: None,
+        most_of_one: Callable[[], int | None] = lambda: 0,
     ) -> str:
         """
         Return the candidate of the last recording, once the function is deployed.
@@ -746,6 +748,7 @@ class SchedulesTest(SelectTestCase):
             lambda id: OrderedSet(),
             is_forced=False,
             time_calls=lambda inputs, host_us: run(NO_GRAPH)(inputs),
+            most_of_one=lambda id: most_of_one(),
         )
         while not deployed:
             selection([])
@@ -868,6 +871,16 @@ class SchedulesTest(SelectTestCase):
 
         self.assertEqual(self.select(self.EXPERTS, fails=fails), "node_update,lanes2")
         self.assertNotIn("node_update,dag", self.recorded)
+
+    @parametrize("most", (MAX_RECORDED_AGAIN, MAX_RECORDED_AGAIN + 1, None))
+    def test_a_function_that_is_recorded_on_many_paths(self, most):
+        "The fastest of what was recorded before is deployed."
+        def most_of_one() -> int | None:
+            return most if self.recorded[-1] == "node_update,lanes2" else None
+
+        self.assertEqual(self.select(self.EXPERTS, most_of_one=most_of_one), "node_update,lanes2")
+        is_most = most == MAX_RECORDED_AGAIN + 1
+        self.assertEqual(self.recorded == ["node_update", "node_update,lanes2"], is_most)
 
     def test_outputs_that_are_alive_keep_what_is_recorded(self):
         def fails(candidate: str) -> str | None:

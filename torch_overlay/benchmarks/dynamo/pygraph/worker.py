@@ -35,6 +35,7 @@ from .case import described
 from .catalogue import SUITES
 from .compare import compare, Difference
 from .launches import counting_copies, profiled
+from .frames import Frames
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
 from .report import as_choice
 from .timing import ENOUGH, fields, LoopFailed, MAX_NOISE, ratio, time_interleaved
@@ -186,6 +187,8 @@ class CaseRun:
         self.reported_graphs: dict[str, list[Any]] = {}
         # What PyGraph counted while they were compiled.
         self.counted: dict[str, collections.Counter[str]] = {}
+        # Dynamo's graphs and breaks of each variant, also of those whose program was dropped.
+        self.frames: dict[str, Frames] = {}
         # How often each variant breaks the graph in its first call. Variants that make more calls meet more breaks.
         self.first_breaks: dict[str, int] = {}
         # The one that runs alone.
@@ -236,7 +239,7 @@ class CaseRun:
         found = _pygraph().report()
         self.reported[name], self.reported_graphs[name] = [*found], [*found.graphs]
         self.counted[name] = collections.Counter(counters["pygraph"])
-        self.first_breaks[name] = self._program(name).frames.breaks
+        self.first_breaks[name] = self.frames[name].breaks
 
     @contextlib.contextmanager
     def _quiet(self) -> Iterator[None]:
@@ -461,6 +464,7 @@ class CaseRun:
             variant = self.variants.get(name) or VARIANTS[name]
             kind = HandWritten if variant.hand_written else Program
             self.programs[name] = kind(self.case, self.original, variant, self.device.type)
+            self.frames[name] = self.programs[name].frames
         return self.programs[name]
 
     def _drop(self, name: str) -> None:
@@ -659,7 +663,7 @@ class CaseRun:
         Whether Dynamo broke the graph of programs as often as the reference's and, in suites that break graphs, made as many
         graphs. In other suites a program may run what Dynamo compiled for another one, and count no graph.
         """
-        traced = [self.programs[name].frames for name in (reference, *names) if name in self.programs]
+        traced = [self.frames[name] for name in (reference, *names) if name in self.frames]
         has_same_breaks = len({frames.breaks for frames in traced}) == 1
         return has_same_breaks and (not self.suite.breaks_graphs or len({frames.graphs for frames in traced}) == 1)
 
@@ -668,27 +672,29 @@ class CaseRun:
         Of variants, after they were timed: ``us`` a call, the mean over ``calls`` whose sizes are drawn anew; of PyGraph's
         functions the calls that were ``captured``, and new ``recordings`` for many sizes. What new sizes cost is part of the
         time, such as stock's recordings, but not the kernels that a library loads once a process. The variants take turns,
-        since the host is not equally fast all the time.
+        since the host is not equally fast all the time. Stock comes last: each of its recordings empties the allocator's
+        cache, and the next variant would allocate anew.
         """
         inputs = [self._inputs() for _ in range(SWEEP_CALLS if self.device.type == "cuda" else CALLS_OF_SWEEP)]
         if "no_cg" in names:
             self._program("no_cg").loop(inputs)(len(inputs))
         before = {name: self._captured(name) for name in names}
-        loops = {name: self._program(name).loop(inputs) for name in names}
         seconds, calls = dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
         with self._quiet(), _collecting_what_is_new():
-            for _ in range(0, len(inputs), CALLS_OF_SWEEP):
-                for name in names:
-                    if name in self.failed or seconds[name] > MAX_SWEEP_S:
-                        continue
-                    # In this variant's turn, the collector is not to visit objects of the others.
-                    gc.freeze()
-                    with self._noting(name):
-                        start = time.perf_counter()
-                        loops[name](CALLS_OF_SWEEP)
-                        self._synchronize()
-                        seconds[name] += time.perf_counter() - start
-                        calls[name] += CALLS_OF_SWEEP
+            for group in ([name for name in names if name not in STOCK], [name for name in names if name in STOCK]):
+                loops = {name: self._program(name).loop(inputs) for name in group}
+                for _ in range(0, len(inputs), CALLS_OF_SWEEP):
+                    for name in group:
+                        if name in self.failed or seconds[name] > MAX_SWEEP_S:
+                            continue
+                        # In this variant's turn, the collector is not to visit objects of the others.
+                        gc.freeze()
+                        with self._noting(name):
+                            start = time.perf_counter()
+                            loops[name](CALLS_OF_SWEEP)
+                            self._synchronize()
+                            seconds[name] += time.perf_counter() - start
+                            calls[name] += CALLS_OF_SWEEP
         found: dict[str, Row] = {}
         for name in names:
             if name not in self.failed:
@@ -706,8 +712,8 @@ class CaseRun:
         """Dynamo's graphs and graph breaks of the programs that were measured."""
         found: Row = {}
         for name, prefix in TRACED.items():
-            if name in self.programs:
-                frames = self.programs[name].frames
+            if name in self.frames:
+                frames = self.frames[name]
                 found |= {f"{prefix}breaks": frames.breaks, f"{prefix}dynamo_graphs": frames.graphs}
                 found[f"{prefix}first_breaks"] = self.first_breaks.get(name, frames.breaks)
         return found

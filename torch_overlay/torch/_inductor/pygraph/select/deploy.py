@@ -25,7 +25,15 @@ from torch._inductor.pygraph.select.ranks import by_all_ranks
 from torch._inductor.pygraph.select.selection import Selection
 from torch._inductor.pygraph.select.timing import CallTimes
 from torch._inductor.pygraph.trees.cached import NotReplayed
-from torch._inductor.pygraph.trees.manager import forget, has_trees, manager_of, policies_around, state_of, watch_groups
+from torch._inductor.pygraph.trees.manager import (
+    forget,
+    has_trees,
+    manager_of,
+    most_of_one,
+    policies_around,
+    state_of,
+    watch_groups,
+)
 from torch._inductor.pygraph.types import journal
 from torch._inductor.pygraph.types.calls import NOTE
 from torch._inductor.pygraph.types.candidate import Candidate, CHAIN, NO_GRAPH, NODE_UPDATE
@@ -203,6 +211,7 @@ class Deployment:
             entry=entry,
             remembered=remembered,
             time_calls=self._time_calls if may_schedule else None,
+            most_of_one=recorder.most_of_one,
             pool_bytes=self._pool_bytes,
         )
         return self.selection
@@ -288,6 +297,9 @@ class Deployment:
 
     def around(self, function_id: FunctionID | None) -> OrderedSet[Any] | None:
         return self._locked(policies_around, function_id)
+
+    def most_of_one(self, function_id: FunctionID | None) -> int | None:
+        return self._locked(most_of_one, function_id)
 
     def _locked(self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T], id: FunctionID | None) -> T | None:
         """Call ``fn`` of the calling thread's trees. Return None while another thread records."""

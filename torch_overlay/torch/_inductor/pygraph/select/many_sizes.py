@@ -201,6 +201,9 @@ class ManySizes:
         """No recording shares its memory with neighbours on a path."""
         return OrderedSet()
 
+    def most_of_one(self, function_id: FunctionID | None) -> int:
+        return len(self.recordings)
+
     # Calls
 
     def replay(self) -> ModelType:

@@ -5,6 +5,7 @@ recordings, which are called with the manager's lock held, or while a node is re
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import warnings
 import weakref
@@ -182,6 +183,12 @@ def recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> list[C
 
     find(manager.roots, follows=False)
     return found
+
+
+def most_of_one(manager: CUDAGraphTreeManager, function_id: FunctionID) -> int:
+    """Return how many recordings one function has, the most of any that is recorded again together with a function."""
+    counts = collections.Counter(node.wrapped_function.id for node in recordings(manager, function_id))
+    return max(counts.values(), default=0)
 
 
 def policies_around(manager: CUDAGraphTreeManager, function_id: FunctionID) -> OrderedSet[GraphPolicy] | None:

@@ -28,17 +28,17 @@ if TYPE_CHECKING:
 class Verdict:
     """
     With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``. A graph that launches
-    what the function launches is right in spite of the reason if what differs ``varies`` from run to run of the function, or
-    is ``close`` and the function adds atomically.
+    what the function launches is right in spite of the reason if its results differ as runs of the function do (``varies``),
+    or ``by_atomics`` if the function has any.
     """
 
     reason: Reason | None = None
     is_capturable: bool = True
     varies: bool = False
-    close: bool = False
+    by_atomics: bool = False
 
     def may_vary(self, adds_atomically: bool) -> bool:
-        return self.varies or (self.close and adds_atomically)
+        return self.varies or (self.by_atomics and adds_atomically)
 
 
 def verify(rehearsal: Rehearsal, run_graph: Callable[[], None], outputs: Sequence[Any], pool: _POOL_HANDLE) -> Verdict:
@@ -84,7 +84,7 @@ class _Examination:
                 if not rehearsal.repeats_itself():
                     return Verdict()
                 # An input may influence only a small part of the result.
-                return Verdict(Reason.of(Code.ONLY_CLOSE), close=True)
+                return Verdict(Reason.of(Code.ONLY_CLOSE), by_atomics=True)
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
@@ -104,7 +104,8 @@ class _Examination:
             others = rehearsal.other_runs(rehearsal.inputs)
             failing = expected.not_alike(actual, others)
             varying = OrderedSet(result for other in others for result in expected.differing(other))
-            return Verdict(expected.failure(actual, others), varies=failing <= varying)
+            varies = not expected.not_alike(actual, others, by_norm=False)
+            return Verdict(expected.failure(actual, others), varies=varies, by_atomics=failing <= varying)
         except RuntimeError:
             return Verdict(failure)
 

@@ -8,6 +8,7 @@ capture. Fingerprints wait on the host: on the device they would lie in the segm
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -119,8 +120,11 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
     return torch.equal(expected.bits, actual.bits)
 
 
-def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bool:
-    """Return whether both can be results of one function. ``others`` show how much it varies by itself."""
+def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint, by_norm: bool = True) -> bool:
+    """
+    Return whether both can be results of one function. ``others`` show how much it varies by itself, where ``by_norm`` bounds
+    that: the norm of a sum that cancels out says nothing.
+    """
     if identical(expected, actual):
         return True
     if not expected.sums or not actual.sums or expected.bits.shape != actual.bits.shape:
@@ -135,7 +139,7 @@ def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint) -> bo
         within = difference <= allowed
         for other in others:
             own = OWN_DIFFERENCES * (expected.sums[name] - other.sums[name]).abs().max()
-            within |= difference <= (most * norm).clamp(max=own)
+            within |= difference <= ((most * norm).clamp(max=own) if by_norm else own)
         result &= within
     return bool(result.all())
 
@@ -202,9 +206,11 @@ class Proof:
         """Return which results differ in their bits: ("output" or "mutated input", index)."""
         return OrderedSet(self._differing(actual, identical))
 
-    def not_alike(self, actual: Proof, others: Sequence[Proof] = ()) -> OrderedSet[tuple[str, int]]:
-        """Return which results are not close, as ``differing`` does."""
-        return OrderedSet(self._differing(actual, same, others))
+    def not_alike(
+        self, actual: Proof, others: Sequence[Proof] = (), *, by_norm: bool = True
+    ) -> OrderedSet[tuple[str, int]]:
+        """Return which results are not close, as ``differing`` does. See ``same``."""
+        return OrderedSet(self._differing(actual, functools.partial(same, by_norm=by_norm), others))
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> Reason | None:
         """Return why a graph's results do not match, or None. ``others`` are of further uncaptured runs."""
