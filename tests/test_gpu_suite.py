@@ -227,6 +227,18 @@ def test_rounding_is_relative_to_large_values():
     assert not _compare([logits], [tuned_apart], tolerance=1e-2).close
 
 
+@pytest.mark.parametrize("exact", [None, {}])
+def test_a_gradient_that_cancels_out_is_rounding(exact):
+    weight = torch.randn(8, 8)
+    close = []
+    for reference, result in ((1e-9, 2e-9), (1e-9, 1e-3), (1e-3, 2e-3)):
+        steps = [{"grads": {"weight": weight, "bias": torch.randn(8) * scale}} for scale in (reference, result)]
+        close.append(compare(*map(snapshot, steps), 1e-4, exact).close)
+    assert close == [True, False, False]
+    # Outputs are what they are.
+    assert not _compare({"weight": weight, "bias": torch.full((8,), 1e-9)}, {"weight": weight, "bias": torch.zeros(8)}).close
+
+
 @pytest.mark.parametrize(
     ("changed", "where"),
     [
@@ -516,12 +528,20 @@ def test_which_programs_have_other_graphs():
     def has_same(suite_name, *counts):
         run = worker.CaseRun(dataclasses.replace(_tiny(), suite=suite_name), "cpu", variants={})
         frames = [SimpleNamespace(breaks=breaks, graphs=graphs) for breaks, graphs in counts]
-        run.programs = {name: SimpleNamespace(frames=f) for name, f in zip(("no_cg", "pygraph"), frames)}
+        run.frames = dict(zip(("no_cg", "pygraph"), frames))
         return run._has_graphs_of("no_cg", ["pygraph"])
 
     assert not has_same("modern", (8, 7), (0, 1)) and not has_same("mend", (8, 7), (0, 1))
     # PyGraph's program may run what Dynamo compiled for the other.
     assert has_same("modern", (0, 1), (0, 0)) and not has_same("mend", (1, 0), (1, 2))
+
+
+def test_graph_breaks_of_a_program_that_was_dropped():
+    """Its results are still compared with those of others."""
+    run = worker.CaseRun(_tiny(), "cpu", variants=EAGER)
+    run._compile("pygraph")
+    run._drop("pygraph")
+    assert run._traced() == {"breaks": 0, "dynamo_graphs": 1, "first_breaks": 0}
 
 
 def test_kernels_of_other_graphs_may_round_otherwise(monkeypatch):
@@ -628,6 +648,28 @@ def test_a_noisy_case_is_timed_again_and_then_marked(spreads, monkeypatch):
     assert left == [] and row.get("noise", 0.0) == pytest.approx(0.4 if spreads == (0.3, 0.2) else 0.0)
     assert quiet == [True, False] * len(spreads)
     assert len(row["eager_loop_us"]) == 2 * len(spreads) and min(row["eager_loop_us"]) > 0
+
+
+def test_stock_meets_random_sizes_last():
+    """Its recordings empty the allocator's cache, for which the next variant would pay."""
+    run, ran = worker.CaseRun(_tiny(), "cpu", variants=EAGER), []
+    run._program = lambda name: SimpleNamespace(loop=lambda inputs: lambda calls: ran.append(name))
+    run._captured = lambda name: (len(ran), 0)
+    found = run._sweep(["no_cg", "stock_cg", "pygraph"])
+    # The first is not timed.
+    assert ran == ["no_cg", "no_cg", "pygraph", "stock_cg"]
+    assert found.keys() == {"no_cg", "stock_cg", "pygraph"} and all(row["calls"] for row in found.values())
+
+
+def test_what_a_variant_leaves_of_the_time_to_settle_is_for_the_next(monkeypatch):
+    monkeypatch.setattr(worker, "MAX_SETTLE_S", 100.0)
+    run, left = worker.CaseRun(_tiny(), "cpu", variants=EAGER), []
+    now = iter((0.0, 60.0, 100.0, 110.0, 200.0, 200.0))
+    monkeypatch.setattr(worker.time, "perf_counter", lambda: next(now))
+    for _ in range(3):
+        with run._settling_by() as by:
+            left.append(by)
+    assert left == pytest.approx([70.0, 100.0 + 28.0, 200.0 + 21.0])
 
 
 def test_what_took_long_is_not_timed_again(monkeypatch):

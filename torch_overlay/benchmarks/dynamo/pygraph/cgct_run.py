@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from .case import described
 from .compare import compare, Difference, snapshot
 from .program import build, clone, Program, VARIANTS
-from .timing import fields, Timing
+from .timing import fields, ratio, Timing
 from .worker import blockers, CaseRun, report, reset_report, totals
 
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 # Calls that are compared, and for how many of them what a call returned must stay as it was.
 CHECKS = 100
 HELD = 4
-# Of the time of the same program with its values on the GPU.
+# Of the time of the same program with its values on the GPU, beyond noise.
 MAX_COST = 1.3
 # What is compared with what: as chosen, and with every graph deployed.
 PAIRS = {"pygraph": "gpu", "forced_node_update": "gpu_node_update"}
@@ -124,6 +124,11 @@ class CpuValuesRun(CaseRun):
             "program": self.case.program,
             **dict.fromkeys(f"{name}_us" for name in self.variants),
             **fields(timings),
+            "cost": {
+                name: [round(value, 4) for value in ratio(timings[name], timings[on_gpu])]
+                for name, on_gpu in PAIRS.items()
+                if name in timings and on_gpu in timings
+            },
             **totals(graphs.get("pygraph", [])),
             "equal": difference.close and all(name in timings for name in self.suite.must_equal),
             "bitwise": difference.bitwise,
@@ -143,8 +148,9 @@ class CpuValuesRun(CaseRun):
         reset_report()
         loop = self._program(name).loop([clone(inputs) for inputs in ring])
         loop(1)
-        calls, by = 1, self._settled_by()
-        with self._quiet() if self.variants[name].selects else contextlib.nullcontext():
+        calls = 1
+        quiet = self._quiet() if self.variants[name].selects else contextlib.nullcontext()
+        with quiet, self._settling_by() as by:
             while self._settling(name, calls, by):
                 loop(1)
                 calls += 1
@@ -183,11 +189,12 @@ def missed(case: CpuValues, row: Row) -> list[str]:
     if row["copied_bytes"]:
         found.append(f"copies {row['copied_bytes']} bytes a call")
     for name, on_gpu in PAIRS.items():
-        time, reference = row.get(f"{name}_us"), row.get(f"{on_gpu}_us")
-        if time is None or reference is None:
+        cost = row["cost"].get(name)
+        if cost is None:
             found.append(f"{name} or {on_gpu} was not measured")
-        elif not case.host and time > MAX_COST * reference:
-            found.append(f"{name}: {time} us, {time / reference:.2f} of what it takes with values on the GPU")
+        elif not case.host and cost[0] > MAX_COST:
+            low, median, high = cost
+            found.append(f"{name}: {median:.2f} ({low:.2f} to {high:.2f}) of what it takes with values on the GPU")
     launched = row["launches"].get("forced_node_update")
     if launched is None:
         found.append("it is not known what is launched")

@@ -34,8 +34,8 @@ from . import jax_peer
 from .case import described
 from .catalogue import SUITES
 from .compare import compare, Difference
-from .launches import counting_copies, profiled
 from .frames import Frames
+from .launches import counting_copies, profiled
 from .program import build, clone, HandWritten, in_double_precision, Program, Variant, VARIANTS
 from .report import as_choice
 from .timing import ENOUGH, fields, LoopFailed, MAX_NOISE, ratio, time_interleaved
@@ -60,8 +60,9 @@ SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 1500
-# For how many seconds all variants that select may settle. A program that draws its path may record in each call.
-MAX_SETTLE_S = 30.0
+# For how many seconds all variants that select may settle. A program that draws its path may record in each call. Each may
+# use a part of what others left: PyGraph comes first, and the others decide less.
+MAX_SETTLE_S, SETTLE_PART = 30.0, 0.7
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CALLS_WITHOUT_RECORDING = 20
@@ -165,6 +166,8 @@ class CaseRun:
         # Of stock CUDA graphs' time between rounds
         self.noise = 0.0
         self.bound = self.recorded_at = 0
+        # Seconds that are left to settle
+        self.settle_s = MAX_SETTLE_S
         # Of an operator in eager mode, before and after each timing
         self.eager_loop_us: list[float] = []
         if case.without_tf32:
@@ -471,9 +474,14 @@ class CaseRun:
         self.programs.pop(name, None)
         gc.collect()
 
-    def _settled_by(self) -> float:
-        """Return until when a variant that begins to settle now may do so, by ``time.perf_counter``."""
-        return time.perf_counter() + MAX_SETTLE_S / max(1, sum(v.selects for v in self.variants.values()))
+    @contextlib.contextmanager
+    def _settling_by(self) -> Iterator[float]:
+        """A context in which a variant settles. Gives until when it may do so, by ``time.perf_counter``."""
+        start = time.perf_counter()
+        try:
+            yield start + SETTLE_PART * self.settle_s
+        finally:
+            self.settle_s -= time.perf_counter() - start
 
     def _settling(self, name: str, calls: int, by: float) -> bool:
         """Return whether a variant is not settled after so many calls. After ``by`` it makes only the SETTLE_CALLS."""
@@ -508,18 +516,17 @@ class CaseRun:
             # Its capture must not count as a step.
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
-        by = self._settled_by()
-        if self.suite.selects_in_loop and self.variants[name].selects:
-            loop = self._program(name).loop([clone(inputs) for inputs in ring])
+        in_loop = self.suite.selects_in_loop and self.variants[name].selects
+        loop = self._program(name).loop([clone(inputs) for inputs in ring]) if in_loop else None
+        with self._settling_by() as by:
             while self._settling(name, calls, by):
-                loop(len(ring))
                 calls += len(ring)
-            return difference
-        while self._settling(name, calls, by):
-            results = [self._observe(name, inputs) for inputs in ring]
-            for reference, result in zip(expected, results):
-                difference |= compare(reference, result, self.case.tolerance)
-            calls += len(ring)
+                if loop is not None:
+                    loop(len(ring))
+                    continue
+                results = [self._observe(name, inputs) for inputs in ring]
+                for reference, result in zip(expected, results):
+                    difference |= compare(reference, result, self.case.tolerance)
         return difference
 
     def _check(self, names: list[str]) -> dict[str, Difference]:
