@@ -33,8 +33,9 @@ class Frames:
 
     def __init__(self) -> None:
         self.graphs = 0
-        # Code that breaks the graph, by identity. Dynamo may compile it several times, and then breaks the graph each time.
-        self.broken: dict[int, types.CodeType] = {}
+        # Lines that break the graph, and where code begins that Dynamo skips for a break, as (file, line). Dynamo may compile
+        # code several times, and then breaks the graph each time. It may also resume within a line, or run the rest eagerly.
+        self.broken: set[tuple[str, int]] = set()
         self.skipped: dict[int, FrameExecStrategy] = {}
 
     @property
@@ -53,14 +54,14 @@ class Frames:
             # Of counters["graph_break"], breaks at branches are missing.
             unsupported, reasons = counters["unimplemented"].total(), len(graph_break_reasons)
             result = convert(wrapper, frame, *args, **kwargs)
-            is_broken = len(graph_break_reasons) > reasons
+            found = {(s[-1].filename, s[-1].lineno) for r in graph_break_reasons[reasons:] if (s := r.user_stack)}
             if result.guarded_code is None and result.apply_to_code:
                 self.skipped_by_any[id(frame.f_code)] = frame.f_code
                 self.skipped[id(frame.f_code)] = result.frame_exec_strategy
                 # Dynamo gives no reason where it skips the frame for a break. PyGraph may skip it after Dynamo gave one.
-                is_broken = is_broken or counters["unimplemented"].total() > unsupported
-            if is_broken:
-                self.broken[id(frame.f_code)] = frame.f_code
+                if not found and counters["unimplemented"].total() > unsupported:
+                    found = {(frame.f_code.co_filename, frame.f_code.co_firstlineno)}
+            self.broken |= found
             return result
 
         with mock.patch.object(CatchErrorsWrapper, "__call__", noting):
