@@ -662,8 +662,8 @@ def test_stock_meets_random_sizes_last():
 
 
 def test_what_a_variant_leaves_of_the_time_to_settle_is_for_the_next(monkeypatch):
-    monkeypatch.setattr(worker, "MAX_SETTLE_S", 100.0)
     run, left = worker.CaseRun(_tiny(), "cpu", variants=EAGER), []
+    run.settle_s = 100.0
     now = iter((0.0, 60.0, 100.0, 110.0, 200.0, 200.0))
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(now))
     for _ in range(3):

@@ -62,7 +62,7 @@ SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 
 MAX_SETTLE_CALLS = 1500
 # For how many seconds all variants that select may settle. A program that draws its path may record in each call. Each may
 # use a part of what others left: PyGraph comes first, and the others decide less.
-MAX_SETTLE_S, SETTLE_PART = 30.0, 0.7
+MAX_SETTLE_S, SETTLE_PART = 20.0, 0.7
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
 CALLS_WITHOUT_RECORDING = 20
@@ -441,7 +441,8 @@ class CaseRun:
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
-        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, start + MAX_SETTLE_S):
+        by = start + SETTLE_PART * MAX_SETTLE_S
+        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, by):
             loop(1)
             calls += 1
             # Until the last decision: what is hardly called is never decided.
@@ -508,8 +509,8 @@ class CaseRun:
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
         Runs a variant until it has decided, in a loop that goes around the ring without waiting for the device, as a program
-        would. The results are compared after each time around. Those of a variant that selects in the loop that is timed are
-        compared by later calls: see Suite.selects_in_loop.
+        would. The results are compared after each time around, for half of the time to settle. Those of a variant that selects
+        in the loop that is timed are compared by later calls: see Suite.selects_in_loop.
         """
         difference = Difference()
         if self.variants[name].hand_written:
@@ -517,11 +518,12 @@ class CaseRun:
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
         in_loop = self.suite.selects_in_loop and self.variants[name].selects
-        loop = self._program(name).loop([clone(inputs) for inputs in ring]) if in_loop else None
+        loop = self._program(name).loop([clone(inputs) for inputs in ring])
         with self._settling_by() as by:
+            compared_until = (time.perf_counter() + by) / 2
             while self._settling(name, calls, by):
                 calls += len(ring)
-                if loop is not None:
+                if in_loop or time.perf_counter() > compared_until:
                     loop(len(ring))
                     continue
                 results = [self._observe(name, inputs) for inputs in ring]

@@ -66,7 +66,7 @@ PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 
 # A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So
 # functions of a path, which are called equally often, record again in the same calls.
-ROUND_CALLS = 32
+ROUND_CALLS = 16
 
 # A function with more recordings takes too long to be recorded again, as of a layer that each step runs another number of
 # times: its backward has a recording for each place behind each number.
