@@ -827,6 +827,14 @@ class CompiledTest(TestCase):
             compiled(x).sum().backward()
         return report().graphs
 
+    def test_partition_that_only_allocates(self):
+        "A CPU tensor without elements has no kernel, and is not captured."
+        with fake_cuda(), torch.no_grad():
+            fn = lambda x: (x.sin(), torch.zeros(0, device="cpu"))  # noqa: E731
+            torch.compile(fn, options={"pygraph": True})(torch.randn(8, 64, device="cuda"))
+        (graph,) = report().graphs
+        self.assertEqual(sorted(not p.blockers for p in graph.partitions), [False, True])
+
     def test_partitions(self):
         def through_the_cpu(x):
             y = x.sin().cpu()

@@ -108,7 +108,8 @@ def describe_partition(
     kernels = [node for node in nodes if not isinstance(node, NopKernelSchedulerNode)]
     blockers = OrderedSet(
         Blocker(_op(node), reason_of(reason), innermost(next(iter(_traces(node)), "")))
-        for node in kernels
+        # A partition may do nothing but allocate a tensor without elements.
+        for node in kernels or nodes
         if (reason := why_not(node)) is not None
     )
     return PartitionReport(
