@@ -25,7 +25,7 @@ from typing import Any, TYPE_CHECKING
 from . import cgct_run, plan
 from .case import described
 from .catalogue import SUITES
-from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MIN_GAIN
+from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MAX_MORE_OF_A_CHAIN, MIN_GAIN
 from .processes import Answering, Machine
 from .report import (
     best_candidate,
@@ -444,9 +444,9 @@ def missed(case: Case, row: Row) -> list[str]:
 
 
 def _more_mib(row: Row, theirs: float) -> float:
-    """Return what a program may reserve beyond stock's MiB, if kernels run side by side."""
+    """Return what a program may reserve beyond stock's MiB: more if kernels run side by side."""
     is_scheduled = any(f.get("schedule", CHAIN) != CHAIN for f in row.get("graphs", ()))
-    return max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB) if is_scheduled else 0.0
+    return max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB) if is_scheduled else MAX_MORE_OF_A_CHAIN * theirs
 
 
 def _missed_schedule(case: Case, row: Row) -> list[str]:
