@@ -141,7 +141,7 @@ ROW = {
         ({}, []),
         (
             {"cost": {**ROW["cost"], "pygraph": [1.31, 1.33, 1.4]}},
-            ["pygraph: 1.33 (1.31 to 1.40) of what it takes with values on the GPU"],
+            ["pygraph takes 1.33 times (1.31 to 1.40) as long as with values on the GPU"],
         ),
         ({"cost": {"pygraph": ROW["cost"]["pygraph"]}}, ["forced_node_update or gpu_node_update was not measured"]),
         ({"equal": False}, ["results differ"]),

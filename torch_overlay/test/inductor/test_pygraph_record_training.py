@@ -19,7 +19,7 @@ from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report
 from torch._inductor.pygraph.capture import agreement
 from torch._inductor.pygraph.select import controller, timing
-from torch._inductor.pygraph.trees.manager import drop, most_of_one, policies_around
+from torch._inductor.pygraph.trees.manager import drop, max_recorded_again, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
@@ -234,7 +234,7 @@ class TrainingTest(RecordTestCase):
 
         layers = node("f", node("b"), node("f", node("b", node("b"))))
         manager = mock.Mock(roots=node("", layers, node("g")).children)
-        most = {id: most_of_one(manager, id) for id in ("f", "b", "g", "other")}
+        most = {id: max_recorded_again(manager, id) for id in ("f", "b", "g", "other")}
         self.assertEqual(most, {"f": 3, "b": 3, "g": 1, "other": 0})
 
     def test_even_graph_that_is_timed_in_fewer_calls(self):

@@ -694,7 +694,7 @@ class SchedulesTest(SelectTestCase):
         waits: bool = False,
         width: int = 8,
         fails: Callable[[str], str | None] = lambda candidate: None,
-        most_of_one: Callable[[], int | None] = lambda: 0,
+        max_recorded_again: Callable[[], int | None] = lambda: 0,
     ) -> str:
         """
         Return the candidate of the last recording, once the function is deployed.
@@ -748,7 +748,7 @@ class SchedulesTest(SelectTestCase):
             lambda id: OrderedSet(),
             is_forced=False,
             time_calls=lambda inputs, host_us: run(NO_GRAPH)(inputs),
-            most_of_one=lambda id: most_of_one(),
+            max_recorded_again=lambda id: max_recorded_again(),
         )
         while not deployed:
             selection([])
@@ -875,10 +875,10 @@ class SchedulesTest(SelectTestCase):
     @parametrize("most", (MAX_RECORDED_AGAIN, MAX_RECORDED_AGAIN + 1, None))
     def test_a_function_that_is_recorded_on_many_paths(self, most):
         "The fastest of what was recorded before is deployed."
-        def most_of_one() -> int | None:
+        def max_recorded_again() -> int | None:
             return most if self.recorded[-1] == "node_update,lanes2" else None
 
-        self.assertEqual(self.select(self.EXPERTS, most_of_one=most_of_one), "node_update,lanes2")
+        self.assertEqual(self.select(self.EXPERTS, max_recorded_again=max_recorded_again), "node_update,lanes2")
         is_most = most == MAX_RECORDED_AGAIN + 1
         self.assertEqual(self.recorded == ["node_update", "node_update,lanes2"], is_most)
 

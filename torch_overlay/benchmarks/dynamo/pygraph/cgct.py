@@ -85,7 +85,7 @@ function(
     "x * s + 1, custom_op(s)",
     lambda x, s: (x * s + 1, on_host(s)),
     lambda: (gpu(64, 64), cpu()),
-    host="Python runs the operator in each call, and in none where it is captured",
+    host="Python runs the operator in each call. With the value on the GPU, the operator is captured",
 )
 function("cpu_index", "x[i] + 1", lambda x, i: x[i] + 1, lambda: (gpu(64, 64), cpu(8, dtype=torch.int64)))
 function("cpu_scalar_output", "x * s + 1, s + 1", lambda x, s: (x * s + 1, s + 1), lambda: (gpu(64, 64), cpu()))

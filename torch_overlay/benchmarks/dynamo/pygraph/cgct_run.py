@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 # Calls that are compared, and for how many of them what a call returned must stay as it was.
 CHECKS = 100
 HELD = 4
-# Of the time of the same program with its values on the GPU, beyond noise.
+# How many times as long a program may take with its values on the CPU as with its values on the GPU. If noise may explain that
+# it takes longer, it passes.
 MAX_COST = 1.3
 # What is compared with what: as chosen, and with every graph deployed.
 PAIRS = {"pygraph": "gpu", "forced_node_update": "gpu_node_update"}
@@ -194,7 +195,7 @@ def missed(case: CpuValues, row: Row) -> list[str]:
             found.append(f"{name} or {on_gpu} was not measured")
         elif not case.host and cost[0] > MAX_COST:
             low, median, high = cost
-            found.append(f"{name}: {median:.2f} ({low:.2f} to {high:.2f}) of what it takes with values on the GPU")
+            found.append(f"{name} takes {median:.2f} times ({low:.2f} to {high:.2f}) as long as with values on the GPU")
     launched = row["launches"].get("forced_node_update")
     if launched is None:
         found.append("it is not known what is launched")

@@ -20,8 +20,8 @@ RMS_OF_LARGE = 8
 # Where gradients are, of all that a step leaves behind.
 GRADIENTS = "['grads']"
 
-# A gradient of at most this part of the largest one, both as root mean squares, is the rounding in float32 of a sum that
-# cancels out, as that of a bias in front of a batch norm.
+# A gradient of at most this part of the largest one, both as root mean squares, is taken for the rounding in float32 of a sum
+# that cancels out. The gradient of a bias in front of a batch norm is such a sum.
 ROUNDING = 2**-20
 
 
@@ -79,7 +79,7 @@ def compare(
 
 
 def _rms(t: Any) -> float:
-    """Return the root mean square of a tensor's elements, 0 for what is none."""
+    """Return the root mean square of a tensor's elements, 0 of other objects and of tensors without elements."""
     if not isinstance(t, torch.Tensor) or not t.numel():
         return 0.0
     return t.float().norm().item() / math.sqrt(t.numel())

@@ -33,8 +33,8 @@ class Frames:
 
     def __init__(self) -> None:
         self.graphs = 0
-        # Lines that break the graph, and where code begins that Dynamo skips for a break, as (file, line). Dynamo may compile
-        # code several times, and then breaks the graph each time. It may also resume within a line, or run the rest eagerly.
+        # (file, line) of what breaks the graph, or of where code begins that Dynamo skips for a break. Code objects say less:
+        # Dynamo may compile one several times, and may resume within a line or run the rest eagerly.
         self.broken: set[tuple[str, int]] = set()
         self.skipped: dict[int, FrameExecStrategy] = {}
 

@@ -232,7 +232,7 @@ modern(
     lambda small: (([torch.rand(3, 320, 320)],), {}),
     about="torchvision's ssdlite320_mobilenet_v3_large, on random images",
     obstacle="shapes that depend on the data: graph breaks",
-    not_as_eager="rounding decides what is detected",
+    not_as_eager="rounding decides which boxes the model keeps",
     needs=("torchvision",),
     built_on_cpu=True,
     capturable=False,

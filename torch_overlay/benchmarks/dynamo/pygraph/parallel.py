@@ -33,6 +33,7 @@ ALSO = (
 MIN_GAIN = 0.99
 # What a program may reserve beyond stock if kernels run side by side: a part of stock's, and MiB if that is more.
 MAX_MORE_MEMORY, MAX_MORE_MIB = 0.1, 8
+# The same if no kernels run side by side, as a part of stock's.
 MAX_MORE_OF_A_CHAIN = 0.02
 
 concurrent = adding("concurrent")

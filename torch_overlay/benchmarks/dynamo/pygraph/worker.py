@@ -60,8 +60,8 @@ SETTLE_CALLS = collections.defaultdict(lambda: 5, no_cg=3, pygraph=65, chain=65)
 SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prelude"), 10)
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 1500
-# For how many seconds all variants that select may settle. A program that draws its path may record in each call. Each may
-# use a part of what others left: PyGraph comes first, and the others decide less.
+# For how many seconds all variants that select may settle. A program that draws its path may record in each call. A variant
+# may use this part of the time that those before it left.
 MAX_SETTLE_S, SETTLE_PART = 20.0, 0.7
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
@@ -441,16 +441,16 @@ class CaseRun:
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
-        by = start + SETTLE_PART * MAX_SETTLE_S
-        while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, by):
-            loop(1)
-            calls += 1
-            # Until the last decision: what is hardly called is never decided.
-            count = undecided(report())
-            if calls <= max(MIN_WARM_UP_CALLS, self._calls_at_new_sizes(name)) or count != undecided_before:
-                self._synchronize()
-                settled = time.perf_counter()
-            undecided_before = count
+        with self._settling_by() as by:
+            while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, by):
+                loop(1)
+                calls += 1
+                # Until the last decision: what is hardly called is never decided.
+                count = undecided(report())
+                if calls <= max(MIN_WARM_UP_CALLS, self._calls_at_new_sizes(name)) or count != undecided_before:
+                    self._synchronize()
+                    settled = time.perf_counter()
+                undecided_before = count
         loop(CALLS_AFTER_DECISION)
         self._synchronize()
         gc.collect()
@@ -518,12 +518,13 @@ class CaseRun:
             self._step_once(self._program(name))
         calls = self.recorded_at = self.bound = 0
         in_loop = self.suite.selects_in_loop and self.variants[name].selects
-        loop = self._program(name).loop([clone(inputs) for inputs in ring])
+        loop: Callable[[int], None] | None = None
         with self._settling_by() as by:
             compared_until = (time.perf_counter() + by) / 2
             while self._settling(name, calls, by):
                 calls += len(ring)
                 if in_loop or time.perf_counter() > compared_until:
+                    loop = loop or self._program(name).loop([clone(inputs) for inputs in ring])
                     loop(len(ring))
                     continue
                 results = [self._observe(name, inputs) for inputs in ring]
@@ -542,7 +543,7 @@ class CaseRun:
             self.known_exactly = False
         elif self.case.not_as_eager:
             self.known_exactly = False
-            note = f"not compared with eager: {self.case.not_as_eager}"
+            note = f"the suite does not compare its results with eager mode's: {self.case.not_as_eager}"
             self.notes += [note] if note not in self.notes else []
         else:
             with self._noting("eager"):

@@ -376,7 +376,7 @@ class BoundGraphNode(CopyGraphNode):
             raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Return whether the function launches what its graph does."""
+        """Return whether the function, captured once more, launches what its graph does."""
         spec = self.request.spec
         if self.values.delivers or self.collectives:
             return False

@@ -29,7 +29,7 @@ from torch._inductor.pygraph.trees.manager import (
     forget,
     has_trees,
     manager_of,
-    most_of_one,
+    max_recorded_again,
     policies_around,
     state_of,
     watch_groups,
@@ -211,7 +211,7 @@ class Deployment:
             entry=entry,
             remembered=remembered,
             time_calls=self._time_calls if may_schedule else None,
-            most_of_one=recorder.most_of_one,
+            max_recorded_again=recorder.max_recorded_again,
             pool_bytes=self._pool_bytes,
         )
         return self.selection
@@ -298,8 +298,8 @@ class Deployment:
     def around(self, function_id: FunctionID | None) -> OrderedSet[Any] | None:
         return self._locked(policies_around, function_id)
 
-    def most_of_one(self, function_id: FunctionID | None) -> int | None:
-        return self._locked(most_of_one, function_id)
+    def max_recorded_again(self, function_id: FunctionID | None) -> int | None:
+        return self._locked(max_recorded_again, function_id)
 
     def _locked(self, fn: Callable[[CUDAGraphTreeManager, FunctionID | None], T], id: FunctionID | None) -> T | None:
         """Call ``fn`` of the calling thread's trees. Return None while another thread records."""

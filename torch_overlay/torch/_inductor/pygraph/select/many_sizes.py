@@ -201,7 +201,7 @@ class ManySizes:
         """No recording shares its memory with neighbours on a path."""
         return OrderedSet()
 
-    def most_of_one(self, function_id: FunctionID | None) -> int:
+    def max_recorded_again(self, function_id: FunctionID | None) -> int:
         return len(self.recordings)
 
     # Calls

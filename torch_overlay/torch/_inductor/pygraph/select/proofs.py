@@ -99,6 +99,7 @@ class Proofs:
             return self._compared(recording, kept, inputs, run_call)
         rehearsal = self.rehearse(inputs)
         if not is_first:
+            # With atomic additions, runs that agree do not show that the graph is wrong.
             if not self.adds_atomically and rehearsal.repeats_itself():
                 raise differs(kept.at, "it has other results than the function")
             rehearsal.restore()
@@ -165,6 +166,7 @@ class Proofs:
             verdict = verify(rehearsal, kept.launches.on.graph.replay, outputs, recording.pool)
             failure = verdict.reason
             if failure is not None and verdict.may_vary(self.adds_atomically):
+                # Raises RefusedError if the launches differ as well.
                 recording.compare(recording.scratch(inputs, kept.at), kept.at)
                 failure = None
         except RefusedError as e:

@@ -8,8 +8,8 @@ Which candidate a function is deployed as. A function goes through these steps, 
 4. The graph stays if it is faster by more than the noise. Otherwise, if there is memory for both, both are timed again,
    in the other order, or the graph alone where both together take much more memory. A graph that is no slower stays if
    a neighbour on its path is a graph: running this function uncaptured would allocate a second copy of its memory.
-5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed, unless
-   one more would record a function again on many paths.
+5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed. Selection
+   tries no further one if a function would be recorded again more than MAX_RECORDED_AGAIN times.
 
 The next process gets the decision from store.py and times nothing.
 """
@@ -68,8 +68,9 @@ PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 # functions of a path, which are called equally often, record again in the same calls.
 ROUND_CALLS = 16
 
-# A function with more recordings takes too long to be recorded again, as of a layer that each step runs another number of
-# times: its backward has a recording for each place behind each number.
+# How often each function may be recorded again for a schedule. A program may run a layer a different number of times in each
+# step. The layer's backward then has a recording for each place behind each number, and takes long to be recorded again. An
+# estimate.
 MAX_RECORDED_AGAIN = 32
 
 get_curr_generation = CUDAGraphTreeManager.get_curr_generation
@@ -126,8 +127,8 @@ class Selection:
         forget: drops what was recorded under an id; returns False while it cannot, None while another thread records
         around: returns the controllers of the functions around an id on its paths
         time_calls: runs the function uncaptured and times its calls; None if they stay in a row
-        most_of_one: returns how many recordings a function has that is recorded again together with an id, the most of one;
-            None while another thread records
+        max_recorded_again: returns how many recordings one function loses at most if those of an id are dropped; None while
+            another thread records
         pool_bytes: returns what the graphs' pool reserves
     """
 
@@ -142,7 +143,7 @@ class Selection:
     entry: store.Entry | None = None
     remembered: store.Decision | None = None
     time_calls: Callable[..., OutputType] | None = None
-    most_of_one: Callable[[FunctionID | None], int | None] = lambda id: 0
+    max_recorded_again: Callable[[FunctionID | None], int | None] = lambda id: 0
     pool_bytes: Callable[[], int] = lambda: 0
 
     # Whether each candidate is timed for the same number of calls in every process.
@@ -343,7 +344,7 @@ class Selection:
     def _time_as(self, candidate: str) -> Generator[ModelType, None, timing.Cost | None]:
         """Record and time the graph as a candidate. Return None if it cannot be recorded so, or too often."""
         yield from self._next_round()
-        if (self.most_of_one(self.state.id) or 0) > MAX_RECORDED_AGAIN:
+        if (self.max_recorded_again(self.state.id) or 0) > MAX_RECORDED_AGAIN:
             return None
         yield from self._recorded_as(candidate)
         if self.controller.candidate != candidate:

@@ -185,8 +185,11 @@ def recordings(manager: CUDAGraphTreeManager, function_id: FunctionID) -> list[C
     return found
 
 
-def most_of_one(manager: CUDAGraphTreeManager, function_id: FunctionID) -> int:
-    """Return how many recordings one function has, the most of any that is recorded again together with a function."""
+def max_recorded_again(manager: CUDAGraphTreeManager, function_id: FunctionID) -> int:
+    """
+    Dropping the recordings of a function drops all recordings behind them, too. Return the largest number of these recordings
+    that belong to one function.
+    """
     counts = collections.Counter(node.wrapped_function.id for node in recordings(manager, function_id))
     return max(counts.values(), default=0)
 

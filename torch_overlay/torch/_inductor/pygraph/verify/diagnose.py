@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 @dataclasses.dataclass(frozen=True)
 class Verdict:
     """
-    With a ``reason`` the graph must not be used; one with another binding may be if ``is_capturable``. A graph that launches
-    what the function launches is right in spite of the reason if its results differ as runs of the function do (``varies``),
-    or ``by_atomics`` if the function has any.
+    With a ``reason`` the graph must not be used, unless it ``may_vary`` and launches what the function launches.
+
+    Attributes:
+        is_capturable: whether a graph with another binding may be used
+        varies: the results differ from those of a run of the function by no more than those of other runs do
+        by_atomics: atomic additions would explain how the results differ
     """
 
     reason: Reason | None = None
@@ -38,6 +41,7 @@ class Verdict:
     by_atomics: bool = False
 
     def may_vary(self, adds_atomically: bool) -> bool:
+        """Return whether the function itself may have such results in another run."""
         return self.varies or (self.by_atomics and adds_atomically)
 
 

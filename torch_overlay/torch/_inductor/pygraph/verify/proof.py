@@ -122,8 +122,9 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
 
 def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint, by_norm: bool = True) -> bool:
     """
-    Return whether both can be results of one function. ``others`` show how much it varies by itself, where ``by_norm`` bounds
-    that: the norm of a sum that cancels out says nothing.
+    Return whether both can be results of one function. ``others`` are results of further runs, which show how much it varies
+    by itself. With ``by_norm``, results may differ by a part of their norm at most. A sum that cancels out has a norm that is
+    no larger than its rounding.
     """
     if identical(expected, actual):
         return True
