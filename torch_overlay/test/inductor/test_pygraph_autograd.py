@@ -6,6 +6,7 @@ gradients and errors are those of eager mode and of stock torch.compile.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from torch._functorch._aot_autograd.schemas import SubclassCreationMeta
 from torch._inductor import config
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
-from torch._inductor.pygraph.calls import shortener
+from torch._inductor.pygraph.calls import shortener, unused
 from torch._inductor.test_case import run_tests
 from torch._inductor.utils import fresh_cache
 from torch.testing._internal.common_utils import (
@@ -535,6 +536,136 @@ class AutogradTest(AutogradTestCase):
             )
             with torch._dynamo.config.patch(error_on_recompile=True):
                 step(x)
+
+    def shared(self):
+        "Every unused result counts as large, and one tensor of zeros is shared; returns all calls for it."
+        calls = []
+
+        def shared_zeros(size, dtype, device_index):
+            calls.append(torch.zeros(size, dtype=dtype))
+            return calls[-1]
+
+        patches = contextlib.ExitStack()
+        patches.enter_context(mock.patch.object(unused, "is_large", lambda t: True))
+        patches.enter_context(mock.patch.object(unused, "MIN_BYTES", 0))
+        patches.enter_context(mock.patch.object(unused, "shared_zeros", shared_zeros))
+        self.addCleanup(patches.close)
+        return calls
+
+    @parametrize("name", ("aot_eager", "inductor"))
+    def test_unused_results(self, name):
+        calls = self.shared()
+
+        def fn(x, w):
+            y = (x @ w).sin()
+            return y, y.exp() * w, y.detach().cos(), (w.cos() * x).sum()
+
+        args = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+        for used in ((0,), (1,), (3,), (0, 1), (1, 3), (0, 1, 3)):
+            calls.clear()
+            self.check(
+                fn,
+                *args,
+                use=lambda y: sum(y[i].square().sum() for i in used).backward(),
+                backend=name,
+                eager=False,
+            )
+            # One that the size of an earlier call fits is used again.
+            self.assertEqual(len(calls), (3 - len(used)) * (name == "inductor"))
+            self.assertTrue(all(not t.any() for t in calls))
+
+    @parametrize("name", ("aot_eager", "inductor"))
+    def test_unused_results_of_other_backwards(self, name):
+        "Of a graph that is kept, that is differentiated again, whose sizes vary, and with hooks."
+        self.shared()
+
+        def fn(x, w):
+            return (x * w).sin(), x * w.exp()
+
+        w = torch.randn(4, 4, requires_grad=True)
+
+        def twice(outputs):
+            outputs[0].sum().backward(retain_graph=True)
+            outputs[1].sum().backward()
+
+        def again(outputs):
+            outputs[0].sum().backward(create_graph=True)
+
+        def hooked(outputs):
+            seen = []
+            outputs[1].register_hook(seen.append)
+            outputs[0].sum().backward()
+            return seen
+
+        for use in (twice, again, hooked):
+            self.check(fn, torch.randn(4, 4), w, use=use, backend=name, backward=None, eager=False)
+        with config.patch(pygraph=True):
+            torch._dynamo.reset()
+            compiled = torch.compile(lambda x, w: (x * w.sin(), x + w), backend=name, dynamic=True)
+            for n in (3, 5, 6, 3, 5):
+                w = torch.randn(n, 4, requires_grad=True)
+                x = torch.randn(n, 4)
+                compiled(x, w)[n % 2].sum().backward()
+                self.assertEqual(w.grad, torch.ones_like(w) if n % 2 else x * w.cos())
+
+    def test_unused_results_and_compiled_autograd(self):
+        "It takes the gradients of a graph as autograd would make them, and runs the graph's own backward."
+        self.shared()
+
+        def fn(x, w):
+            return (x * w).sin(), x * w.exp()
+
+        with config.patch(pygraph=True):
+            compiled = torch.compile(fn, backend="aot_eager")
+            for i in range(6):
+                x, w = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+                loss = compiled(x, w)[i % 2].sum()
+                if i > 1:
+                    with torch._dynamo.compiled_autograd._enable(
+                        torch.compile(backend="aot_eager")
+                    ):
+                        loss.backward()
+                else:
+                    loss.backward()
+                self.assertEqual(w.grad, x * (w.exp() if i % 2 else (x * w).cos()))
+
+    def test_unused_results_whose_gradients_are_returned(self):
+        "No zeros that others read become a gradient of the program, which may write it."
+        calls = self.shared()
+        with torch.library._scoped_library("pygraph_test", "FRAGMENT") as lib:
+            lib.define("ones(Tensor(a!) x) -> ()")
+            lib.impl("ones", lambda x: None if x.fill_(1) is x else x, "CPU")
+            lib.impl("ones", lambda x: None, "Meta")
+
+            class Written(torch.autograd.Function):
+                @staticmethod
+                def forward(ctx, x):
+                    return x.sin()
+
+                @staticmethod
+                def backward(ctx, grad):
+                    torch.ops.pygraph_test.ones(grad)
+                    return grad * 2
+
+            for fn in (
+                lambda x, w: (x + 1, w.sin()),
+                lambda x, w: (x.t() + 1, w.sin()),
+                lambda x, w: ((x + 1).reshape(2, 8), w.sin()),
+                lambda x, w: (x[:2] + w[2:], w.sin()),
+                lambda x, w: (torch.view_as_complex(x.reshape(8, 2)) + 1, w.sin()),
+                lambda x, w: (Written.apply(x), w.sin()),
+            ):
+                torch._dynamo.reset()
+                with config.patch(pygraph=True):
+                    compiled = torch.compile(fn)
+                    for _ in range(4):
+                        x, w = (torch.randn(4, 4, requires_grad=True) for _ in "xw")
+                        compiled(x, w)[1].sum().backward()
+                        self.assertEqual(w.grad, w.cos())
+                        for t in (x, w):
+                            if t.grad is not None:
+                                t.grad.fill_(7)
+                self.assertTrue(all(not t.any() for t in calls))
 
     def test_what_is_plain(self):
         "What a graph may need beside tensors of its own keeps CompiledFunction's methods."

@@ -72,6 +72,43 @@ class TrainingTest(DeviceTestCase):
         self.compare(MLP, accumulate=3)
         self.assertEqual(counters["pygraph"]["copied_outputs"], 0)
 
+    @parametrize("force", ("node_update", "copy", "no_graph"))
+    def test_unused_results(self, force):
+        "Zeros for the gradient of a result that the loss alone is differentiated of take no memory."
+
+        def fn(x, w):
+            logits = x @ w
+            return torch.logsumexp(logits, -1).mean(), logits, x + w[0, 0]
+
+        variants = [
+            torch.compile(fn),
+            self.compiled(fn, pygraph_force=force),
+        ]
+        for i in range(8):
+            x, w = randn(4096, 64), randn(64, 1024)
+            results = []
+            for compiled in variants:
+                torch.compiler.cudagraph_mark_step_begin()
+                inputs = [t.clone().requires_grad_() for t in (x, w)]
+                loss, logits, other = compiled(*inputs)
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                held = torch.cuda.memory_allocated()
+                # The third result is used now and then.
+                (loss + other.sum() if i % 4 == 3 else loss).backward()
+                more = torch.cuda.max_memory_allocated() - held
+                grads = [t.grad.clone() for t in inputs]
+                results.append((loss.detach().clone(), logits.detach().clone(), grads))
+                for t in inputs:
+                    t.grad.fill_(1)
+                del loss, logits, other
+            self.assertEqual(results[0], results[1])
+        # logits have 16 MiB
+        if force == "node_update":
+            self.assertLess(more, 8 << 20)
+        elif force == "no_graph":
+            self.assertLess(more, 24 << 20)
+
     def test_gradients_kept_into_the_next_step(self):
         "Both graphs run in every step all the same."
         module = MLP().to(DEVICE)

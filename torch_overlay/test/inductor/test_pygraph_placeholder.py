@@ -14,7 +14,7 @@ from hypothesis import given, settings, strategies as st
 
 import torch
 from torch._inductor.pygraph.capture.allocation import ALIGNMENTS, common_alignment
-from torch._inductor.pygraph.graph import memory, placeholder
+from torch._inductor.pygraph.graph import memory, placeholder, zeros
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.graph.placeholder import (
     GUARD_BYTES,
@@ -103,6 +103,32 @@ class PlaceholderTest(TestCase):
             self.assertLessEqual((start, large.end), (large.start, end))
             self.assertEqual({model.mapped[p] for p in model.mapped}, {0})
             self.assertEqual(arena.place([(64, 16)])[0].start, start)
+
+    def test_shared_zeros(self):
+        "All of them lie in one page, which no recording writes."
+        with (
+            modelled_driver() as model,
+            mock.patch.object(torch.cuda, "is_current_stream_capturing", lambda: False),
+            mock.patch.object(torch.cuda, "current_stream"),
+        ):
+            placeholder.arena(0, placeholder.ZERO).place([(64, 16)])
+            found = []
+            for size in ((3,), (1 << 20, 3), (0, 4), (5 << 20,), ()):
+                found.append(zeros.shared_zeros(size, torch.float32, 0))
+            for t, size in zip(found, ((3,), (1 << 20, 3), (0, 4), (5 << 20,), ())):
+                self.assertEqual((t.shape, t.is_contiguous()), (size, True))
+                self.assertFalse(t.any())
+            self.assertEqual(len(model.pages), 2)
+            # What was given out stays where it is.
+            self.assertEqual(found[-1].data_ptr(), found[3].data_ptr())
+            self.assertTrue(all(t.data_ptr() in model.mapped for t in found if t.numel()))
+
+            with mock.patch.object(
+                torch.cuda, "is_current_stream_capturing", lambda: True
+            ):
+                zeros.shared_zeros((5 << 20,), torch.float32, 0)
+                with self.assertRaisesRegex(RuntimeError, "captured"):
+                    zeros.shared_zeros((64 << 20,), torch.float32, 0)
 
     def test_two_threads_at_once(self):
         "The one with the smaller range may be the last to have it."

@@ -17,7 +17,7 @@ import os
 from typing import Any, TYPE_CHECKING
 from unittest import mock
 
-from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder
+from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, zeros
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES
 from torch._inductor.pygraph.graph.prelude import CAPACITIES
 from torch.testing._internal.modelled_clones import Clones
@@ -580,7 +580,7 @@ def modelled_driver(*nodes: Node, driver_type: Callable[..., ModelledDriver] | N
     the host.
     """
     model = ModelledDriver(nodes) if driver_type is None else driver_type()
-    caches = (driver.bindings, placeholder.arena, conditional.side_stream)
+    caches = (driver.bindings, placeholder.arena, zeros.pages_of, conditional.side_stream)
     with mock.patch("cuda.bindings.driver", model), host_operators():
         for cache in caches:
             cache.cache_clear()

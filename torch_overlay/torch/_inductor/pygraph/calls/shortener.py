@@ -31,6 +31,7 @@ from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
 from torch._functorch._aot_autograd.utils import normalize_as_list
 from torch._inductor.output_code import CompiledFxGraph
 from torch._inductor.pygraph import native
+from torch._inductor.pygraph.calls.unused import UnusedGradients
 
 
 if TYPE_CHECKING:
@@ -144,9 +145,11 @@ def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> No
     node = function._backward_cls
     # Of each call, what is never anything else.
     node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []
-    function.forward = staticmethod(_forward(function.compiled_fw, metadata))
+    unused = UnusedGradients(_tangents(metadata))
+    function.forward = staticmethod(_forward(function.compiled_fw, metadata, unused))
     # What the engine calls, which else looks for CompiledFunction.backward.
-    node.apply = _backward(function, node.apply, disable_amp)
+    node.apply = _backward(function, node.apply, disable_amp, unused)
+    function._compiled_autograd_key = staticmethod(_key(function._compiled_autograd_key))
 
 
 def is_plain(metadata: ViewAndMutationMeta) -> bool:
@@ -253,7 +256,18 @@ def saved_tensors(outputs: list[Any], start: int) -> tuple[torch.Tensor, ...]:
     return tuple([x.detach() if x._is_view() else x for x in outputs[start:]])
 
 
-def _forward(compiled_fw: Callable[..., Any], metadata: ViewAndMutationMeta) -> Callable[..., Any]:
+def _key(general: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def key(ctx: Any) -> Any:
+        # Compiled autograd asks for it before it takes the gradients, and calls neither method here.
+        ctx.materialize_grads = True
+        return general(ctx)
+
+    return key
+
+
+def _forward(
+    compiled_fw: Callable[..., Any], metadata: ViewAndMutationMeta, unused: UnusedGradients
+) -> Callable[..., Any]:
     "As CompiledFunction.forward, in a runtime wrapper, which has autocast disabled."
     num_outputs = metadata.num_forward_returns
     unsafe_views = tuple(metadata.unsafe_view_out_indices)
@@ -273,13 +287,15 @@ def _forward(compiled_fw: Callable[..., Any], metadata: ViewAndMutationMeta) -> 
             constants = [returned[i] for i in not_differentiable]
             ctx.non_differentiable = tuple([t for t in constants if isinstance(t, torch.Tensor)])
             ctx._materialize_non_diff_grads = False
+        if unused.is_served is not False:
+            unused.note(ctx, returned)
         return tuple(returned)
 
     return forward
 
 
 def _backward(
-    function: type[torch.autograd.Function], general: Callable[..., Any], disable_amp: bool
+    function: type[torch.autograd.Function], general: Callable[..., Any], disable_amp: bool, unused: UnusedGradients
 ) -> Callable[..., Any]:
     "As BackwardCFunction.apply, which is ``general``, of CompiledFunction.backward."
     metadata = function.metadata
@@ -301,6 +317,8 @@ def _backward(
 
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         nonlocal compiled_bw, run
+        if unused.is_served:
+            grads = unused.filled(ctx, grads)
         if (
             is_grad_enabled()
             or keeps_graph()
@@ -319,6 +337,8 @@ def _backward(
                 run = boxed_replay(function.compiled_bw)
                 if disable_amp:
                     run = _without_autocast(run)
+                graph = innermost_fn(function.compiled_bw)
+                unused.note_backward(graph.graph_info if isinstance(graph, CompiledFxGraph) else None)
                 compiled_bw = function.compiled_bw
             return outs
         # While the graph runs nobody else has what was saved, nor copies of gradients.

@@ -77,6 +77,12 @@ class PlaceholderArena:
             for (start, end), (_, alignment) in zip(itertools.pairwise(ends), requests)
         ]
 
+    def reserve(self, nbytes: int) -> int:
+        """Return where a range of at least ``nbytes`` starts. Ranges that were returned before stay."""
+        with self.lock:
+            self._reserve(nbytes)
+            return self.start
+
     def _reserve(self, nbytes: int) -> None:
         if nbytes <= self.nbytes:
             return

@@ -100,11 +100,14 @@ class GraphInfo:
         functions: those that may be captured, as Runner.partitions has them
         reports: all partitions, also those that cannot be captured
         direct: None if Runner.call does more
+        shared_input_idxs: inputs of a backward that it writes, or that its results share memory with
     """
 
     functions: tuple[PartitionInfo, ...] = ()
     reports: tuple[PartitionReport, ...] | None = None
     direct: DirectCall | None = None
+    num_inputs: int = 0
+    shared_input_idxs: tuple[int, ...] | None = None
 
     @property
     def object_names(self) -> tuple[str, ...]:
