@@ -29,6 +29,7 @@ import torch
 import torch._logging._internal as torch_logging
 from torch._inductor import config
 from torch._inductor.pygraph import report, reset_report
+from torch._inductor.pygraph.compile import blockers, describe
 from torch._inductor.pygraph.compile.blockers import describe_partition
 from torch._inductor.pygraph.compile.upstream import blocker_of_graph, reason_of
 from torch._inductor.pygraph.report import (
@@ -812,6 +813,7 @@ class SourceTest(TestCase):
         self.assertEqual(pickle.loads(pickle.dumps(described)), described)
 
 
+@instantiate_parametrized_tests
 class CompiledTest(TestCase):
     "What Inductor keeps out, for an H200 that need not be there."
 
@@ -826,6 +828,26 @@ class CompiledTest(TestCase):
             compiled = torch.compile(fn, options={"pygraph": True, **options})
             compiled(x).sum().backward()
         return report().graphs
+
+    @parametrize("name", ("describe_calls", "_shared_inputs", "_num_kernels", "span"))
+    def test_code_that_is_not_described(self, name):
+        "The program runs without CUDA graphs, and the log says it once for each graph."
+        module = blockers if name == "span" else describe
+        with (
+            mock.patch.dict(os.environ, {"TORCHINDUCTOR_PYGRAPH_STRICT": "0"}),
+            mock.patch.object(module, name, side_effect=ValueError("unknown line")),
+            self.assertLogs("torch._inductor.pygraph", "INFO") as logs,
+        ):
+            graphs = self.compile(lambda x: x.sin() @ x.t(), graph_partition=name != "_num_kernels")
+        for graph in graphs:
+            if name == "_shared_inputs" and graph.mode == "forward":
+                self.assertEqual(graph.blockers, [])
+                continue
+            (blocker,) = graph.blockers
+            self.assertEqual(blocker.reason.code, Code.NOT_DESCRIBED)
+            self.assertIn("ValueError: unknown line", blocker.reason.text)
+        said = [line for line in logs.output if "NOT_DESCRIBED" in line]
+        self.assertEqual(len(said), 1 if name == "_shared_inputs" else 2)
 
     def test_partition_that_only_allocates(self):
         "A CPU tensor without elements has no kernel, and is not captured."

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import functools
+import logging
+import os
+from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import config, ir
@@ -11,8 +14,8 @@ from torch._inductor.fx_utils import dropout_of
 from torch._inductor.pygraph.compile.analysis import MEMORY_EFFICIENT_ATTENTION
 from torch._inductor.pygraph.compile.conditionals import conditional_reason
 from torch._inductor.pygraph.compile.lowering import HostCopy, Pack
-from torch._inductor.pygraph.compile.upstream import reason_of
-from torch._inductor.pygraph.types.reason import Code
+from torch._inductor.pygraph.compile.upstream import NOT_DESCRIBED, reason_of
+from torch._inductor.pygraph.types.reason import Code, first_line
 from torch._inductor.pygraph.types.report import Blocker, CPU_VALUES, PartitionReport
 from torch._inductor.pygraph.types.source import innermost, span
 from torch._inductor.scheduler import NopKernelSchedulerNode, operations_of_subgraphs
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from torch._inductor.scheduler import BaseSchedulerNode
+
+log = logging.getLogger(__name__)
 
 
 def partition_reason(node: BaseSchedulerNode) -> Code | None:
@@ -101,6 +106,30 @@ def subgraph_reason(ir_node: object) -> Code | None:
     return None
 
 
+def or_uncaptured(neutral: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """
+    Of a function that describes what Inductor generates: where it fails, the graph is not captured, and the result is
+    what ``neutral`` returns for the same arguments.
+    """
+
+    def decorate(describe: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(describe)
+        def call(*args: Any) -> Any:
+            try:
+                return describe(*args)
+            except Exception as e:
+                if os.environ.get("TORCHINDUCTOR_PYGRAPH_STRICT") == "1":
+                    raise
+                log.debug("%s failed", describe.__name__, exc_info=True)
+                V.graph.disable_cudagraphs_reason = f"{NOT_DESCRIBED}{type(e).__name__}: {first_line(e)}"
+                return neutral(*args)
+
+        return call
+
+    return decorate
+
+
+@or_uncaptured(lambda nodes, why_not: PartitionReport(0, ""))
 def describe_partition(
     nodes: Sequence[BaseSchedulerNode], why_not: Callable[[BaseSchedulerNode], str | None]
 ) -> PartitionReport:

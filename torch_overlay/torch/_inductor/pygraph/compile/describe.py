@@ -10,6 +10,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
+from torch._inductor.pygraph.compile.blockers import or_uncaptured
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.compile.conditionals import paths_through
 from torch._inductor.pygraph.compile.lowering import HostCopy, Launch, PackLine
@@ -39,6 +40,7 @@ IDLE_LINES = (
 )
 
 
+@or_uncaptured(lambda wrapper: GraphInfo())
 def describe_graph(wrapper: codegen.PythonWrapperCodegen) -> GraphInfo:
     """Return what is known of the graph whose code ``wrapper`` has generated."""
     graph = V.graph
@@ -74,6 +76,7 @@ def _shared_inputs(inputs: Sequence[str]) -> tuple[int, ...]:
     return tuple(i for i, name in enumerate(inputs) if name in found)
 
 
+@or_uncaptured(lambda wrapper, nodes: PartitionInfo(wrapper.launcher_fn_name))
 def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[BaseSchedulerNode]) -> PartitionInfo:
     """Return what is known of the function that ``wrapper`` has generated for ``nodes``."""
     placeholders = {node.target: node for node in V.graph.module.graph.find_nodes(op="placeholder")}

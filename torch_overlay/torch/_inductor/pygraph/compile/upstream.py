@@ -1,4 +1,4 @@
-"""The codes of reasons that upstream gives as text. No other module looks at the text of a reason."""
+"""The codes of reasons that upstream gives, or takes, as text. No other module looks at the text of a reason."""
 
 from __future__ import annotations
 
@@ -9,8 +9,12 @@ from torch._inductor.pygraph.types.report import Blocker
 from torch._inductor.pygraph.types.source import innermost
 
 
+# Begins what or_uncaptured says of an error, in upstream's way.
+NOT_DESCRIBED = "PyGraph does not understand the generated code: "
+
 # The first pattern that is found counts.
 _CODES = (
+    (f"{NOT_DESCRIBED}(?P<error>.*)", Code.NOT_DESCRIBED),
     (r"^cpu ops", Code.CPU_OP),
     (r"^DeviceCopy ops", Code.DEVICE_COPY),
     (r"^Conditional ops|control flow operator: (?P<op>torch\.\w+)", Code.CONTROL_FLOW),

@@ -174,6 +174,10 @@ class Code(str, enum.Enum):
         "CUDA graphs were off when it was compiled",
         "Its forward was not captured, or cpp_wrapper is set: see there.",
     )
+    NOT_DESCRIBED = (
+        "PyGraph does not understand its code: {error}",
+        "Report it, please, with TORCH_LOGS=+torch._inductor.pygraph.",
+    )
     CPU_DEVICE = "a tensor is on the CPU, and config.graph_partition is off", _CPU_TENSOR
     BOOLEAN_INDEX = ("writes by a boolean index", "Write x = torch.where(mask, value, x) instead of x[mask] = value.")
     MULTIPLE_DEVICES = (
