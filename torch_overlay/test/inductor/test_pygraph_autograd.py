@@ -480,18 +480,35 @@ class AutogradTest(AutogradTestCase):
 
         for n in (3, 5, 6):
             x, w = torch.randn(n, 4), torch.randn(n, 4, requires_grad=True)
-            self.check(
-                fn, x, w, forward=None, backward=None, dynamic=True, eager=False
-            )
-        with config.patch(pygraph=True):
+            self.check(fn, x, w, dynamic=True, eager=False)
+        def marked(t):
+            return getattr(t, "_dynamo_weak_dynamic_indices", None)
+
+        marks = []
+        for pygraph in (False, True):
             torch._dynamo.reset()
-            compiled = torch.compile(fn, backend="aot_eager", dynamic=True)
-            for n in (3, 5, 6, 3, 5):
-                x, w = torch.randn(n, 4), torch.randn(n, 4, requires_grad=True)
-                other = w.detach().clone().requires_grad_()
-                self.differentiate(compiled(x, w))
-                self.differentiate(fn(x, other))
-                self.assertEqual(w.grad, other.grad)
+            with config.patch(pygraph=pygraph):
+                compiled = torch.compile(fn, backend="aot_eager", dynamic=True)
+                marks.append([])
+                for i, n in enumerate((3, 5, 6, 3, 5, 7)):
+                    x, w = torch.randn(n, 4), torch.randn(n, 4, requires_grad=True)
+                    other = w.detach().clone().requires_grad_()
+                    outputs = compiled(x, w)
+                    node = outputs[0].grad_fn
+                    marks[-1].append([marked(t) for t in (*outputs, *node.saved_tensors)])
+                    with (
+                        torch._dynamo.compiled_autograd._enable(
+                            torch.compile(backend="aot_eager", dynamic=True)
+                        )
+                        if i > 3
+                        else contextlib.nullcontext()
+                    ):
+                        self.differentiate(outputs)
+                    self.differentiate(fn(x, other))
+                    self.assertEqual(w.grad, other.grad)
+        # For Dynamo, and for compiled autograd.
+        self.assertEqual(marks[0], marks[1])
+        self.assertTrue(marks[0][0][0])
 
     def test_first_call_is_analyzed(self):
         "As without pygraph, for custom operators whose outputs alias inputs."
@@ -687,10 +704,8 @@ class AutogradTest(AutogradTestCase):
             ("num_backward_tokens", 1),
             ("is_rng_op_functionalized", True),
             ("num_graphsafe_rng_states", 1),
-            ("num_symints_saved_for_bw", 1),
             ("num_opaque_objects_saved_for_bw", 1),
             ("num_tensors_saved_with_no_vc_check", 1),
-            ("dynamic_saved_tensors_idxs", {0: {0}}),
             ("subclass_tangent_meta", []),
             ("subclass_tangent_meta", [mock.Mock(SubclassCreationMeta)]),
             ("subclass_tangent_meta", [replace(tangent, memory_format=None)]),

@@ -25,6 +25,7 @@ from torch._dynamo.eval_frame import innermost_fn
 from torch._functorch import config
 from torch._functorch._aot_autograd.runtime_wrappers import (
     coerce_to_expected_memory_format,
+    maybe_mark_dynamic_helper,
     SerializableCompiledFunction,
 )
 from torch._functorch._aot_autograd.schemas import OutputType, PlainTensorMeta
@@ -144,16 +145,19 @@ def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> No
         return
     node = function._backward_cls
     # Of each call, what is never anything else.
-    node.symints, node.opaque_objects, node._tensors_no_vc_check = [], [], []
+    node.opaque_objects, node._tensors_no_vc_check = [], []
+    if not metadata.num_symints_saved_for_bw:
+        node.symints = []
     unused = UnusedGradients(_tangents(metadata))
     function.forward = staticmethod(_forward(function.compiled_fw, metadata, unused))
+    function.marks_dynamic_outputs = True
     # What the engine calls, which else looks for CompiledFunction.backward.
     node.apply = _backward(function, node.apply, disable_amp, unused)
     function._compiled_autograd_key = staticmethod(_key(function._compiled_autograd_key))
 
 
 def is_plain(metadata: ViewAndMutationMeta) -> bool:
-    "Whether all that the graph returns and saves are tensors of their own."
+    "Whether all that the graph returns and saves are tensors of their own, and sizes that are saved."
     return not (
         metadata.num_mutated_inp_runtime_indices
         or metadata.num_outputs_aliased
@@ -162,10 +166,8 @@ def is_plain(metadata: ViewAndMutationMeta) -> bool:
         or metadata.num_backward_tokens
         or metadata.is_rng_op_functionalized
         or metadata.num_graphsafe_rng_states
-        or metadata.num_symints_saved_for_bw
         or metadata.num_opaque_objects_saved_for_bw
         or metadata.num_tensors_saved_with_no_vc_check
-        or metadata.dynamic_saved_tensors_idxs
         or len(metadata.subclass_tangent_meta) != len(_tangents(metadata))
         or any(
             type(meta) is not PlainTensorMeta or meta.memory_format is None for meta in metadata.subclass_tangent_meta
@@ -193,11 +195,14 @@ def runtime_wrapper(
     mutated: list[int],
     to_detach: list[int],
     disable_amp: bool,
+    has_dynamic_outputs: bool = False,
 ) -> Callable[[list[Any]], Any]:
     """
     As ``general``, AOTAutograd's runtime wrapper, of a graph that needs no epilogue. The graph mutates the inputs
     ``mutated``, and autograd has to see that. Inputs in ``to_detach`` never need gradients.
     """
+    if has_dynamic_outputs and not getattr(apply.__self__, "marks_dynamic_outputs", False):
+        return general
     increment_version = torch.autograd.graph.increment_version
     run = _without_autocast(apply) if disable_amp else apply
 
@@ -272,6 +277,8 @@ def _forward(
     num_outputs = metadata.num_forward_returns
     unsafe_views = tuple(metadata.unsafe_view_out_indices)
     not_differentiable = tuple(i for i, info in enumerate(metadata.output_info) if not info.requires_grad)
+    num_symints = metadata.num_symints_saved_for_bw
+    of_outputs = [(i, info.dynamic_dims) for i, info in enumerate(metadata.output_info) if info.dynamic_dims]
     run = replay(compiled_fw)
     saved = getattr(native.compiled, "saved", saved_tensors)
 
@@ -279,7 +286,12 @@ def _forward(
         outs = compiled_fw(list(args)) if run is None else run(*args)
         if type(outs) is not list:
             outs = normalize_as_list(outs)
-        ctx.to_save = saved(outs, num_outputs)
+        if num_symints:
+            ctx.symints = outs[-num_symints:]
+            outs = outs[:-num_symints]
+        tensors = ctx.to_save = saved(outs, num_outputs)
+        for i, dims in metadata.dynamic_saved_tensors_idxs.items():
+            maybe_mark_dynamic_helper(tensors[i], dims)
         returned = outs[:num_outputs]
         for i in unsafe_views:
             returned[i] = torch.ops.aten._unsafe_view(returned[i], returned[i].shape)
@@ -289,6 +301,9 @@ def _forward(
             ctx._materialize_non_diff_grads = False
         if unused.is_served is not False:
             unused.note(ctx, returned)
+        # AOTAutograd's runtime wrapper does this otherwise.
+        for i, dims in of_outputs:
+            maybe_mark_dynamic_helper(returned[i], dims)
         return tuple(returned)
 
     return forward
@@ -342,7 +357,7 @@ def _backward(
                 compiled_bw = function.compiled_bw
             return outs
         # While the graph runs nobody else has what was saved, nor copies of gradients.
-        args = [*ctx.saved_tensors, *[lay_out(grads[i]) for i, lay_out in tangents]]
+        args = [*ctx.symints, *ctx.saved_tensors, *[lay_out(grads[i]) for i, lay_out in tangents]]
         ctx.maybe_clear_saved_tensors()
         return tuple(normalize_as_list(run(args)))
 
