@@ -441,7 +441,7 @@ class CaseRun:
     def _settled_alone(self, name: str, loop: Callable[[int], None]) -> dict[str, Any]:
         start = settled = time.perf_counter()
         calls, undecided_before = 1, 0
-        with self._settling_by() as by:
+        with self._settling_by(name) as by:
             while calls < MIN_WARM_UP_CALLS or self._settling(name, calls, by):
                 loop(1)
                 calls += 1
@@ -476,13 +476,14 @@ class CaseRun:
         gc.collect()
 
     @contextlib.contextmanager
-    def _settling_by(self) -> Iterator[float]:
+    def _settling_by(self, name: str) -> Iterator[float]:
         """A context in which a variant settles. Gives until when it may do so, by ``time.perf_counter``."""
         start = time.perf_counter()
         try:
             yield start + SETTLE_PART * self.settle_s
         finally:
-            self.settle_s -= time.perf_counter() - start
+            if (self.variants.get(name) or VARIANTS[name]).selects:
+                self.settle_s -= time.perf_counter() - start
 
     def _settling(self, name: str, calls: int, by: float) -> bool:
         """Return whether a variant is not settled after so many calls. After ``by`` it makes only the SETTLE_CALLS."""
@@ -509,8 +510,8 @@ class CaseRun:
     def _settle(self, name: str, ring: list[Inputs], expected: Expected) -> Difference:
         """
         Runs a variant until it has decided, in a loop that goes around the ring without waiting for the device, as a program
-        would. The results are compared after each time around, for half of the time to settle. Those of a variant that selects
-        in the loop that is timed are compared by later calls: see Suite.selects_in_loop.
+        would. The results are compared after each time around, for a quarter of the time to settle. Those of a variant that
+        selects in the loop that is timed are compared by later calls: see Suite.selects_in_loop.
         """
         difference = Difference()
         if self.variants[name].hand_written:
@@ -519,8 +520,8 @@ class CaseRun:
         calls = self.recorded_at = self.bound = 0
         in_loop = self.suite.selects_in_loop and self.variants[name].selects
         loop: Callable[[int], None] | None = None
-        with self._settling_by() as by:
-            compared_until = (time.perf_counter() + by) / 2
+        with self._settling_by(name) as by:
+            compared_until = 0.75 * time.perf_counter() + 0.25 * by
             while self._settling(name, calls, by):
                 calls += len(ring)
                 if in_loop or time.perf_counter() > compared_until:
