@@ -71,7 +71,7 @@ ROUND_CALLS = 16
 # How often each function may be recorded again for a schedule. A program may run a layer a different number of times in each
 # step. The layer's backward then has a recording for each place behind each number, and takes long to be recorded again. An
 # estimate.
-MAX_RECORDED_AGAIN = 32
+MAX_RECORDED_AGAIN = 8
 
 get_curr_generation = CUDAGraphTreeManager.get_curr_generation
 
