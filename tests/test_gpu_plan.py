@@ -123,11 +123,13 @@ def test_variants_that_compile_side_by_side_take_less_time():
     unit = Unit("paper", "a")
     seconds = {"compile": 400.0, "measure": 6.0, "device": 6.0}
     row = _case(unit, seconds=seconds)
-    expected = plan.Work(400.0, 400.0 * (1 / plan.VARIANTS + plan.OF_CACHES), 6.0)
+    longest = 400.0 * (1 / plan.VARIANTS + plan.OF_CACHES)
+    expected = plan.Work(400.0, longest, 6.0, compiling=2.0 * plan.COMPILING)
     assert plan.work(unit, row) == expected and plan.compiles_apart(expected)
     # What it took is known.
     assert plan.work(unit, _case(unit, seconds={**seconds, "longest": 90.0})).longest == 90.0
-    assert plan.work(unit, _case(unit, gib=10.0)).gib == pytest.approx(11.0)
+    assert plan.work(unit, _case(unit, gib=10.0))[3:] == pytest.approx((11.0, 11.0 * plan.COMPILING))
+    assert plan.work(unit, _case(unit, gib=10.0, compile_gib=2.0))[3:] == pytest.approx((11.0, 2.2))
     assert plan.work(unit, _case(unit, seconds={**seconds, "compile": plan.APART_S})).longest == plan.APART_S
 
 

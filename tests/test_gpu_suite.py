@@ -1282,22 +1282,6 @@ def test_a_case_whose_library_is_missing_is_a_row():
     assert "needs no_such_library" in format_table([row])
 
 
-def test_variants_that_run_alone_share_the_memory():
-    room, held = suite._Room(processes=2, gib=10), []
-    with room.held(6), room.held(4):
-        waiting = threading.Thread(target=lambda: held.append(room.held(3).__enter__()))
-        waiting.start()
-        waiting.join(0.05)
-        assert held == [] and waiting.is_alive()
-    waiting.join(10)
-    assert not waiting.is_alive()
-    room = suite._Room(processes=1, gib=10)
-    # More than there is does not wait forever.
-    with room.held(40):
-        assert room.gib == 0 and room.processes == 0
-    assert room.gib == 10 and room.processes == 1
-
-
 def _recorded(**seconds):
     cases = [
         {"suite": "pi", "name": name, "seconds": {"compile": compiled, "measure": device, "device": device}}
@@ -1360,14 +1344,17 @@ def test_a_variant_fills_the_caches():
 
 
 class Planned:
-    """A schedule of cases with names, on a clock that moves when it is told to. A fourth number of a case is its memory."""
+    """
+    A schedule of cases with names, on a clock that moves when it is told to. A fourth number of a case is its memory, a fifth
+    one its memory until it is measured.
+    """
 
     def __init__(self, monkeypatch, places=16, gib=100.0, **works):
         self.now = 0.0
         monkeypatch.setattr(schedule.time, "monotonic", lambda: self.now)
         build = (lambda small: torch.nn.Identity(), lambda small: ((), {}))
         self.cases = {name: Case(name, "pi", *build) for name in works}
-        works = {name: plan.Work(*work) for name, work in works.items()}
+        works = {name: plan.Work(*work, *work[3:4]) if len(work) < 5 else plan.Work(*work) for name, work in works.items()}
         self.schedule = schedule.Schedule(processes.Machine(), 500.0, places, gib, lambda case: works[case.name])
 
     def next(self, names, alone=0):
@@ -1447,6 +1434,51 @@ def test_a_case_without_room_lets_the_next_one_begin(monkeypatch):
     # With less room for its processes, a case may take too long.
     planned = Planned(monkeypatch, places=4, a=(100.0, 30.0, 1.0), b=(900.0, 300.0, 1.0), c=(10.0, 10.0, 1.0))
     assert [planned.next(names, alone=2).case.name for names in ("abc", "bc")] == ["a", "c"]
+
+
+def test_a_case_needs_more_memory_while_it_is_measured(monkeypatch):
+    works = dict.fromkeys("abcde", (10.0, 10.0, 1.0, 30.0, 5.0))
+    planned = Planned(monkeypatch, gib=42.0, **works)
+    a, b, c = (planned.next(names) for names in ("abcde", "bcde", "cde"))
+    assert planned.schedule.gib == 27.0
+    # With a fourth one, none could be measured.
+    found = []
+    waiting = threading.Thread(target=lambda: found.append(planned.next("de")))
+    waiting.start()
+    waiting.join(0.05)
+    assert found == []
+    second = planned.schedule.measuring(b)
+    with planned.schedule.measuring(a):
+        assert planned.schedule.gib == 2.0
+        others = threading.Thread(target=second.__enter__)
+        others.start()
+        others.join(0.05)
+        assert others.is_alive()
+    others.join(10)
+    assert not others.is_alive() and planned.schedule.measured == 1
+    planned.schedule.timed(a)
+    planned.schedule.ended(a)
+    waiting.join(10)
+    assert [begun.case.name for begun in found] == ["d"]
+
+
+def test_few_cases_are_measured_at_the_same_time(monkeypatch):
+    works = dict.fromkeys("abc", (10.0, 10.0, 1.0))
+    planned = Planned(monkeypatch, **works, d=(10.0, 10.0, 1.0, 400.0, 200.0))
+    a, b, c = (planned.next(name) for name in "abc")
+    third = planned.schedule.measuring(c)
+    with planned.schedule.measuring(a), planned.schedule.measuring(b):
+        others = threading.Thread(target=third.__enter__)
+        others.start()
+        others.join(0.05)
+        assert others.is_alive()
+    others.join(10)
+    assert not others.is_alive()
+    # What needs more than there is begins alone, and is measured.
+    planned = Planned(monkeypatch, d=(10.0, 10.0, 1.0, 400.0, 200.0))
+    d = planned.next("d")
+    with planned.schedule.measuring(d):
+        assert planned.schedule.gib == 0.0
 
 
 def test_a_variant_is_left_out_where_the_case_would_not_end(monkeypatch):

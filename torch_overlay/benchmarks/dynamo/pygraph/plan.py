@@ -54,6 +54,9 @@ VARIANTS = 4
 APART_S, OF_CACHES = 240.0, 0.2
 # A case gets so many times the memory that it reserved in an earlier run. An estimate
 MORE_GIB = 1.1
+# What it needs of that until it is measured, if that is not known. References are computed in double precision, and variants
+# have recordings, later. An estimate
+COMPILING = 0.5
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
 
@@ -79,8 +82,9 @@ class Work(NamedTuple):
     longest: float
     # For which all other processes stop
     device: float
-    # Of the process that measures
+    # Of the process that measures, in all and until it does
     gib: float = 2.0
+    compiling: float = 2.0
 
 
 def names_of(suite: str) -> list[str]:
@@ -200,13 +204,13 @@ def work(unit: Unit, row: Row) -> Work:
     """``row``: of an earlier run of the case, or empty."""
     case = catalogue.CASES.get(unit.name)
     found = _times(unit, row)
-    if "gib" in row:
-        return found._replace(gib=MORE_GIB * row["gib"])
-    return found._replace(gib=case.gib) if case else found
+    gib = MORE_GIB * row["gib"] if "gib" in row else case.gib if case else found.gib
+    compiling = MORE_GIB * row["compile_gib"] if "compile_gib" in row else COMPILING * gib
+    return found._replace(gib=gib, compiling=compiling)
 
 
 def _times(unit: Unit, row: Row) -> Work:
-    """Return the seconds that a case takes. The memory is set by ``work``."""
+    """Return the seconds that a case takes. ``work`` sets the memory."""
     if "seconds" in row:
         taken = row["seconds"]
         cores = taken["compile"] + max(0.0, taken["measure"] - taken["device"])

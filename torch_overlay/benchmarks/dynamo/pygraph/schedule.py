@@ -4,10 +4,14 @@ Which case of a suite begins next, so that what is begun ends before the deadlin
 Cases compile side by side, and so do the variants of a case that takes long. All of them stop while one case is timed. So
 all that is begun has ended once the process that takes longest has run, and everything was timed. If there is no room for a
 case, the next ones begin, so that no cores are idle.
+
+A case needs more memory while it is measured than until then. Few are measured at a time, so that their more is free for the
+one that needs most of all that is begun, and each of these is measured in the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import dataclass
@@ -17,7 +21,7 @@ from .plan import VARIANTS
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from .case import Case
     from .plan import Work
@@ -28,6 +32,8 @@ if TYPE_CHECKING:
 MARGIN = 1.15
 # A process that is said to take more than this part of all the time may begin when it starts.
 MAX_SHARE = 0.65
+# Cases that are measured at the same time. One is stopped while the other is timed.
+MAX_MEASURED = 2
 
 
 @dataclass(eq=False)
@@ -56,6 +62,7 @@ class Schedule:
         self.processes, self.gib, self.limits = processes, gib, (processes, gib)
         self.longest = MAX_SHARE * (deadline - time.monotonic())
         self.begun: list[Begun] = []
+        self.measured = 0
         self.changed = threading.Condition()
 
     def next(self, waiting: list[Case], more_processes: Callable[[Case], int]) -> Begun | None:
@@ -91,12 +98,28 @@ class Schedule:
             begun.is_timed = True
             self.changed.notify_all()
 
+    @contextlib.contextmanager
+    def measuring(self, begun: Begun) -> Iterator[None]:
+        """Wait until there is room to measure a case. A case that has no other beside it waits for no memory."""
+        more = self._more(begun.work)
+        with self.changed:
+            self.changed.wait_for(lambda: not self.measured or (self.measured < MAX_MEASURED and more <= self.gib))
+            self.measured += 1
+            self.gib -= more
+        try:
+            yield
+        finally:
+            with self.changed:
+                self.measured -= 1
+                self.gib += more
+                self.changed.notify_all()
+
     def ended(self, begun: Begun) -> None:
         """One of its processes."""
         with self.changed:
             begun.unfinished -= 1
             if begun.unfinished < begun.processes:
-                gib = begun.gib if not begun.unfinished else min(begun.gib, begun.work.gib / 2)
+                gib = begun.gib if not begun.unfinished else min(begun.gib, begun.work.compiling / 2)
                 self.processes, self.gib = self.processes + 1, self.gib + gib
                 begun.processes, begun.gib = begun.processes - 1, begun.gib - gib
             if not begun.unfinished:
@@ -116,7 +139,7 @@ class Schedule:
         """
         work = self.work(case)
         most = self._at_once(work, processes, *self.limits)
-        widest = self._at_once(work, processes, self.processes, self.gib)
+        widest = self._at_once(work, processes, self.processes, self._room(work))
         shortest = min(self.longest, max(work.longest, work.cores / most))
         takes_much = self._gib(work, widest) > self.limits[1] / 2
         for at_once in range(1 if takes_much else max(widest, 1), widest + 1):
@@ -136,10 +159,21 @@ class Schedule:
 
     def _gib(self, work: Work, at_once: int) -> float:
         """
-        Return the memory of so many processes of a case. A process with one variant needs about half of what the process
-        with all variants needs. A case that needs more than there is for all cases may begin alone.
+        Return the memory of so many processes of a case, until it is measured. A process with one variant needs about half of
+        what the process with all variants needs. A case that needs more than there is for all cases may begin alone.
         """
-        return work.gib * (at_once + 1) / 2 if at_once > 1 else min(self.limits[1], work.gib)
+        return work.compiling * (at_once + 1) / 2 if at_once > 1 else min(self.limits[1], work.compiling)
+
+    def _more(self, work: Work) -> float:
+        """Return the memory that measuring takes besides."""
+        return min(self.limits[1], work.gib) - min(self.limits[1], work.gib, work.compiling)
+
+    def _room(self, work: Work) -> float:
+        """Return the memory for a case until it is measured, so that it and all that is begun can be."""
+        if not self.begun:
+            return self.gib
+        more = max(self._more(each) for each in (work, *(begun.work for begun in self.begun if not begun.is_timed)))
+        return min(self.gib, self.limits[1] - sum(begun.gib for begun in self.begun) - more)
 
     def _ends_in_time(self, another: Begun) -> bool:
         begun, now = [*self.begun, another], self.machine.clock()

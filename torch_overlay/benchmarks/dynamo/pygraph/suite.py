@@ -54,15 +54,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# Cases that are measured at the same time. One is stopped while the other is timed.
-MAX_MEASURED = 2
 # A case hangs if measuring it takes so many times as long as it may have the machine to itself. The time for which the case
 # is stopped does not count.
 HANGS_AFTER = 3
-# Of the device's memory: for cases that are compiled or wait, of which a variant that runs alone needs about half; and
-# for what cases need besides while they are measured.
-COMPILED_SHARE = 0.65
-MEASURED_SHARE = 0.25
+# Of the device's memory, for cases: each process has a context besides, of half a GiB.
+DEVICE_SHARE = 0.85
 # Variants with every graph deployed
 DEPLOYED = ("forced_copy", "forced_node_update")
 # Kernels of a function one after another, as its report says
@@ -164,29 +160,6 @@ def run_suite(
     return run.cases(cases)
 
 
-class _Room:
-    """Waits until there is some."""
-
-    def __init__(self, processes: int, gib: float) -> None:
-        self.processes, self.gib, self.limit = processes, gib, gib
-        self.changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def held(self, gib: float) -> Iterator[None]:
-        gib = min(gib, self.limit)
-        with self.changed:
-            self.changed.wait_for(lambda: self.processes and gib <= self.gib)
-            self.processes -= 1
-            self.gib -= gib
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.processes += 1
-                self.gib += gib
-                self.changed.notify_all()
-
-
 @dataclass
 class _Run:
     options: Sequence[str]
@@ -204,9 +177,8 @@ class _Run:
     def __post_init__(self) -> None:
         self.began = time.monotonic()
         self.cores = len(os.sched_getaffinity(0))
-        gib = COMPILED_SHARE * self.device_gib
+        gib = DEVICE_SHARE * self.device_gib
         self.schedule = Schedule(self.machine, self.deadline, self.cores, gib, self.work)
-        self.measuring = _Room(MAX_MEASURED, MEASURED_SHARE * self.device_gib)
 
     def cases(self, cases: list[Case]) -> tuple[list[Row], list[str]]:
         rows: list[Row] = []
@@ -323,7 +295,7 @@ class _Run:
             longest = self.machine.clock() - begun.since
             self.schedule.compiled(begun)
             self.say(case, "is compiled")
-            with self.measuring.held(begun.work.gib):
+            with self.schedule.measuring(begun):
                 measuring = worker.clock()
                 if ready.get("late") or time.monotonic() >= self.deadline:
                     return None

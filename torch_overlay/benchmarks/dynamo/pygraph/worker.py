@@ -201,6 +201,8 @@ class CaseRun:
         self.failed: dict[str, str] = {}
         # Those that there was no time to compile.
         self.left_out: list[str] = []
+        # What compiling all others reserved.
+        self.compile_gib = 0.0
         self.notes: list[str] = []
 
     def _applies(self, variant: Variant) -> bool:
@@ -227,6 +229,7 @@ class CaseRun:
                 self._compile(name)
         self.failed.clear()
         if self.device.type == "cuda":
+            self.compile_gib = _reserved_gib(self.device)
             torch.cuda.empty_cache()
 
     def fill_caches(self, name: str) -> None:
@@ -408,7 +411,7 @@ class CaseRun:
         """How steady the machine was, and what the case needs of it."""
         found: Row = {"eager_loop_us": [round(us, 2) for us in self.eager_loop_us]}
         if self.device.type == "cuda":
-            found["gib"] = round(torch.cuda.max_memory_reserved(self.device) / 2**30, 2)
+            found |= {"gib": _reserved_gib(self.device), "compile_gib": self.compile_gib}
         return found | ({"noise": round(self.noise, 3)} if self.noise > MAX_NOISE else {})
 
     def compile_alone(self, name: str) -> Row:
@@ -831,6 +834,11 @@ def _collecting_what_is_new() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _reserved_gib(device: torch.device) -> float:
+    """Return the most that was reserved so far."""
+    return round(torch.cuda.max_memory_reserved(device) / 2**30, 2)
 
 
 def _cpu_s() -> float:
