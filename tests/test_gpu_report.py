@@ -275,6 +275,10 @@ def test_columns_of_the_suites():
     assert report.also([{**row, "jax_us": 15.0, "hand_written_us": 9.0}]) == (
         "1.50 times as fast as JAX (1); 0.90 times as fast as captured by hand (1)"
     )
+    # By the run in which the two took turns.
+    turns = {**row, "hand_written_us": 9.0, "pygraph_beside_hand_us": 9.0}
+    assert report.also([turns]) == "1.00 times as fast as captured by hand (1)"
+    assert report.speedup(turns, "pygraph", "stock_cg") == pytest.approx(1.2)
     # What is wrong is not fast.
     assert report.also([{**row, "jax_us": 15.0, "failed": {"jax": "wrong result"}, "gpu_us": 1.0, "equal": False}]) == "-"
 

@@ -682,6 +682,24 @@ def test_what_took_long_is_not_timed_again(monkeypatch):
     assert row["noise"] > 0.1 and len(row["eager_loop_us"]) == 2
 
 
+@pytest.mark.parametrize("has_memory", [True, False])
+def test_pygraph_takes_turns_with_what_is_captured_by_hand(monkeypatch, has_memory):
+    order, timed = [], worker.CaseRun._time
+    monkeypatch.setattr(worker, "HandWritten", worker.Program)
+    monkeypatch.setattr(worker.CaseRun, "_applies", lambda self, variant: True)
+    monkeypatch.setattr(worker.CaseRun, "_has_memory_for_more", lambda self: has_memory)
+    monkeypatch.setattr(worker.CaseRun, "_time", lambda self, names, ring: order.append([*names]) or timed(self, names, ring))
+    names = "no_cg", "stock_cg", "pygraph", "forced_node_update", "hand_written"
+    variants = {name: EAGER.get(name, EAGER["no_cg"]) for name in names}
+    for name in names[3:]:
+        variants[name] = dataclasses.replace(variants[name], alone=True, hand_written=name == "hand_written")
+    row = _measure(_tiny(), variants)
+    by_hand = ["pygraph", "hand_written"] if has_memory else ["hand_written"]
+    assert order == [["no_cg", "stock_cg", "pygraph"], by_hand, ["forced_node_update"]]
+    assert ("pygraph_beside_hand_us" in row) is has_memory
+    assert row["hand_written_us"] > 0 and row["forced_node_update_us"] > 0 and row["equal"]
+
+
 def test_pygraph_selects_while_nothing_else_runs(monkeypatch):
     quiet, settled = [False], {}
 

@@ -110,6 +110,9 @@ def time_of(row: Row, variant: str) -> float | None:
 
 def speedup(row: Row, variant: str, over: str) -> float | None:
     time, reference = time_of(row, variant), time_of(row, over)
+    if time and (variant, over) == ("pygraph", "hand_written"):
+        # Of the run in which both took turns, if there was one.
+        time = row.get("pygraph_beside_hand_us", time)
     return reference / time if time and reference else None
 
 
