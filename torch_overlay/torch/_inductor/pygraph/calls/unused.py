@@ -47,6 +47,7 @@ class UnusedGradients:
     def __init__(self, places: Sequence[int]) -> None:
         self.places = tuple(places)
         self.is_served: bool | None = None
+        self.like: list[tuple[torch.dtype, torch.device]] = []
         self.may_share = [False] * len(self.places)
         self.last: list[torch.Tensor | None] = [None] * len(self.places)
 
@@ -54,8 +55,9 @@ class UnusedGradients:
         """Keep the sizes of the results of one call for its backward."""
         if self.is_served is None:
             of_gradients = [results[i] for i in self.places]
-            self.is_served = any(map(is_large, of_gradients))
             self.like = [(t.dtype, t.device) for t in of_gradients]
+            # In this order: another thread may run a backward.
+            self.is_served = any(map(is_large, of_gradients))
         if self.is_served:
             ctx.materialize_grads = False
             ctx.sizes = [results[i].shape for i in self.places]
