@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._dynamo
 from torch._dynamo.capabilities import capabilities_of
-from torch._inductor import config
+from torch._inductor import config, memory
 from torch._inductor.test_case import run_tests, TestCase
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
@@ -44,6 +45,35 @@ class SavedInputTest(TestCase):
 
         self.assertEqual(static(**{"triton.cudagraphs": True}), 2)
         self.assertEqual(static(pygraph=True), 1)
+
+
+class PeakMemoryTest(TestCase):
+    def test_copies_wait_for_their_users(self) -> None:
+        """Copies of inputs that later layers read are not made before the first layer runs."""
+
+        def fn(x: torch.Tensor, position: torch.Tensor, caches: list[torch.Tensor]) -> torch.Tensor:
+            for cache in caches:
+                cache[0].index_copy_(0, position, x.to(cache.dtype))
+                cache[1].index_copy_(0, position, (x * 2).to(cache.dtype))
+                x = x + torch.softmax(x @ cache[0].float().t(), -1) @ cache[1].float()
+            return x
+
+        peaks: list[int] = []
+
+        def estimate(*args: Any) -> Any:
+            peak, steps = original(*args)
+            peaks.append(peak)
+            return peak, steps
+
+        original = memory.estimate_peak_memory
+        with mock.patch.object(memory, "estimate_peak_memory", estimate), fake_cuda():
+            caches = [torch.empty(2, 4096, 256, dtype=torch.bfloat16, device="cuda") for _ in range(6)]
+            position = torch.zeros(1, dtype=torch.int64, device="cuda")
+            torch.compile(fn)(torch.empty(1, 256, device="cuda"), position, caches)
+        # Of the order that Inductor begins with, of the four that it tries, and of the one that it took.
+        *others, _, found = peaks
+        self.assertEqual(len(others), 4)
+        self.assertLess(1.5 * found, min(others))
 
 
 class PartitionBudgetTest(TestCase):
