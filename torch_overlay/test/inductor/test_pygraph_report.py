@@ -51,6 +51,7 @@ from torch._inductor.pygraph.types.report import (
 from torch._inductor.pygraph.types.schedule import ScheduledCall
 from torch._inductor.pygraph.types.source import innermost, span
 from torch._inductor.test_case import run_tests, TestCase
+from torch._inductor.virtualized import V
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
@@ -848,6 +849,20 @@ class CompiledTest(TestCase):
             self.assertIn("ValueError: unknown line", blocker.reason.text)
         said = [line for line in logs.output if "NOT_DESCRIBED" in line]
         self.assertEqual(len(said), 1 if name == "_shared_inputs" else 2)
+
+    def test_body_that_is_not_described(self):
+        "No graph that it is part of is captured. What failed first is the reason."
+        outer = types.SimpleNamespace(disable_cudagraphs_reason=None)
+        inner = types.SimpleNamespace(disable_cudagraphs_reason=None, parent=outer)
+        with (
+            mock.patch.dict(os.environ, {"TORCHINDUCTOR_PYGRAPH_STRICT": "0"}),
+            V.set_graph_handler(inner),
+        ):
+            for error in "first", "second":
+                failing = mock.Mock(side_effect=ValueError(error), __name__="describe")
+                self.assertEqual(blockers.or_uncaptured(lambda: "neutral")(failing)(), "neutral")
+        for graph in outer, inner:
+            self.assertIn("ValueError: first", graph.disable_cudagraphs_reason)
 
     def test_partition_that_only_allocates(self):
         "A CPU tensor without elements has no kernel, and is not captured."

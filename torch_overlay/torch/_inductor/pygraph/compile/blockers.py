@@ -121,12 +121,20 @@ def or_uncaptured(neutral: Callable[..., Any]) -> Callable[[Callable[..., Any]],
                 if os.environ.get("TORCHINDUCTOR_PYGRAPH_STRICT") == "1":
                     raise
                 log.debug("%s failed", describe.__name__, exc_info=True)
-                V.graph.disable_cudagraphs_reason = f"{NOT_DESCRIBED}{type(e).__name__}: {first_line(e)}"
+                _stays_uncaptured(f"{NOT_DESCRIBED}{type(e).__name__}: {first_line(e)}")
                 return neutral(*args)
 
         return call
 
     return decorate
+
+
+def _stays_uncaptured(reason: str) -> None:
+    """Let no function of the graph be captured, nor of those that it is the body of. The first reason counts."""
+    graph = V.graph
+    while graph is not None:
+        graph.disable_cudagraphs_reason = graph.disable_cudagraphs_reason or reason
+        graph = getattr(graph, "parent", None)
 
 
 @or_uncaptured(lambda nodes, why_not: PartitionReport(0, ""))
