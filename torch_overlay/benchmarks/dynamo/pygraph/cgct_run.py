@@ -151,7 +151,7 @@ class CpuValuesRun(CaseRun):
         loop(1)
         calls = 1
         quiet = self._quiet() if self.variants[name].selects else contextlib.nullcontext()
-        with quiet, self._settling_by() as by:
+        with quiet, self._settling_by(name) as by:
             while self._settling(name, calls, by):
                 loop(1)
                 calls += 1
