@@ -835,7 +835,7 @@ class CompiledTest(TestCase):
         "The program runs without CUDA graphs, and the log says it once for each graph."
         module = blockers if name == "span" else describe
         with (
-            mock.patch.dict(os.environ, {"TORCHINDUCTOR_PYGRAPH_STRICT": "0"}),
+            config.patch(pygraph_strict=False),
             mock.patch.object(module, name, side_effect=ValueError("unknown line")),
             self.assertLogs("torch._inductor.pygraph", "INFO") as logs,
         ):
@@ -855,7 +855,7 @@ class CompiledTest(TestCase):
         outer = types.SimpleNamespace(disable_cudagraphs_reason=None)
         inner = types.SimpleNamespace(disable_cudagraphs_reason=None, parent=outer)
         with (
-            mock.patch.dict(os.environ, {"TORCHINDUCTOR_PYGRAPH_STRICT": "0"}),
+            config.patch(pygraph_strict=False),
             V.set_graph_handler(inner),
         ):
             for error in "first", "second":

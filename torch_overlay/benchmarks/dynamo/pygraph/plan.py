@@ -54,8 +54,8 @@ VARIANTS = 4
 APART_S, OF_CACHES = 240.0, 0.2
 # A case gets so many times the memory that it reserved in an earlier run. An estimate
 MORE_GIB = 1.1
-# What it needs of that until it is measured, if that is not known. References are computed in double precision, and variants
-# have recordings, later. An estimate
+# The part of that memory that compiling takes, if no run has said so. Recordings, and references in double precision, come
+# later. An estimate
 COMPILING = 0.5
 # Seconds of a command, those in which it starts and ends, and seconds of a session of several commands
 COMMAND_S, START_S, SESSION_S = 600.0, 65.0, 1800.0
@@ -82,7 +82,7 @@ class Work(NamedTuple):
     longest: float
     # For which all other processes stop
     device: float
-    # Of the process that measures, in all and until it does
+    # Of the process that measures: in all, and until it is compiled
     gib: float = 2.0
     compiling: float = 2.0
 

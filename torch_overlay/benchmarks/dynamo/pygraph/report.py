@@ -111,7 +111,7 @@ def time_of(row: Row, variant: str) -> float | None:
 def speedup(row: Row, variant: str, over: str) -> float | None:
     time, reference = time_of(row, variant), time_of(row, over)
     if time and (variant, over) == ("pygraph", "hand_written"):
-        # Of the run in which both took turns, if there was one.
+        # By the times of the turns that the two took, if they did.
         time = row.get("pygraph_beside_hand_us", time)
     return reference / time if time and reference else None
 
@@ -784,12 +784,13 @@ def readme(record: Row, pages: str) -> str:
     if slow := {name: ratio for rows in suites.values() for name, ratio in slow_hosts(rows).items()}:
         parts.append(f"The host was slower than usual, up to {max(slow.values()):.2f} times, beside {len(slow)} cases.")
     failing = [
-        f"- {suite}: " + ", ".join(f"`{row['name']}` ({'; '.join(row['missed'])})" for row in rows if row.get("missed"))
+        f"- `{row['name']}` ({'; '.join(row['missed'])}), of {suite}"
         for suite, rows in suites.items()
-        if any(row.get("missed") for row in rows)
+        for row in rows
+        if row.get("missed")
     ]
     if failing:
-        parts += ["What does not show all it must; the notes of its page say what is known of it:", "\n".join(failing)]
+        parts += ["These cases do not show all they must. The page of the suite has notes on each:", "\n".join(failing)]
     return "\n\n".join(parts)
 
 

@@ -5,8 +5,8 @@ Cases compile side by side, and so do the variants of a case that takes long. Al
 all that is begun has ended once the process that takes longest has run, and everything was timed. If there is no room for a
 case, the next ones begin, so that no cores are idle.
 
-A case needs more memory while it is measured than until then. Few are measured at a time, so that their more is free for the
-one that needs most of all that is begun, and each of these is measured in the end.
+A case claims the memory that compiling takes. To be measured it needs more. The schedule keeps free what the begun case that
+needs most more would take. So each begun case can be measured once no other is.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def measuring(self, begun: Begun) -> Iterator[None]:
-        """Wait until there is room to measure a case. A case that has no other beside it waits for no memory."""
+        """Hold the memory that measuring the case takes besides. Waits for it, unless no other case is measured."""
         more = self._more(begun.work)
         with self.changed:
             self.changed.wait_for(lambda: not self.measured or (self.measured < MAX_MEASURED and more <= self.gib))
@@ -165,11 +165,11 @@ class Schedule:
         return work.compiling * (at_once + 1) / 2 if at_once > 1 else min(self.limits[1], work.compiling)
 
     def _more(self, work: Work) -> float:
-        """Return the memory that measuring takes besides."""
+        """Return the GiB that measuring takes beside those that compiling takes."""
         return min(self.limits[1], work.gib) - min(self.limits[1], work.gib, work.compiling)
 
     def _room(self, work: Work) -> float:
-        """Return the memory for a case until it is measured, so that it and all that is begun can be."""
+        """Return the GiB that a case may claim for compiling, so that each begun case can still be measured."""
         if not self.begun:
             return self.gib
         more = max(self._more(each) for each in (work, *(begun.work for begun in self.begun if not begun.is_timed)))

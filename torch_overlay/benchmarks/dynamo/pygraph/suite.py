@@ -57,7 +57,7 @@ log = logging.getLogger(__name__)
 # A case hangs if measuring it takes so many times as long as it may have the machine to itself. The time for which the case
 # is stopped does not count.
 HANGS_AFTER = 3
-# Of the device's memory, for cases: each process has a context besides, of half a GiB.
+# The part of the device's memory that cases may claim. The contexts of their processes take the rest. An estimate
 DEVICE_SHARE = 0.85
 # Variants with every graph deployed
 DEPLOYED = ("forced_copy", "forced_node_update")

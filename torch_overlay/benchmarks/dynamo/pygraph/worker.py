@@ -201,7 +201,7 @@ class CaseRun:
         self.failed: dict[str, str] = {}
         # Those that there was no time to compile.
         self.left_out: list[str] = []
-        # What compiling all others reserved.
+        # The most GiB that were reserved until all variants had compiled
         self.compile_gib = 0.0
         self.notes: list[str] = []
 
@@ -312,7 +312,7 @@ class CaseRun:
 
         present = ["pygraph"]
         beside_hand: Timing | None = None
-        # What was captured by hand comes first: it takes turns with PyGraph, if there is memory for both.
+        # The step captured by hand comes first, while PyGraph's program is still there. The two take turns.
         for name in sorted(alone, key=lambda name: not self.variants[name].hand_written):
             if self.quiet_s > ENOUGH * self.suite.max_case_s:
                 self.notes.append(f"no time to measure {name}")
@@ -324,10 +324,10 @@ class CaseRun:
             reset_report()
             with self._noting(name):
                 differences[name] = self._settle(name, ring, expected)
-                found = self._time(present if takes_turns else [name], ring)
+                timed = self._time(present if takes_turns else [name], ring)
                 if takes_turns:
-                    beside_hand = found.pop("pygraph", None)
-                timings |= found
+                    beside_hand = timed.pop("pygraph", None)
+                timings |= timed
                 found = self._check([name])
                 repeatable = found.pop("no_cg").bitwise and repeatable
                 checked |= found
@@ -749,7 +749,7 @@ class CaseRun:
         return not ratio(timings["pygraph"], fastest).is_unclear
 
     def _has_memory_for_more(self) -> bool:
-        """Whether another variant may need as much memory of the device as all that are there."""
+        """Whether the device has as much free memory as this process reserved at most."""
         free, _ = torch.cuda.mem_get_info(self.device)
         return free > torch.cuda.max_memory_reserved(self.device)
 
@@ -850,7 +850,7 @@ def _collecting_what_is_new() -> Iterator[None]:
 
 
 def _reserved_gib(device: torch.device) -> float:
-    """Return the most that was reserved so far."""
+    """Return the most GiB that this process reserved so far."""
     return round(torch.cuda.max_memory_reserved(device) / 2**30, 2)
 
 

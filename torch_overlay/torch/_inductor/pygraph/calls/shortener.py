@@ -157,7 +157,7 @@ def specialize(function: type[torch.autograd.Function], disable_amp: bool) -> No
 
 
 def is_plain(metadata: ViewAndMutationMeta) -> bool:
-    "Whether all that the graph returns and saves are tensors of their own, and sizes that are saved."
+    "Whether the graph returns nothing but tensors of their own, and saves nothing but such tensors and sizes."
     return not (
         metadata.num_mutated_inp_runtime_indices
         or metadata.num_outputs_aliased
@@ -263,7 +263,7 @@ def saved_tensors(outputs: list[Any], start: int) -> tuple[torch.Tensor, ...]:
 
 def _key(general: Callable[[Any], Any]) -> Callable[[Any], Any]:
     def key(ctx: Any) -> Any:
-        # Compiled autograd asks for it before it takes the gradients, and calls neither method here.
+        # Compiled autograd asks for the key first. It then runs AOTAutograd's own backward, which needs zeros for each gradient.
         ctx.materialize_grads = True
         return general(ctx)
 
@@ -278,6 +278,8 @@ def _forward(
     unsafe_views = tuple(metadata.unsafe_view_out_indices)
     not_differentiable = tuple(i for i, info in enumerate(metadata.output_info) if not info.requires_grad)
     num_symints = metadata.num_symints_saved_for_bw
+    # Dimensions that vary, by index
+    of_saved = [*metadata.dynamic_saved_tensors_idxs.items()]
     of_outputs = [(i, info.dynamic_dims) for i, info in enumerate(metadata.output_info) if info.dynamic_dims]
     run = replay(compiled_fw)
     saved = getattr(native.compiled, "saved", saved_tensors)
@@ -290,7 +292,7 @@ def _forward(
             ctx.symints = outs[-num_symints:]
             outs = outs[:-num_symints]
         tensors = ctx.to_save = saved(outs, num_outputs)
-        for i, dims in metadata.dynamic_saved_tensors_idxs.items():
+        for i, dims in of_saved:
             maybe_mark_dynamic_helper(tensors[i], dims)
         returned = outs[:num_outputs]
         for i in unsafe_views:
@@ -301,7 +303,7 @@ def _forward(
             ctx._materialize_non_diff_grads = False
         if unused.is_served is not False:
             unused.note(ctx, returned)
-        # AOTAutograd's runtime wrapper does this otherwise.
+        # AOTAutograd's general runtime wrapper marks them, runtime_wrapper of this module does not.
         for i, dims in of_outputs:
             maybe_mark_dynamic_helper(returned[i], dims)
         return tuple(returned)

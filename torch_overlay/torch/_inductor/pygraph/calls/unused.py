@@ -1,10 +1,11 @@
 """
 Gradients of results that a program does not differentiate.
 
-A model that returns its logits beside its loss is differentiated by the loss alone. Autograd then makes zeros for the
-gradient of the logits: as many bytes as the logits have are allocated, written and read in each backward. Here they lie
-in one page instead, see graph/zeros.py. That takes a backward that neither writes the gradient nor returns it, which
-GraphInfo.shared_input_idxs tells. Other gradients are zeros of their own, as autograd makes them.
+A training program often gets logits beside its loss, and differentiates the loss alone. Autograd then makes zeros for the
+gradient of the logits. In each backward it allocates, writes and reads as many bytes as the logits have. UnusedGradients
+makes these zeros instead of autograd. All of them share one page of memory, see graph/zeros.py. The backward must neither
+write such a gradient nor return its memory: GraphInfo.shared_input_idxs names the inputs with which it does. Their zeros
+have memory of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A smaller gradient gains less than it takes to look for it.
+# Autograd makes smaller gradients. They fit into one page anyway.
 MIN_BYTES = PAGE_BYTES
 
 
@@ -35,13 +36,17 @@ def is_large(tensor: torch.Tensor) -> bool:
 
 class UnusedGradients:
     """
-    Of the calls of one training graph.
+    Makes the gradients of results that the program does not differentiate, for all calls of one training graph.
 
     Args:
         places: among the results, those that have a gradient
 
     Attributes:
-        is_served: whether a result was large enough in the first call, so that this makes the gradients. Else autograd does
+        is_served: whether UnusedGradients makes zeros, because some result of the first call was large. If not, autograd does.
+            None before the first call
+        like: dtype and device of each of ``places``
+        may_share: by index of ``places``, whether the backward takes shared zeros
+        last: by index of ``places``, the shared zeros of the last call that took some
     """
 
     def __init__(self, places: Sequence[int]) -> None:
@@ -52,7 +57,7 @@ class UnusedGradients:
         self.last: list[torch.Tensor | None] = [None] * len(self.places)
 
     def note(self, ctx: Any, results: Sequence[Any]) -> None:
-        """Keep the sizes of the results of one call for its backward."""
+        """Keep the sizes of one call's results in ``ctx``, its autograd node, and tell autograd to make no zeros."""
         if self.is_served is None:
             of_gradients = [results[i] for i in self.places]
             self.like = [(t.dtype, t.device) for t in of_gradients]
@@ -63,15 +68,15 @@ class UnusedGradients:
             ctx.sizes = [results[i].shape for i in self.places]
 
     def note_backward(self, info: GraphInfo | None) -> None:
-        """Let the backward with this description read shared zeros."""
+        """Learn from the description of the backward which of its gradients may be shared zeros."""
         if info is not None and info.shared_input_idxs is not None:
-            # Gradients are its last inputs.
-            first = info.num_inputs - len(self.places)
-            self.may_share = [first + k not in info.shared_input_idxs for k in range(len(self.places))]
+            # The gradients are the backward's last inputs.
+            count = len(self.places)
+            self.may_share = [k - count not in info.shared_input_idxs for k in range(count)]
 
     def filled(self, ctx: Any, grads: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Return gradients with zeros for those that autograd did not make."""
-        if not self.is_served or not any(grads[i] is None for i in self.places):
+        """Return the gradients that autograd passes to the backward, with zeros in the place of each None."""
+        if not any(grads[i] is None for i in self.places):
             return grads
         found = [*grads]
         for k, i in enumerate(self.places):
@@ -90,5 +95,5 @@ class UnusedGradients:
                 return found
             except (DriverError, ImportError, RuntimeError) as e:
                 self.may_share[k] = False
-                log.info("a gradient of %s is zeros of its own: %s", tuple(size), e)
+                log.info("zeros for an unused gradient of size %s have memory of their own: %s", tuple(size), e)
         return torch.zeros(size, dtype=dtype, device=device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from typing import Any, TYPE_CHECKING
 
 import torch
@@ -108,8 +107,8 @@ def subgraph_reason(ir_node: object) -> Code | None:
 
 def or_uncaptured(neutral: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """
-    Of a function that describes what Inductor generates: where it fails, the graph is not captured, and the result is
-    what ``neutral`` returns for the same arguments.
+    Return a decorator for a function that describes what Inductor generates. If the function raises, PyGraph captures
+    nothing of the graph, and the caller gets what ``neutral`` returns for the same arguments.
     """
 
     def decorate(describe: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,7 +117,7 @@ def or_uncaptured(neutral: Callable[..., Any]) -> Callable[[Callable[..., Any]],
             try:
                 return describe(*args)
             except Exception as e:
-                if os.environ.get("TORCHINDUCTOR_PYGRAPH_STRICT") == "1":
+                if config.pygraph_strict:
                     raise
                 log.debug("%s failed", describe.__name__, exc_info=True)
                 _stays_uncaptured(f"{NOT_DESCRIBED}{type(e).__name__}: {first_line(e)}")
@@ -130,7 +129,10 @@ def or_uncaptured(neutral: Callable[..., Any]) -> Callable[[Callable[..., Any]],
 
 
 def _stays_uncaptured(reason: str) -> None:
-    """Let no function of the graph be captured, nor of those that it is the body of. The first reason counts."""
+    """
+    Keep the current graph out of CUDA graphs. If it is a body, of torch.cond for example, this keeps out each graph around it,
+    too. A graph that has a reason already keeps it.
+    """
     graph = V.graph
     while graph is not None:
         graph.disable_cudagraphs_reason = graph.disable_cudagraphs_reason or reason

@@ -44,25 +44,24 @@ IDLE_LINES = (
 def describe_graph(wrapper: codegen.PythonWrapperCodegen) -> GraphInfo:
     """Return what is known of the graph whose code ``wrapper`` has generated."""
     graph = V.graph
-    inputs = wrapper.get_graph_input_names()
-    shared = _shared_inputs(inputs) if graph.is_backward else None
+    shared = _shared_inputs(wrapper.get_graph_input_names()) if graph.is_backward else None
     if not config.graph_partition:
         function = describe_function(wrapper, graph.scheduler.nodes)
         outputs = output_node(graph.module).all_input_nodes
         report = PartitionReport(_num_kernels(wrapper, graph.scheduler.nodes), span(o.stack_trace for o in outputs))
         functions = (dataclasses.replace(function, report=report),)
-        return GraphInfo(functions, num_inputs=len(inputs), shared_input_idxs=shared)
+        return GraphInfo(functions, shared_input_idxs=shared)
     reports = tuple(graph.partition_reports or ())
     captured = [report for report in reports if not report.blockers]
     functions = tuple(
         dataclasses.replace(function, report=report)
         for function, report in zip(graph.partition_infos, captured, strict=True)
     )
-    return GraphInfo(functions, reports, _direct_call(wrapper), len(inputs), shared)
+    return GraphInfo(functions, reports, _direct_call(wrapper), shared)
 
 
 def _shared_inputs(inputs: Sequence[str]) -> tuple[int, ...]:
-    """Return the inputs that the graph writes, or that its outputs may share memory with."""
+    """Return the inputs that the graph writes and those whose memory its outputs may share, as negative indices."""
     graph = V.graph
     written = (name for operation in graph.operations for name in operation.get_mutation_names())
     names = [*graph.get_output_names(), *written]
@@ -73,7 +72,7 @@ def _shared_inputs(inputs: Sequence[str]) -> tuple[int, ...]:
             found.add(name)
             buffer = graph.try_get_buffer(name)
             names.extend(() if buffer is None else buffer.get_inputs_that_alias_output())
-    return tuple(i for i, name in enumerate(inputs) if name in found)
+    return tuple(i - len(inputs) for i, name in enumerate(inputs) if name in found)
 
 
 @or_uncaptured(lambda wrapper, nodes: PartitionInfo(wrapper.launcher_fn_name))

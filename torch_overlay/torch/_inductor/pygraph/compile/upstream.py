@@ -1,4 +1,7 @@
-"""The codes of reasons that upstream gives, or takes, as text. No other module looks at the text of a reason."""
+"""
+The codes of reasons that upstream's compiler keeps as text: its own, and NOT_DESCRIBED. No other module reads a reason's
+text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from torch._inductor.pygraph.types.report import Blocker
 from torch._inductor.pygraph.types.source import innermost
 
 
-# Begins what or_uncaptured says of an error, in upstream's way.
+# How the reason begins that or_uncaptured of blockers.py gives.
 NOT_DESCRIBED = "PyGraph does not understand the generated code: "
 
 # The first pattern that is found counts.

@@ -1,6 +1,6 @@
 """
-Zeros of any size in one page of 2 MiB. A range of virtual addresses is reserved, and each of its pages is mapped to the
-same physical page, see placeholder.py. Reads hit the second-level cache. Nobody may write there.
+Tensors of zeros that share one physical page of 2 MiB, whatever their size. The driver maps each page of a range of virtual
+addresses to it, as for placeholders (placeholder.py). Nothing may write these tensors.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def pages_of(device_index: int) -> PlaceholderArena:
 
 def shared_zeros(size: Sequence[int], dtype: torch.dtype, device_index: int) -> torch.Tensor:
     """
-    Return a contiguous tensor of zeros, for reading alone. Its memory belongs to the process. Raises DriverError if the
-    device cannot map pages, and RuntimeError while its stream is captured for the first such size.
+    Return a contiguous tensor of zeros, which nothing may write. The process keeps its memory. Raises DriverError if the
+    device cannot map pages. Raises RuntimeError if pages have to be mapped while the current stream is captured.
     """
     stride = torch._prims_common.make_contiguous_strides_for(size)
     pages = pages_of(device_index)

@@ -100,13 +100,13 @@ class GraphInfo:
         functions: those that may be captured, as Runner.partitions has them
         reports: all partitions, also those that cannot be captured
         direct: None if Runner.call does more
-        shared_input_idxs: inputs of a backward that it writes, or that its results share memory with
+        shared_input_idxs: of a backward, the inputs that it writes and those whose memory its results may share, counted from
+            the last input, which is -1. None if the graph is no backward
     """
 
     functions: tuple[PartitionInfo, ...] = ()
     reports: tuple[PartitionReport, ...] | None = None
     direct: DirectCall | None = None
-    num_inputs: int = 0
     shared_input_idxs: tuple[int, ...] | None = None
 
     @property
