@@ -8,6 +8,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import types
 from typing import Any, TYPE_CHECKING
@@ -344,6 +345,39 @@ class TrainingTest(RecordTestCase):
             expected = on_host(x) * on_host(self.weight) * on_host(t)
             self.assertEqual(on_host(grad), expected, atol=2 * error, rtol=0)
         self.assertEqual(counters["pygraph"]["unbound"], error > 1e-2, str(report()))
+
+    @parametrize("hidden", (False, True))
+    def test_gradients_that_vary_from_run_to_run(self, hidden):
+        """
+        As the gradient of a bias in front of a batch norm, which is the rounding of a sum that cancels out. The activation is
+        in the pool, so nothing runs again after the graph did. Where a node hides its address, the launches differ.
+        """
+        self.weight, runs = self.randn(), itertools.count()
+
+        def vary(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
+            torch.mul(x, by * (-1) ** (next(runs) % 3), out=out)
+
+        forward = backward = None
+        for _ in range(7):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, self.weight)
+            out, a, w = forward.call([x, self.weight])
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                "a, t = args; args.clear(); c = new(); launch(vary, c, a, t); return (c,)",
+                inputs,
+                mode="backward",
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            backward.model.__globals__.update(vary=vary)
+            del a
+            with hiding(0) if hidden else contextlib.nullcontext():
+                (grad,) = backward.call(inputs)
+            expected = on_host(x) * on_host(self.weight) * on_host(t)
+            self.assertEqual(on_host(grad).abs(), expected.abs())
+        self.assertEqual(report()[-1].choice, "copy" if hidden else "node_update", str(report()))
 
     @parametrize("error,is_bound", ((5e-4, True), (5e-2, True), (10.0, False)))
     def test_results_that_do_not_repeat(self, error, is_bound):

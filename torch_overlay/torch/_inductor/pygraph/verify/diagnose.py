@@ -92,10 +92,10 @@ class _Examination:
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
-        if not rehearsal.can_rerun:
-            return Verdict(failure)
         if actual is not None and self._leaves_results(actual):
             return _never(Code.KERNELS_NOT_CAPTURED)
+        if not rehearsal.can_rerun:
+            return Verdict(failure) if actual is None else self._compared(actual, rehearsal.others)
         if self._reads_free_memory():
             return _never(Code.KERNELS_NOT_CAPTURED)
         if (code := self._host_code_varies()) is not None:
@@ -105,13 +105,17 @@ class _Examination:
         try:
             # Last, for a graph that varies as the function does. One that holds the host's first numbers may be as
             # close.
-            others = rehearsal.other_runs(rehearsal.inputs)
-            failing = expected.not_alike(actual, others)
-            varying = OrderedSet(result for other in others for result in expected.differing(other))
-            varies = not expected.not_alike(actual, others, by_norm=False)
-            return Verdict(expected.failure(actual, others), varies=varies, by_atomics=failing <= varying)
+            return self._compared(actual, rehearsal.other_runs(rehearsal.inputs))
         except RuntimeError:
             return Verdict(failure)
+
+    def _compared(self, actual: Proof, others: Sequence[Proof]) -> Verdict:
+        """Return the verdict on the graph's results beside those of further runs of the function."""
+        expected = self.rehearsal.proof
+        failing = expected.not_alike(actual, others)
+        varying = OrderedSet(result for other in others for result in expected.differing(other))
+        varies = not expected.not_alike(actual, others, by_norm=False)
+        return Verdict(expected.failure(actual, others), varies=varies, by_atomics=failing <= varying)
 
     def _run_graph(self) -> Proof:
         self.rehearsal.restore()
