@@ -119,7 +119,8 @@ def test_rounds_are_repeated_until_they_are_clear():
     # Not for ever.
     timings = _time(device, loops, rounds=5, is_clear=lambda timings: False)
     assert len(timings["a"].samples_us) == MAX_TIMES * first
-    loops = {"a": device.loop("a", 1.0, 0)}
+    # It is known how long rounds take.
+    loops = {"a": device.loop("a", 0.2, 0)}
     timings = _time(device, loops, rounds=9, is_clear=lambda timings: False)
     assert len(timings["a"].samples_us) == 9
 
@@ -662,16 +663,27 @@ def test_stock_meets_random_sizes_last():
 
 
 def test_what_a_variant_leaves_of_the_time_to_settle_is_for_the_next(monkeypatch):
-    """Those that do not select make a few calls, however long these take."""
-    run, left = worker.CaseRun(_tiny(), "cpu", variants=EAGER), []
+    """The last one that selects may use all of it. Those that do not select make a few calls, however long these take."""
+    variants = {name: EAGER[name] for name in ("no_cg", "pygraph")} | {"chain": _variant("chain", {"backend": "eager"})}
+    run, left = worker.CaseRun(_tiny(), "cpu", variants=variants), []
     run.settle_s = 100.0
     now = iter((0.0, 60.0, 100.0, 110.0, 150.0, 200.0, 200.0))
     monkeypatch.setattr(worker.time, "perf_counter", lambda: next(now))
-    monkeypatch.setattr(program.Variant, "selects", property(lambda variant: variant is EAGER["pygraph"]))
-    for name in ("pygraph", "pygraph", "no_cg", "pygraph"):
+    monkeypatch.setattr(program.Variant, "selects", property(lambda variant: variant is not EAGER["no_cg"]))
+    for name in ("pygraph", "pygraph", "no_cg", "chain"):
         with run._settling_by(name) as by:
             left.append(by)
-    assert left == pytest.approx([70.0, 100.0 + 28.0, 150.0 + 21.0, 200.0 + 21.0])
+    assert left == pytest.approx([70.0, 100.0 + 28.0, 150.0 + 30.0, 200.0 + 30.0])
+
+
+@pytest.mark.parametrize("selects", [True, False])
+def test_each_call_may_record_once_the_time_to_settle_is_over(monkeypatch, selects):
+    run = worker.CaseRun(_tiny(), "cpu", variants=EAGER)
+    monkeypatch.setattr(program.Variant, "selects", property(lambda variant: selects))
+    by, calls = time.perf_counter() - 1, 0
+    while run._settling("pygraph", calls, by):
+        calls += 1
+    assert calls == (worker.MIN_WARM_UP_CALLS if selects else worker.SETTLE_CALLS["pygraph"])
 
 
 def test_what_took_long_is_not_timed_again(monkeypatch):

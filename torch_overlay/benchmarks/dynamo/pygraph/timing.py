@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
     Loop = Callable[[int], None]
 
-# How often all rounds are run, until what they say is clear, and for how many seconds they are
-# run again.
+# How often all rounds are run, until what they say is clear, and the seconds that this may take if they are run again.
 MAX_TIMES = 4
 MAX_AGAIN_S = 12.0
 # Calls of a round, and those in front of it; of a loop whose calls take so many seconds.
@@ -121,7 +120,7 @@ def time_interleaved(
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
     many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. There
     are ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
-    times, and not after MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
+    times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
@@ -161,7 +160,7 @@ def time_interleaved(
     order = random.Random(0)
     begin = clock()
     try:
-        for _ in range(MAX_TIMES):
+        for times in range(1, MAX_TIMES + 1):
             for _ in range(rounds):
                 for name in order.sample([*loops], len(loops)):
                     # The first calls after another variant refill caches and restart the
@@ -172,7 +171,7 @@ def time_interleaved(
                     host[name].append((run(name, 1) - run(name, 0)) * 1e6)
                     samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
             timings = {name: Timing.of(samples[name], host[name]) for name in loops}
-            if fixed_calls or is_clear(timings) or agree(clock() - begin) > MAX_AGAIN_S:
+            if fixed_calls or is_clear(timings) or agree(clock() - begin) * (times + 1) / times > MAX_AGAIN_S:
                 break
     finally:
         if collecting:

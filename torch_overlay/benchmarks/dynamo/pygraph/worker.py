@@ -61,7 +61,7 @@ SETTLE_CALLS |= dict.fromkeys(("forced_copy", "forced_node_update", "forced_prel
 SETTLE_CALLS |= dict.fromkeys(("forced_lanes2", "forced_lanes4", "forced_dag"), 10)
 MAX_SETTLE_CALLS = 1500
 # For how many seconds all variants that select may settle. A program that draws its path may record in each call. A variant
-# may use this part of the time that those before it left.
+# may use this part of the time that those before it left, and the last one all of it.
 MAX_SETTLE_S, SETTLE_PART = 20.0, 0.7
 # As many as stock needs to warm up and to record.
 MIN_WARM_UP_CALLS = 5
@@ -489,22 +489,30 @@ class CaseRun:
     @contextlib.contextmanager
     def _settling_by(self, name: str) -> Iterator[float]:
         """A context in which a variant settles. Gives until when it may do so, by ``time.perf_counter``."""
+        selecting = [other for other, variant in self.variants.items() if variant.selects]
         start = time.perf_counter()
         try:
-            yield start + SETTLE_PART * self.settle_s
+            yield start + (SETTLE_PART if name in selecting[:-1] else 1.0) * self.settle_s
         finally:
-            if (self.variants.get(name) or VARIANTS[name]).selects:
+            if self._selects(name):
                 self.settle_s -= time.perf_counter() - start
 
+    def _selects(self, name: str) -> bool:
+        return (self.variants.get(name) or VARIANTS[name]).selects
+
     def _settling(self, name: str, calls: int, by: float) -> bool:
-        """Return whether a variant is not settled after so many calls. After ``by`` it makes only the SETTLE_CALLS."""
-        most = MAX_SETTLE_CALLS if time.perf_counter() < by else 0
+        """Return whether a variant is not settled after so many calls. After ``by`` it makes no more than it has to."""
+        is_late = time.perf_counter() >= by
+        least, most = SETTLE_CALLS[name], 0 if is_late else MAX_SETTLE_CALLS
+        if is_late and self._selects(name):
+            # Each of its calls may record.
+            least = MIN_WARM_UP_CALLS
         if at_new_sizes := self._calls_at_new_sizes(name):
             return calls < at_new_sizes
         if self.suite.dynamic and name == "by_size":
             # No size comes often enough for a decision.
             most = 0
-        return calls < SETTLE_CALLS[name] or (calls < most and (undecided(report()) or self._records(calls)))
+        return calls < least or (calls < most and (undecided(report()) or self._records(calls)))
 
     def _records(self, calls: int) -> bool:
         """Whether one of the last calls was recorded: random numbers lead a program with branches to paths that are new."""

@@ -8,8 +8,9 @@ Which candidate a function is deployed as. A function goes through these steps, 
 4. The graph stays if it is faster by more than the noise. Otherwise, if there is memory for both, both are timed again,
    in the other order, or the graph alone where both together take much more memory. A graph that is no slower stays if
    a neighbour on its path is a graph: running this function uncaptured would allocate a second copy of its memory.
-5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed. Selection
-   tries no further one if a function would be recorded again more than MAX_RECORDED_AGAIN times.
+5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed, the
+   narrowest first. Selection tries no further one if the last was slower on the device than the best before it, or if a
+   function would be recorded again more than MAX_RECORDED_AGAIN times.
 
 The next process gets the decision from store.py and times nothing.
 """
@@ -319,7 +320,8 @@ class Selection:
             controller.reserved(best, self.pool_bytes())
         for candidate in candidates:
             found = yield from self._time_as(candidate)
-            if found is None:
+            if found is None or timing.is_less(cost.device, found.device):
+                # Calls side by side contend for the device. With more of them it would take longer still.
                 break
             if timing.improves(found, chain) and (cost is chain or found.call.us < cost.call.us):
                 best, cost = candidate, found
