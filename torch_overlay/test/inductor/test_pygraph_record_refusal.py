@@ -435,6 +435,31 @@ class RefusalTest(CollectiveTestCase):
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured" if force else "", entry.reason)
 
+    @parametrize("force", ("node_update", None))
+    def test_operator_on_a_weight_that_is_not_captured(self, force):
+        "As one that converts a weight. While the graph is captured, the weight lies where it lies in each call."
+        weight = self.randn()
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        fn = None
+        for _ in range(6 if force else 130):
+            x = self.randn()
+            on_host(weight).add_(0.25)
+            fn = fn or self.deploy(
+                "x, w = args; args.clear(); a = empty(); operator(a, w); b = new(); launch(mul, b, a, x); return (b,)",
+                [x, weight],
+                force=force,
+                static=[1],
+            )
+            fn.model.__globals__.update(operator=operator)
+            (out,) = fn(x, weight)
+            self.assertEqual(on_host(out), on_host(x) * on_host(weight).sin())
+        (entry,) = report()
+        self.assertEqual(entry.choice, "no_graph")
+        self.assertIn("not captured" if force else "", entry.reason)
+
     @parametrize("size", ((), (2,)))
     @parametrize("returned", ([0], [0, 1]))
     def test_operator_that_is_not_captured_beside_a_seed(self, size, returned):

@@ -379,6 +379,43 @@ class TrainingTest(RecordTestCase):
             self.assertEqual(on_host(grad).abs(), expected.abs())
         self.assertEqual(report()[-1].choice, "copy" if hidden else "node_update", str(report()))
 
+    @parametrize("force", ("node_update", None))
+    @parametrize(
+        "body",
+        (
+            "b = empty(); operator(b, a); c = new(); launch(mul, c, b, t); return (c,)",
+            "b = empty(); operator(b, t); c = new(); launch(mul, c, b, a); return (c,)",
+        ),
+    )
+    def test_operator_that_is_not_captured_in_a_backward(self, force, body):
+        "It launches at once while the graph is captured. There it may find an activation as it is in the call."
+        self.weight = self.randn()
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        forward = backward = None
+        for _ in range(7 if force else 130):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, self.weight)
+            out, a, w = forward.call([x, self.weight])
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                f"a, t = args; args.clear(); {body}",
+                inputs,
+                force=force,
+                mode="backward",
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            backward.model.__globals__.update(operator=operator)
+            del a
+            (grad,) = backward.call(inputs)
+            a, t = on_host(x) * on_host(self.weight), on_host(t)
+            self.assertEqual(on_host(grad), a.sin() * t if "(b, a)" in body else t.sin() * a)
+        self.assertEqual(report()[-1].choice, "no_graph", str(report()))
+
     @parametrize("error,is_bound", ((5e-4, True), (5e-2, True), (10.0, False)))
     def test_results_that_do_not_repeat(self, error, is_bound):
         """

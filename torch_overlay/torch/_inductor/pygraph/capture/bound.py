@@ -28,14 +28,14 @@ from torch._inductor.pygraph.capture.library import Scratch
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.copies import replace_copies
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import FreeMemory, PoolRanges, room
+from torch._inductor.pygraph.graph.memory import fill_free, FreeMemory, PoolRanges, room
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
-from torch._inductor.pygraph.verify.diagnose import verify
+from torch._inductor.pygraph.verify.diagnose import NOT_CAPTURED, Verdict, verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal, SavedInput, write
 from torch._inductor.utils import clone_preserve_strides
@@ -250,7 +250,10 @@ class BoundGraphNode(CopyGraphNode):
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = allocation.Copied(model, self.memory.copies, self.device)
-        return super()._record(self.copied, inputs)
+        # Earlier graphs left them where this one will read them. The other inputs have placeholders.
+        managed = [self._reconstruct_from_tensor_metadata(metadata) for _, metadata in self.managed_metadata]
+        with allocation.poisoned(managed):
+            return super()._record(self.copied, inputs)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())
@@ -363,17 +366,19 @@ class BoundGraphNode(CopyGraphNode):
 
     def _compare(self, graph: torch.cuda.CUDAGraph, rehearsal: Rehearsal) -> None:
         """Run the graph and compare it with a rehearsal. Raises RefusedError if it differs."""
-        self._mark_outputs()
+        self._mark_memory()
         try:
             self._run_again()
         except RuntimeError as e:
             raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
         verdict = verify(rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
-        reason = self.prelude and self.prelude.failure()
-        if reason is None and not (verdict.may_vary(adds_atomically(self.request.spec)) and self._launches_alike(graph)):
-            reason = verdict.reason
-        if reason is not None:
-            raise RefusedError(reason, is_capturable=verdict.is_capturable)
+        if (failure := self.prelude and self.prelude.failure()) is not None:
+            raise RefusedError(failure, is_capturable=verdict.is_capturable)
+        may_vary = verdict.may_vary(adds_atomically(self.request.spec))
+        if (may_vary or verdict.is_far) and self._launches_alike(graph):
+            verdict = Verdict() if may_vary else NOT_CAPTURED
+        if verdict.reason is not None:
+            raise RefusedError(verdict.reason, is_capturable=verdict.is_capturable)
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Return whether the function, captured once more, launches what its graph does."""
@@ -398,17 +403,20 @@ class BoundGraphNode(CopyGraphNode):
                 saved.restore(self._reconstruct_from_tensor_metadata(metadata))
         self.run_graph()
 
-    def _mark_outputs(self) -> None:
-        """Mark the memory of outputs, so that it shows what the graph does not write."""
+    def _mark_memory(self) -> None:
+        """Mark the memory of outputs and temporary tensors, so that it shows what the graph does not write."""
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
-        if self.cudagraph_managed_idxs:
-            # An output may lie where a managed input was, which the graph has yet to read.
-            return
+        # What an operator computed there while the graph was captured is no result of the graph. Zeros may be indices.
+        managed = [(m["data_ptr"], m["data_ptr"] + m["nbytes"]) for _, m in self.managed_metadata]
+        fill_free(self.cuda_graphs_pool, self.device, kept=managed)
         outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
         for t in (*(t for t, alias in outputs if alias is UnaliasedStorage), *self.copied.sources):
             # Outside of the pool an operator may have computed it once for all calls.
-            if isinstance(t, torch.Tensor) and t.data_ptr() in self.pool_ranges:
+            if not isinstance(t, torch.Tensor) or (start := t.data_ptr()) not in self.pool_ranges:
+                continue
+            # It may lie where a managed input was, which the graph has yet to read.
+            if not any(start < last and first < start + storage_extent(t) for first, last in managed):
                 mark_unwritten(t)
 
     def _recorded(self) -> None:

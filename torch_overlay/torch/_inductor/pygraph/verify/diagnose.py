@@ -33,12 +33,15 @@ class Verdict:
         is_capturable: whether a graph with another binding may be used
         varies: the results differ from those of a run of the function by no more than those of other runs do
         by_atomics: atomic additions would explain how the results differ
+        is_far: no rounding would explain it, and nothing can run again to find out more. If the graph launches what the
+            function launches, an operator did something else while it was captured
     """
 
     reason: Reason | None = None
     is_capturable: bool = True
     varies: bool = False
     by_atomics: bool = False
+    is_far: bool = False
 
     def may_vary(self, adds_atomically: bool) -> bool:
         """Return whether the function itself may have such results in another run."""
@@ -80,24 +83,29 @@ class _Examination:
             # First, before another run writes over what this one wrote.
             actual = rehearsal.results(self.outputs, rehearsal.unmarked)
             if rehearsal.writes_any(actual.unwritten()):
-                return _never(Code.KERNELS_NOT_CAPTURED)
+                return NOT_CAPTURED
             if expected.is_exact(actual):
                 return Verdict()
             failure = expected.failure(actual, rehearsal.others)
             if failure is None:
                 if not rehearsal.repeats_itself():
                     return Verdict()
+                if self._reads_free_memory():
+                    return NOT_CAPTURED
                 # An input may influence only a small part of the result.
                 return Verdict(Reason.of(Code.ONLY_CLOSE), by_atomics=True)
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
         if actual is not None and self._leaves_results(actual):
-            return _never(Code.KERNELS_NOT_CAPTURED)
+            return NOT_CAPTURED
         if not rehearsal.can_rerun:
-            return Verdict(failure) if actual is None else self._compared(actual, rehearsal.others)
+            if actual is None:
+                return Verdict(failure)
+            is_far = bool(expected.not_alike(actual, near=True))
+            return dataclasses.replace(self._compared(actual, rehearsal.others), is_far=is_far)
         if self._reads_free_memory():
-            return _never(Code.KERNELS_NOT_CAPTURED)
+            return NOT_CAPTURED
         if (code := self._host_code_varies()) is not None:
             return _never(code)
         if actual is None:
@@ -178,3 +186,7 @@ class _Examination:
 
 def _never(code: Code) -> Verdict:
     return Verdict(Reason.of(code), is_capturable=False)
+
+
+# An operator launched kernels on a stream that was not captured.
+NOT_CAPTURED = _never(Code.KERNELS_NOT_CAPTURED)

@@ -162,8 +162,6 @@ class Rehearsal:
                     raise RefusedError(Reason.of(Code.HOST_RANDOM), is_capturable=False)
         finally:
             self._restore(inputs)
-            if free is not None:
-                free.mark()
         self.needed_bytes = own_pool.nbytes + (free.nbytes if free is not None else 0)
         if self.kept is not None:
             self.before.clear()
