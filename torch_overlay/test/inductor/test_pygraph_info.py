@@ -399,6 +399,14 @@ class InspectionTest(InfoTestCase):
         (function,) = graph.info.functions
         self.assertEqual(sum(name.startswith("double") for name in function.kernels), 1)
 
+    def test_custom_operator(self):
+        with torch.no_grad(), torch.library._scoped_library("test_pygraph_info", "FRAGMENT") as library:
+            library.define("twice(Tensor x) -> Tensor")
+            library.impl("twice", lambda x: torch.empty_like(x), "Meta")
+            (custom,) = self.compile(lambda x: torch.ops.test_pygraph_info.twice(x).sin(), self.matrix())
+            (shipped,) = self.compile(lambda x: (x @ x).sort(0).values, self.matrix())
+        self.assertEqual([g.info.functions[0].calls_custom for g in (custom, shipped)], [True, False])
+
     def test_nested_region(self):
         @torch.compiler.nested_compile_region
         def region(x, w):

@@ -162,6 +162,7 @@ class RecordTestCase(TestCase):
         reused: Sequence[int] = (),
         code_hash: str | None = None,
         described: tuple[CallInfo, ...] = (),
+        custom: bool = False,
     ) -> Deployed:
         model = self.generated(body)
         names = names or [f"arg{i}_1" for i in range(len(inputs))]
@@ -179,6 +180,7 @@ class RecordTestCase(TestCase):
                 collectives=tuple(Collective("all_reduce_", group) for group in self.groups or (None,))
                 if "c10d" in body
                 else (),
+                calls_custom=custom,
                 ranks_decide=self.ranks_decide,
                 saved_input_idxs=tuple(i for i, n in enumerate(names) if not n.startswith(NOT_SAVED)),
                 returned_output_idxs=tuple(returned),

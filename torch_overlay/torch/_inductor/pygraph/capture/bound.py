@@ -35,7 +35,7 @@ from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
-from torch._inductor.pygraph.verify.diagnose import NOT_CAPTURED, Verdict, verify
+from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
 from torch._inductor.pygraph.verify.rehearsal import Rehearsal, SavedInput, write
 from torch._inductor.utils import clone_preserve_strides
@@ -158,8 +158,10 @@ class BoundGraphNode(CopyGraphNode):
         branches = self.branches
         managed = self.cudagraph_managed_idxs
         # The proof overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
-        # needs copies of these inputs.
+        # needs copies of these inputs. So does a proof that has to find out why results differ, or what operators do.
         is_rerun = (collectives or branches) is not None
+        if request.state.is_open or request.spec.info.calls_custom:
+            is_rerun = is_rerun or self._has_room_for_copies(inputs)
         free = FreeMemory(self.cuda_graphs_pool, self.device) if managed and not is_rerun else None
         trace = allocation.AllocationTrace(() if collectives is None else collectives.operands, free)
         traced = with_branches(allocation.with_allocator(function.model, request.spec.info, trace), branches)
@@ -215,6 +217,10 @@ class BoundGraphNode(CopyGraphNode):
         # Memory of the paths cannot be used in front of or behind them.
         most = max((other.needed_bytes for _, other in self.path_rehearsals), default=0)
         self._learned(needed_bytes=self.rehearsal.needed_bytes + most)
+
+    def _has_room_for_copies(self, inputs: list[InputType]) -> bool:
+        copied_bytes = sum(storage_extent(inputs[i]) for i in self.cudagraph_managed_idxs)  # type: ignore[arg-type]
+        return room(self.device) >= copied_bytes + 2 * self.request.state.needed_bytes
 
     def _needed_bytes(self) -> int:
         if self.rehearsal is None:
@@ -374,11 +380,12 @@ class BoundGraphNode(CopyGraphNode):
         verdict = verify(rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
         if (failure := self.prelude and self.prelude.failure()) is not None:
             raise RefusedError(failure, is_capturable=verdict.is_capturable)
-        may_vary = verdict.may_vary(adds_atomically(self.request.spec))
-        if (may_vary or verdict.is_far) and self._launches_alike(graph):
-            verdict = Verdict() if may_vary else NOT_CAPTURED
-        if verdict.reason is not None:
-            raise RefusedError(verdict.reason, is_capturable=verdict.is_capturable)
+        if verdict.reason is None or (
+            verdict.may_vary(adds_atomically(self.request.spec)) and self._launches_alike(graph)
+        ):
+            return
+        self._learned(is_open=not rehearsal.can_rerun)
+        raise RefusedError(verdict.reason, is_capturable=verdict.is_capturable)
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
         """Return whether the function, captured once more, launches what its graph does."""

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from torch._inductor.scheduler import BaseSchedulerNode
 
 
+# Namespaces of operators that launch on the current stream, the same in each call.
+SHIPPED = ("aten", "prims", "inductor", *NAMESPACES)
+
 # Lines that do nothing in a call, or only delete names.
 IDLE_LINES = (
     codegen.CommentLine,
@@ -97,6 +100,7 @@ def describe_function(wrapper: codegen.PythonWrapperCodegen, nodes: Sequence[Bas
         kernels=tuple(dict.fromkeys(_kernels(wrapper, operations))),
         delivers=tuple(o.pack.deliver_name for o in operations if isinstance(o, Launch)),
         collectives=tuple(map(_collective, filter(_is_collective, operations))),
+        calls_custom=any(map(_is_custom, operations)),
         ranks_decide=config.pygraph_ranks,
         saved_input_idxs=tuple(i for i, n in enumerate(inputs) if n in placeholders and is_saved(placeholders[n])),
         returned_output_idxs=tuple(i for i, name in enumerate(outputs) if name in returned),
@@ -131,6 +135,11 @@ def _operations(node: BaseSchedulerNode) -> Iterator[ir.Operation]:
         if part.node is not None:
             yield part.node
             yield from operations_of_subgraphs(part.node)
+
+
+def _is_custom(operation: Any) -> bool:
+    op = getattr(operation, "op_overload", None)
+    return isinstance(op, torch._ops.OpOverload) and op.namespace not in SHIPPED
 
 
 def _is_collective(operation: Any) -> bool:

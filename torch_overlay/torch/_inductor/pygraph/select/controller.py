@@ -235,6 +235,11 @@ class Controller:
             self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=error)))
             _leave_recording(manager)
             return
+        if refused.facts.is_open and not self.state.is_open:
+            # The next recording keeps copies of these inputs.
+            self.state.is_open = True
+            _leave_recording(manager)
+            return
         self.state.is_capturable &= refused.is_capturable
         if refused.facts.has_prelude:
             self._bind_by_host(Reason.of(Code.NO_PRELUDE, binding=self.state.binding, error=error))

@@ -366,6 +366,9 @@ class Selection:
         # The recording raised, or another thread was recording.
         while self.replay is None:
             yield self._record
+        if self.state.is_open:
+            # The next recording tells whether it is captured.
+            yield self._untimed(self._record)
 
     def _is_captured(self) -> bool:
         return self.state.is_capturable

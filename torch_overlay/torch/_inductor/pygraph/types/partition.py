@@ -33,6 +33,8 @@ class PartitionInfo:
         allocator: the function's parameter that it allocates with; None if it has none
         kernels, delivers: names of the Triton kernels and of the Deliver objects that the function launches
         collectives: operators that wait for other ranks, in the order of the code
+        calls_custom: whether it calls operators that PyTorch does not ship. These may launch on a stream of their own, and
+            with other arguments in each call
         ranks_decide: config.pygraph_ranks when it was compiled
         saved_input_idxs: tensors that the forward computed
         returned_output_idxs: outputs that leave the graph. Later partitions or the backward need the others
@@ -49,6 +51,7 @@ class PartitionInfo:
     kernels: tuple[str, ...] = ()
     delivers: tuple[str, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    calls_custom: bool = False
     ranks_decide: bool = False
     saved_input_idxs: tuple[int, ...] = ()
     returned_output_idxs: tuple[int, ...] = ()

@@ -33,15 +33,12 @@ class Verdict:
         is_capturable: whether a graph with another binding may be used
         varies: the results differ from those of a run of the function by no more than those of other runs do
         by_atomics: atomic additions would explain how the results differ
-        is_far: no rounding would explain it, and nothing can run again to find out more. If the graph launches what the
-            function launches, an operator did something else while it was captured
     """
 
     reason: Reason | None = None
     is_capturable: bool = True
     varies: bool = False
     by_atomics: bool = False
-    is_far: bool = False
 
     def may_vary(self, adds_atomically: bool) -> bool:
         """Return whether the function itself may have such results in another run."""
@@ -97,13 +94,10 @@ class _Examination:
         except RuntimeError as e:
             actual = None
             failure = Reason.of(Code.NOT_COMPARABLE, error=first_line(e))
+        if not rehearsal.can_rerun:
+            return Verdict(failure)
         if actual is not None and self._leaves_results(actual):
             return NOT_CAPTURED
-        if not rehearsal.can_rerun:
-            if actual is None:
-                return Verdict(failure)
-            is_far = bool(expected.not_alike(actual, near=True))
-            return dataclasses.replace(self._compared(actual, rehearsal.others), is_far=is_far)
         if self._reads_free_memory():
             return NOT_CAPTURED
         if (code := self._host_code_varies()) is not None:
@@ -113,17 +107,13 @@ class _Examination:
         try:
             # Last, for a graph that varies as the function does. One that holds the host's first numbers may be as
             # close.
-            return self._compared(actual, rehearsal.other_runs(rehearsal.inputs))
+            others = rehearsal.other_runs(rehearsal.inputs)
+            failing = expected.not_alike(actual, others)
+            varying = OrderedSet(result for other in others for result in expected.differing(other))
+            varies = not expected.not_alike(actual, others, by_norm=False)
+            return Verdict(expected.failure(actual, others), varies=varies, by_atomics=failing <= varying)
         except RuntimeError:
             return Verdict(failure)
-
-    def _compared(self, actual: Proof, others: Sequence[Proof]) -> Verdict:
-        """Return the verdict on the graph's results beside those of further runs of the function."""
-        expected = self.rehearsal.proof
-        failing = expected.not_alike(actual, others)
-        varying = OrderedSet(result for other in others for result in expected.differing(other))
-        varies = not expected.not_alike(actual, others, by_norm=False)
-        return Verdict(expected.failure(actual, others), varies=varies, by_atomics=failing <= varying)
 
     def _run_graph(self) -> Proof:
         self.rehearsal.restore()

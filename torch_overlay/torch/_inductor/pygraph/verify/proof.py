@@ -120,13 +120,11 @@ def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
     return torch.equal(expected.bits, actual.bits)
 
 
-def same(
-    expected: Fingerprint, actual: Fingerprint, *others: Fingerprint, by_norm: bool = True, near: bool = False
-) -> bool:
+def same(expected: Fingerprint, actual: Fingerprint, *others: Fingerprint, by_norm: bool = True) -> bool:
     """
     Return whether both can be results of one function. ``others`` are results of further runs, which show how much it varies
     by itself. With ``by_norm``, results may differ by a part of their norm at most. A sum that cancels out has a norm that is
-    no larger than its rounding. With ``near``, they may differ by MAX_DIFFERENCE of the norm.
+    no larger than its rounding.
     """
     if identical(expected, actual):
         return True
@@ -139,7 +137,7 @@ def same(
     for name, most in MAX_DIFFERENCE.items():
         difference = (expected.sums[name] - actual.sums[name]).abs()
         # NaN compares false, so a chunk with NaN in either is not within tolerance.
-        within = difference <= (most * norm if near else allowed)
+        within = difference <= allowed
         for other in others:
             own = OWN_DIFFERENCES * (expected.sums[name] - other.sums[name]).abs().max()
             within |= difference <= ((most * norm).clamp(max=own) if by_norm else own)
@@ -210,10 +208,10 @@ class Proof:
         return OrderedSet(self._differing(actual, identical))
 
     def not_alike(
-        self, actual: Proof, others: Sequence[Proof] = (), *, by_norm: bool = True, near: bool = False
+        self, actual: Proof, others: Sequence[Proof] = (), *, by_norm: bool = True
     ) -> OrderedSet[tuple[str, int]]:
         """Return which results are not close, as ``differing`` does. See ``same``."""
-        return OrderedSet(self._differing(actual, functools.partial(same, by_norm=by_norm, near=near), others))
+        return OrderedSet(self._differing(actual, functools.partial(same, by_norm=by_norm), others))
 
     def failure(self, actual: Proof, others: Sequence[Proof] = ()) -> Reason | None:
         """Return why a graph's results do not match, or None. ``others`` are of further uncaptured runs."""
