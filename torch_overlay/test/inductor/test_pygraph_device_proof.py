@@ -151,6 +151,58 @@ class ProofTest(DeviceTestCase):
         torch._dynamo.reset()
         self.check(lambda x: x * 3, lambda: (randn(64),))
 
+    # Where other processes use the device, too, such an operator takes long there.
+    @mock.patch.object(selection, "DEVICE_BOUND", float("inf"))
+    @parametrize("trains", (False, True))
+    def test_operator_on_a_stream_of_its_own(self, trains):
+        "It does not join a capture. It reads a weight, or an activation that a graph left in the pool."
+        side, weight = torch.cuda.Stream(), randn(64)
+        torch._dynamo.mark_static_address(weight)
+
+        @torch.library.custom_op("pygraph_test::aside", mutates_args=())
+        def aside(x: torch.Tensor) -> torch.Tensor:
+            is_captured = torch.cuda.is_current_stream_capturing()
+            out = torch.empty_like(x)
+            if not is_captured:
+                side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                torch.sin(x, out=out)
+            if not is_captured:
+                torch.cuda.current_stream().wait_stream(side)
+            return out
+
+        aside.register_fake(torch.empty_like)
+
+        @torch.library.custom_op("pygraph_test::scaled", mutates_args=())
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        scaled.register_fake(torch.empty_like)
+        scaled.register_autograd(
+            lambda ctx, grad: grad * aside(*ctx.saved_tensors),
+            setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+        )
+
+        def fn(x, w):
+            return scaled(x.cos() * w).sum() if trains else x * aside(w)
+
+        for options in (FORCED, {"pygraph": True}):
+            torch._dynamo.reset()
+            reset_report()
+            compiled = torch.compile(lambda x, w: fn(x, w), options=options)
+            for _ in range(8 if options is FORCED else MOST_CALLS):
+                x = randn(64, requires_grad=trains)
+                weight.add_(0.25)
+                out = compiled(x, weight)
+                if trains:
+                    out.backward()
+                    a = (x.cos() * weight).detach()
+                    self.assertEqual(x.grad, -x.detach().sin() * weight * a.sin())
+                else:
+                    self.assertEqual(out, x * weight.sin())
+            codes = [reason.code for entry in report() for reason in entry.reasons]
+            self.assertIn(Code.KERNELS_NOT_CAPTURED, codes, str(report()))
+
     def test_output_that_is_not_written(self):
         compiled = self.compiled(lambda x: (x * 2, torch.empty_like(x)))
         for _ in range(5):

@@ -18,9 +18,9 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import config, cudagraph_trees as trees
 from torch._inductor.pygraph import native, report, reset_report
-from torch._inductor.pygraph.capture import allocation, bound
+from torch._inductor.pygraph.capture import bound
 from torch._inductor.pygraph.graph import memory
-from torch._inductor.pygraph.graph.placeholder import storage_extent, tensor_at
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.replay import interpreter
 from torch._inductor.pygraph.select import selection, timing
 from torch._inductor.pygraph.types.reason import Code, Reason
@@ -719,36 +719,6 @@ class MemoryTest(RecordTestCase):
         del lent[1]
         self.assertEqual(free.lend(like).data_ptr(), addresses[1])
         self.assertEqual(free.nbytes, 3 * 1024)
-
-    def test_free_memory_is_filled(self):
-        "But not the ranges of inputs that died, which a graph has yet to read."
-        pool = self.device.new_pool()
-        # A graph has it.
-        self.device.uses[pool] += 1
-        with self.device.allocate_to_pool(0, pool, None):
-            known, *died = [self.randn(1024) for _ in range(4)]
-        start = died[1].data_ptr()
-        found = [tensor_at(t.data_ptr(), torch.empty(512, dtype=torch.int64, device="meta"), 0) for t in (known, *died)]
-        before = [on_host(t).tolist() for t in found]
-        del died
-        memory.fill_free(pool, 0, 1, kept=[(start + 1032, start + 1040), (start + 1024, start + 2048)])
-        known, *filled = (on_host(t).tolist() for t in found)
-        self.assertEqual(known, before[0])
-        self.assertEqual(filled[1][128:256], before[2][128:256])
-        # The allocator's addresses are multiples of 512 bytes.
-        self.assertEqual({*filled[0], *filled[1][:64], *filled[1][320:], *filled[2]}, {1})
-
-    def test_poison_is_gone_after_a_capture(self):
-        "Also of tensors that share memory, and if the capture fails."
-        t, numbers = self.randn(4096), self.device.tensor(torch.arange(1, 9))
-        before = on_host(t).clone()
-        with self.assertRaises(RuntimeError), allocation.poisoned([t, t[100:], numbers]):
-            self.assertTrue(on_host(t)[:1124].isnan().all())
-            self.assertEqual(on_host(t)[1124:], before[1124:])
-            self.assertEqual(on_host(numbers).count_nonzero(), 0)
-            raise RuntimeError
-        self.assertEqual(on_host(t), before)
-        self.assertEqual(on_host(numbers).tolist(), [*range(1, 9)])
 
     def test_rehearsal_gives_its_memory_back(self):
         with memory.OwnPool(0) as own_pool:

@@ -452,6 +452,7 @@ class RefusalTest(CollectiveTestCase):
                 [x, weight],
                 force=force,
                 static=[1],
+                custom=True,
             )
             fn.model.__globals__.update(operator=operator)
             (out,) = fn(x, weight)

@@ -9,7 +9,6 @@ or, where outputs share memory, each call copies it out of the pool.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -28,7 +27,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.pygraph.graph.memory import FreeMemory
@@ -41,9 +40,6 @@ empty_strided_cuda = torch._C._dynamo.guards._empty_strided_cuda
 # Generated code makes views by it.
 reinterpret_tensor = torch._C._dynamo.guards._reinterpret_tensor
 
-
-# Bytes of each tensor that are poisoned during a capture. Enough to show in a result, and little to save
-POISONED_BYTES = 4096
 
 # A recording accepts external inputs of one alignment in bytes: the largest of these that divides all addresses.
 ALIGNMENTS = (placeholder.MAX_ALIGNMENT, 16, 8, 4, 2, 1)
@@ -235,29 +231,6 @@ class OutputLayout:
 def poison_of(t: torch.Tensor) -> int:
     """Return the poison of an input's placeholder."""
     return placeholder.NAN if t.is_floating_point() or t.is_complex() else placeholder.ZERO
-
-
-@contextlib.contextmanager
-def poisoned(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """
-    A context in which the first elements of tensors are poisoned. Kernels that are captured run later. What an operator
-    launches at once, on a stream that is not captured, computes from the poison.
-    """
-    saved: list[tuple[torch.Tensor, torch.Tensor]] = []
-    for t in tensors:
-        like = torch.empty(min(storage_extent(t), POISONED_BYTES), dtype=torch.uint8, device="meta")
-        head = tensor_at(t.data_ptr(), like, t.device.index)
-        saved.append((head, head.clone()))
-        head.fill_(poison_of(t))
-    try:
-        yield
-        if saved:
-            # Until then other streams may read the poison.
-            torch.cuda.synchronize()
-    finally:
-        # Tensors may share memory.
-        for head, before in reversed(saved):
-            head.copy_(before)
 
 
 def place(wanted: Iterable[tuple[int, int, int]], device_index: int) -> list[placeholder.Placeholder]:

@@ -160,8 +160,10 @@ class BoundGraphNode(CopyGraphNode):
         # The proof overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
         # needs copies of these inputs. So does a proof that has to find out why results differ, or what operators do.
         is_rerun = (collectives or branches) is not None
-        if request.state.is_open or request.spec.info.calls_custom:
-            is_rerun = is_rerun or self._has_room_for_copies(inputs)
+        if managed and not is_rerun and (request.state.is_open or request.spec.info.calls_custom):
+            is_rerun = self._has_room_for_copies(inputs)
+            if request.spec.info.calls_custom and not is_rerun:
+                raise RefusedError(Reason.of(Code.NO_MEMORY_FOR_PROOF), is_capturable=False)
         free = FreeMemory(self.cuda_graphs_pool, self.device) if managed and not is_rerun else None
         trace = allocation.AllocationTrace(() if collectives is None else collectives.operands, free)
         traced = with_branches(allocation.with_allocator(function.model, request.spec.info, trace), branches)
@@ -256,10 +258,7 @@ class BoundGraphNode(CopyGraphNode):
         if self.collectives is not None:
             model = self.collectives.captured(model, self.memory.placeholders)
         self.copied = allocation.Copied(model, self.memory.copies, self.device)
-        # Earlier graphs left them where this one will read them. The other inputs have placeholders.
-        managed = [self._reconstruct_from_tensor_metadata(metadata) for _, metadata in self.managed_metadata]
-        with allocation.poisoned(managed):
-            return super()._record(self.copied, inputs)
+        return super()._record(self.copied, inputs)
 
     def _bound_memory_alias(self, output: torch.Tensor) -> AliasesBoundMemory | None:
         hit = self.memory.placeholders.find(output.untyped_storage().data_ptr())
@@ -411,18 +410,20 @@ class BoundGraphNode(CopyGraphNode):
         self.run_graph()
 
     def _mark_memory(self) -> None:
-        """Mark the memory of outputs and temporary tensors, so that it shows what the graph does not write."""
+        """Mark the memory of outputs, and zero temporary memory, so that it shows what the graph does not write."""
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
-        # What an operator computed there while the graph was captured is no result of the graph. Zeros may be indices.
-        managed = [(m["data_ptr"], m["data_ptr"] + m["nbytes"]) for _, m in self.managed_metadata]
-        fill_free(self.cuda_graphs_pool, self.device, kept=managed)
+        if self.request.spec.info.calls_custom:
+            # An operator may have computed what lies there while the graph was captured. Zeros may be indices.
+            fill_free(self.cuda_graphs_pool, self.device, 0)
+        # Where the graph has yet to read a managed input. Copies are written back first.
+        metadata = () if self.saved_managed else [m for _, m in self.managed_metadata]
+        managed = [(m["data_ptr"], m["data_ptr"] + m["nbytes"]) for m in metadata]
         outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]
         for t in (*(t for t, alias in outputs if alias is UnaliasedStorage), *self.copied.sources):
             # Outside of the pool an operator may have computed it once for all calls.
             if not isinstance(t, torch.Tensor) or (start := t.data_ptr()) not in self.pool_ranges:
                 continue
-            # It may lie where a managed input was, which the graph has yet to read.
             if not any(start < last and first < start + storage_extent(t) for first, last in managed):
                 mark_unwritten(t)
 

@@ -111,35 +111,19 @@ def lack_of_memory(needed: int, device_index: int, pool: _POOL_HANDLE) -> Reason
     return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
 
 
-# The allocator's addresses are multiples of so many bytes.
-ALIGNMENT = 512
+def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
+    """Write an int64 to all of a pool's memory that no tensor lies in."""
+    for segment in segments_of(pool):
+        for block in segment["blocks"]:
+            if block["state"] == "inactive":
+                like = torch.empty(block["size"] // 8, dtype=torch.int64, device="meta")
+                tensor_at(block["address"], like, device_index).fill_(word)
+
 
 # The allocator keeps tensors of fewer bytes in segments of their own, which FreeMemory leaves alone.
 MIN_LENT_BYTES = 1 << 20
-
-
-def fill_free(
-    pool: _POOL_HANDLE, device_index: int, word: int = 0, kept: Sequence[tuple[int, int]] = ()
-) -> None:
-    """Write an int64 to all of a pool's memory that no tensor lies in. ``kept``: starts and ends of what is not written."""
-    kept = sorted((start // ALIGNMENT * ALIGNMENT, round_up(end, ALIGNMENT)) for start, end in kept)
-    for segment in segments_of(pool):
-        for block in segment["blocks"]:
-            if block["state"] != "inactive":
-                continue
-            for start, end in _outside(block["address"], block["address"] + block["size"], kept):
-                like = torch.empty((end - start) // 8, dtype=torch.int64, device="meta")
-                tensor_at(start, like, device_index).fill_(word)
-
-
-def _outside(start: int, end: int, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the parts of [start, end) that are in none of the ranges, which are sorted."""
-    for first, last in ranges:
-        if start < min(first, end):
-            yield start, min(first, end)
-        start = max(start, last)
-    if start < end:
-        yield start, end
+# The allocator's addresses are multiples of so many bytes.
+LENT_ALIGNMENT = 512
 
 
 class FreeMemory:
@@ -182,7 +166,7 @@ class FreeMemory:
 
     def lend(self, like: torch.Tensor) -> torch.Tensor | None:
         """Return a tensor in the smallest range that holds it, or None. The range is free again once the storage is gone."""
-        nbytes = round_up(storage_extent(like), ALIGNMENT)
+        nbytes = round_up(storage_extent(like), LENT_ALIGNMENT)
         if not MIN_LENT_BYTES <= nbytes <= self.largest:
             return None
         gap = min((gap for gap in self._gaps() if gap[0] >= nbytes), default=None)
