@@ -371,8 +371,16 @@ class BindingTest(TestCase):
         self.assertEqual(binding.read_host_memory(address, 4).raw, b"here")
         del view
         page.close()
-        with self.assertRaisesRegex(RefusedError, "gone"):
+        with self.assertRaisesRegex(RefusedError, "may have freed"):
             binding.read_host_memory(address, 4)
+
+    @parametrize("nbytes", (64, binding.MAX_HOST_COPY_BYTES + 1))
+    def test_host_memory_that_may_be_freed(self, nbytes):
+        "As the vector of sizes that a grouped GEMM copies. No graph can replay the copy."
+        with self.assertRaisesRegex(RefusedError, "may have freed") as raised:
+            with self.bound(place(4096), MemcpyNode(OTHER, u64(1, 2, 3), nbytes, pinned=False)):
+                pass
+        self.assertFalse(raised.exception.is_capturable)
 
     def test_large_host_copy_is_not_read(self):
         places = place(4096)

@@ -407,6 +407,9 @@ class ModelledDriver(Clones):
             if start <= address < end:
                 is_start = attribute == cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR
                 return self.success, start if is_start else end - start
+        hosts = (node.host for node in self.nodes if isinstance(node, MemcpyNode) and node.pinned)
+        if any(0 <= address - ctypes.addressof(host) < ctypes.sizeof(host) for host in hosts if host is not None):
+            return self.success, cu.CUmemorytype.CU_MEMORYTYPE_HOST.value
         return self.invalid, None
 
     def cuGraphKernelNodeSetAttribute(self, node: Any, which: Any, value: Any) -> Any:

@@ -204,10 +204,13 @@ class ConditionalNode(Node):
 
 
 class MemcpyNode(Node):
-    "A copy of one row between device addresses, or from host memory."
+    "A copy of one row between device addresses, or from host memory, which is pinned or pageable."
 
-    def __init__(self, dst: int, src: int | bytes, nbytes: int | None = None) -> None:
+    host: Any = None
+
+    def __init__(self, dst: int, src: int | bytes, nbytes: int | None = None, *, pinned: bool = True) -> None:
         super().__init__("MEMCPY")
+        self.pinned = pinned
         self.dst = dst
         self.src = src
         self.nbytes = nbytes if nbytes is not None else len(src)

@@ -233,6 +233,13 @@ def kernel_update(executable: Any, node: Any, placeholders: PlaceholderMap) -> N
     return NodeUpdate([word for *_, word in words], bindings().cuGraphExecKernelNodeSetParams, args, keep)
 
 
+def is_known(address: int) -> bool:
+    """Return whether an address is of memory that CUDA knows."""
+    cu = bindings()
+    status, _ = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+    return int(status) == 0
+
+
 def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
     """Return a copy of this process's memory. Raises RefusedError if nothing is mapped there."""
     # Not through a pointer: the source of a captured copy may have been freed since.
@@ -242,7 +249,7 @@ def read_host_memory(address: int, nbytes: int) -> ctypes.Array[Any]:
     except OSError:
         content = b""
     if len(content) != nbytes:
-        raise RefusedError(Reason.of(Code.HOST_COPY_GONE))
+        raise RefusedError(Reason.of(Code.HOST_COPY_OF_TEMPORARY), is_capturable=False)
     return ctypes.create_string_buffer(content, nbytes)
 
 
@@ -265,6 +272,10 @@ def memory_update(executable: Any, node: Any, kind: Any, placeholders: Placehold
     else:
         params, nbytes = check(cu.cuGraphMemcpyNodeGetParams(node)), MEMCPY_BYTES
         set = cu.cuGraphExecMemcpyNodeSetParams
+        ends = (params.srcMemoryType, params.srcHost), (params.dstMemoryType, params.dstHost)
+        if any(kind == cu.CUmemorytype.CU_MEMORYTYPE_HOST and not is_known(int(address)) for kind, address in ends):
+            # A replay would read, or overwrite, what the program holds there by then. So would a graph that copies inputs.
+            raise RefusedError(Reason.of(Code.HOST_COPY_OF_TEMPORARY), is_capturable=False)
         if params.srcMemoryType == cu.CUmemorytype.CU_MEMORYTYPE_HOST:
             copied = params.srcPitch * (params.Height * params.Depth - 1) + params.WidthInBytes
             source = read_host_memory(int(params.srcHost), copied) if copied <= MAX_HOST_COPY_BYTES else b""

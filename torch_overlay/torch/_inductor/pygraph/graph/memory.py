@@ -12,8 +12,7 @@ import ctypes
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.binding import read_host_memory
-from torch._inductor.pygraph.graph.driver import bindings
+from torch._inductor.pygraph.graph.binding import is_known, read_host_memory
 from torch._inductor.pygraph.graph.placeholder import round_up, storage_extent, tensor_at
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -72,9 +71,7 @@ class PoolRanges:
 
 def is_pageable(address: int) -> bool:
     """Return whether an address is of memory of the host that CUDA does not know."""
-    cu = bindings()
-    status, _ = cu.cuPointerGetAttribute(cu.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-    if int(status) == 0:
+    if is_known(address):
         return False
     try:
         read_host_memory(address, 1)

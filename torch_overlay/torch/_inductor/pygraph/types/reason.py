@@ -91,7 +91,10 @@ class Code(str, enum.Enum):
 
     # Binding
     HIDDEN_ALIGNMENT = "a kernel reads a part of an input that may be less aligned"
-    HOST_COPY_GONE = "the source of a copy from the host is gone"
+    HOST_COPY_OF_TEMPORARY = (
+        "an operator copies from or to memory of the host that it may have freed",
+        "Let the operator use pinned memory that it keeps, or pass the values to its kernels.",
+    )
     HOST_COPY_OF_ADDRESS = "an input's address is copied from the host", _HIDDEN_ADDRESS
     UNKNOWN_NODE = "the graph holds a {kind} node"
     PRELUDE_NOT_ADDED = "no prelude could be added: {error}"
