@@ -375,10 +375,11 @@ class BindingTest(TestCase):
             binding.read_host_memory(address, 4)
 
     @parametrize("nbytes", (64, binding.MAX_HOST_COPY_BYTES + 1))
-    def test_host_memory_that_may_be_freed(self, nbytes):
+    @parametrize("ends", ((OTHER, u64(1, 2, 3)), (u64(0), OTHER)))
+    def test_host_memory_that_may_be_freed(self, ends, nbytes):
         "As the vector of sizes that a grouped GEMM copies. No graph can replay the copy."
         with self.assertRaisesRegex(RefusedError, "may have freed") as raised:
-            with self.bound(place(4096), MemcpyNode(OTHER, u64(1, 2, 3), nbytes, pinned=False)):
+            with self.bound(place(4096), MemcpyNode(*ends, nbytes, pinned=False)):
                 pass
         self.assertFalse(raised.exception.is_capturable)
 

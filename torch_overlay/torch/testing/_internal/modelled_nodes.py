@@ -204,11 +204,11 @@ class ConditionalNode(Node):
 
 
 class MemcpyNode(Node):
-    "A copy of one row between device addresses, or from host memory, which is pinned or pageable."
+    "A copy of one row between device addresses, or from or to host memory, which is pinned or pageable."
 
     host: Any = None
 
-    def __init__(self, dst: int, src: int | bytes, nbytes: int | None = None, *, pinned: bool = True) -> None:
+    def __init__(self, dst: int | bytes, src: int | bytes, nbytes: int | None = None, *, pinned: bool = True) -> None:
         super().__init__("MEMCPY")
         self.pinned = pinned
         self.dst = dst
@@ -224,8 +224,13 @@ class MemcpyNode(Node):
         else:
             params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
             params.srcDevice = cu.CUdeviceptr(self.src)
-        params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        params.dstDevice = cu.CUdeviceptr(self.dst)
+        if isinstance(self.dst, bytes):
+            self.host = ctypes.create_string_buffer(self.dst, len(self.dst))
+            params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
+            params.dstHost = ctypes.addressof(self.host)
+        else:
+            params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
+            params.dstDevice = cu.CUdeviceptr(self.dst)
         params.WidthInBytes, params.Height, params.Depth = self.nbytes, 1, 1
         return params
 
