@@ -65,9 +65,10 @@ DEVICE_BOUND = 10
 # What an uncaptured function may take beside its graph, to be timed again: a part of what is reserved, or bytes.
 PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 
-# A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So
-# functions of a path, which are called equally often, record again in the same calls.
-ROUND_CALLS = 16
+# A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So functions of a path, which
+# are called equally often, record again in the same calls. Recording and timing a function whose calls take long, such as a
+# training step's, takes so many calls.
+ROUND_CALLS = 12
 
 # How often each function may be recorded again for a schedule. A program may run a layer a different number of times in each
 # step. The layer's backward then has a recording for each place behind each number, and takes long to be recorded again. An
