@@ -158,7 +158,7 @@ class BoundGraphNode(CopyGraphNode):
         branches = self.branches
         managed = self.cudagraph_managed_idxs
         # The proof overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
-        # needs copies of these inputs. So does a proof that has to find out why results differ, or what operators do.
+        # needs copies of these inputs. So does a proof that asks why results differed, or what custom operators do.
         is_rerun = (collectives or branches) is not None
         if managed and not is_rerun and (request.state.is_open or request.spec.info.calls_custom):
             is_rerun = self._has_room_for_copies(inputs)
@@ -416,7 +416,7 @@ class BoundGraphNode(CopyGraphNode):
         if self.request.spec.info.calls_custom:
             # An operator may have computed what lies there while the graph was captured. Zeros may be indices.
             fill_free(self.cuda_graphs_pool, self.device, 0)
-        # Where the graph has yet to read a managed input. Copies are written back first.
+        # An output may lie where the graph has yet to read a managed input. Copies are written back before it runs.
         metadata = () if self.saved_managed else [m for _, m in self.managed_metadata]
         managed = [(m["data_ptr"], m["data_ptr"] + m["nbytes"]) for m in metadata]
         outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]

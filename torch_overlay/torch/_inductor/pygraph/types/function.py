@@ -87,7 +87,7 @@ class FunctionState:
         is_even: the graph measured no better than no graph, and waits for the decisions on neighbours
         prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
-        is_open: why the results of a graph differed is to be found out by the next recording
+        is_open: the next recording is to find out why the results of a graph differed
         staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
         call_times_us: time on the device of each call of the function, by its number
@@ -145,7 +145,7 @@ class RecordingFacts:
         copied_bytes: bytes of inputs that each replay copies
         staged_bytes: bytes of inputs that the graph copies itself, for collectives
         no_prelude: why it has none though it should; None if it does not pay either
-        is_open: the proof had overwritten the inputs that say why results differ
+        is_open: results differ, and the proof has overwritten the inputs that could show why
     """
 
     has_captured: bool = False
