@@ -56,6 +56,14 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return x.new_empty(n), x.new_empty(n, dtype=torch.int64)
 
 
+@torch.library.custom_op("test_upstream_fixes::negate", mutates_args=("x",))
+def negate(x: torch.Tensor) -> None:
+    x.neg_()
+
+
+negate.register_fake(lambda x: None)
+
+
 def views(n: int, *offsets: int, size: int = 4) -> tuple[torch.Tensor, ...]:
     """Return views of a new tensor with n elements."""
     base = torch.arange(n, dtype=torch.float32)
@@ -493,6 +501,41 @@ class OverlapTest(FixesTestCase):
         compiled = torch.compile(double_and_add)
         for offsets, size in (((3, 4), 4), ((4, 6), 4), ((4, 6), 5)):
             self.check(double_and_add, compiled, lambda: views(12, *offsets, size=size))
+
+
+class AsStridedTest(FixesTestCase):
+    @parametrize("dynamic", (None, True))
+    @parametrize("view", ("as_strided", "as_strided_copy"))
+    def test_input_with_a_storage_offset(self, view, dynamic):
+        def fn(x):
+            return getattr(torch, view)(x, (3,), (1,), 6) + 0, x.as_strided((3,), (2,)) + 0
+
+        compiled = torch.compile(fn, dynamic=dynamic)
+        for n in (20, 24):
+            x = torch.arange(float(n))[5 : n - 5]
+            self.assertEqual(compiled(x), fn(x))
+
+    def test_slice_that_a_custom_operator_writes(self):
+        "All elements of the base stay but those that it writes, whether the operator writes a copy or not."
+        def in_place(x):
+            negate(x[1])
+            return x.sum()
+
+        def copied(x):
+            y = x + 1
+            negate(x)
+            return y.mean(-1)
+
+        for fn in (in_place, copied):
+            compiled = torch.compile(fn)
+            for _ in range(2):
+                bases = [torch.arange(20.0) for _ in range(2)]
+                expected, actual = (f(b[2:18].view(4, 4)) for f, b in zip((fn, compiled), bases))
+                self.assertEqual(actual, expected)
+                self.assertEqual(*bases)
+
+
+instantiate_parametrized_tests(AsStridedTest)
 
 
 class ObjectTest(FixesTestCase):
