@@ -414,7 +414,8 @@ class BoundGraphNode(CopyGraphNode):
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
         if self.request.spec.info.calls_custom:
-            # An operator may have computed what lies there while the graph was captured. Zeros may be indices.
+            # An operator may have computed what lies there while the graph was captured, or may still. Zeros may be indices.
+            torch.cuda.synchronize()
             fill_free(self.cuda_graphs_pool, self.device, 0)
         # An output may lie where the graph has yet to read a managed input. Copies are written back before it runs.
         metadata = () if self.saved_managed else [m for _, m in self.managed_metadata]
