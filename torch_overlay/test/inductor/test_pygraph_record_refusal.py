@@ -436,27 +436,35 @@ class RefusalTest(CollectiveTestCase):
         self.assertIn("not captured" if force else "", entry.reason)
 
     @parametrize("force", ("node_update", None))
-    def test_operator_on_a_weight_that_is_not_captured(self, force):
-        "As one that converts a weight. While the graph is captured, the weight lies where it lies in each call."
+    @parametrize("part", (1, 1e-5))
+    def test_operator_on_a_weight_that_is_not_captured(self, force, part):
+        """
+        The operator may convert a weight. While the graph is captured, the weight lies where it lies in each call. The
+        operator's result may be a small part of the graph's.
+        """
         weight = self.randn()
 
         def operator(out: torch.Tensor, x: torch.Tensor) -> None:
             torch.sin(on_host(x), out=on_host(out))
+
+        def added(out: torch.Tensor, x: torch.Tensor, a: torch.Tensor) -> None:
+            torch.add(x, a, alpha=part, out=out)
 
         fn = None
         for _ in range(6 if force else 130):
             x = self.randn()
             on_host(weight).add_(0.25)
             fn = fn or self.deploy(
-                "x, w = args; args.clear(); a = empty(); operator(a, w); b = new(); launch(mul, b, a, x); return (b,)",
+                "x, w = args; args.clear(); a = empty(); operator(a, w); b = new(); launch(added, b, x, a); return (b,)",
                 [x, weight],
                 force=force,
                 static=[1],
                 custom=True,
             )
-            fn.model.__globals__.update(operator=operator)
+            fn.model.__globals__.update(operator=operator, added=added)
             (out,) = fn(x, weight)
-            self.assertEqual(on_host(out), on_host(x) * on_host(weight).sin())
+            expected = torch.add(on_host(x), on_host(weight).sin(), alpha=part)
+            self.assertEqual(on_host(out), expected, atol=0, rtol=0)
         (entry,) = report()
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured" if force else "", entry.reason)

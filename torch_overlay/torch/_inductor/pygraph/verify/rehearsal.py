@@ -31,9 +31,10 @@ RERUNS = 8
 # Runs that show how much a function that is not deterministic differs from itself. One may be close by chance.
 OTHER_RUNS = 3
 
-# What free memory is filled with, as int64, to see whether it is read. The last number comes last because the memory
-# may hold indices, and the device fails for those that are out of bounds.
-FILLS = (0, 1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
+# What free memory is filled with, as int64, to see whether it is read. 0 and 1 tell indices apart. As floats, these are too
+# small to change a sum, and -1 is NaN in every dtype. It comes behind them, since the device fails for an index out of
+# bounds. Memory that was marked holds the last number.
+FILLS = (0, 1, -1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
 
 
 def write(t: torch.Tensor, values: torch.Tensor) -> None:
