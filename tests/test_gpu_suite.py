@@ -119,7 +119,7 @@ def test_rounds_are_repeated_until_they_are_clear():
     # Not for ever.
     timings = _time(device, loops, rounds=5, is_clear=lambda timings: False)
     assert len(timings["a"].samples_us) == MAX_TIMES * first
-    # It is known how long rounds take.
+    # Twice the rounds would take longer than they may.
     loops = {"a": device.loop("a", 0.2, 0)}
     timings = _time(device, loops, rounds=9, is_clear=lambda timings: False)
     assert len(timings["a"].samples_us) == 9
@@ -663,7 +663,10 @@ def test_stock_meets_random_sizes_last():
 
 
 def test_what_a_variant_leaves_of_the_time_to_settle_is_for_the_next(monkeypatch):
-    """The last one that selects may use all of it. Those that do not select make a few calls, however long these take."""
+    """
+    The last variant that selects may use all of the time that is left. A variant that does not select makes a few calls. They
+    use up none of that time.
+    """
     variants = {name: EAGER[name] for name in ("no_cg", "pygraph")} | {"chain": _variant("chain", {"backend": "eager"})}
     run, left = worker.CaseRun(_tiny(), "cpu", variants=variants), []
     run.settle_s = 100.0
@@ -677,7 +680,8 @@ def test_what_a_variant_leaves_of_the_time_to_settle_is_for_the_next(monkeypatch
 
 
 @pytest.mark.parametrize("selects", [True, False])
-def test_each_call_may_record_once_the_time_to_settle_is_over(monkeypatch, selects):
+def test_a_variant_that_selects_makes_fewer_calls_once_its_time_is_over(monkeypatch, selects):
+    """Each of its calls may record."""
     run = worker.CaseRun(_tiny(), "cpu", variants=EAGER)
     monkeypatch.setattr(program.Variant, "selects", property(lambda variant: selects))
     by, calls = time.perf_counter() - 1, 0

@@ -151,23 +151,23 @@ class ProofTest(DeviceTestCase):
         torch._dynamo.reset()
         self.check(lambda x: x * 3, lambda: (randn(64),))
 
-    # Where other processes use the device, too, such an operator takes long there.
+    # If other processes use the device, too, it may be busy for ten times as long as the host needs.
     @mock.patch.object(selection, "DEVICE_BOUND", float("inf"))
     @parametrize("trains", (False, True))
     def test_operator_on_a_stream_of_its_own(self, trains):
-        "It does not join a capture. It reads a weight, or an activation that a graph left in the pool."
+        "The operator does not join a capture. It reads a weight, or an activation that a graph left in the pool."
         side, weight = torch.cuda.Stream(), randn(64)
         torch._dynamo.mark_static_address(weight)
 
         @torch.library.custom_op("pygraph_test::aside", mutates_args=())
         def aside(x: torch.Tensor) -> torch.Tensor:
-            is_captured = torch.cuda.is_current_stream_capturing()
+            is_capturing = torch.cuda.is_current_stream_capturing()
             out = torch.empty_like(x)
-            if not is_captured:
+            if not is_capturing:
                 side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 torch.sin(x, out=out)
-            if not is_captured:
+            if not is_capturing:
                 torch.cuda.current_stream().wait_stream(side)
             return out
 

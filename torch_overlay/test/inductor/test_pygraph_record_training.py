@@ -39,7 +39,7 @@ from torch.testing._internal.pygraph_functions import (
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 
 class TrainingTest(RecordTestCase):
@@ -315,171 +315,111 @@ class TrainingTest(RecordTestCase):
         self.assertEqual(entry.choice, "no_graph")
         self.assertEqual(counters["pygraph"]["reselected"], 1)
 
+    def backwards(
+        self,
+        body: str,
+        calls: int = 7,
+        around: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        *,
+        force: str | None = "node_update",
+        custom: bool = False,
+        **functions: Any,
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """
+        Yield activation, tangent and gradient, on the host, of steps whose backward is ``body``. The activation ``a`` lies
+        in the pool. The backward is called in a context that ``around`` gives.
+        """
+        weight, forward, backward = self.randn(), None, None
+        for _ in range(calls):
+            new_generation()
+            x, t = self.randn(), self.randn()
+            forward = forward or self.deploy_forward(x, weight)
+            out, a, w = forward.call([x, weight])
+            inputs = [a, t]
+            backward = backward or self.deploy(
+                f"a, t = args; args.clear(); {body}; return (c,)",
+                inputs,
+                force=force,
+                custom=custom,
+                mode="backward",
+                static=[0],
+                names=["mul", "tangents_1"],
+            )
+            backward.model.__globals__.update(functions)
+            del a
+            with around():
+                (grad,) = backward.call(inputs)
+            yield on_host(x) * on_host(weight), on_host(t), on_host(grad)
+
     @parametrize("error", (5e-4, 1.0))
     def test_gradients_that_do_not_repeat(self, error):
         "By more than a tolerance, as sums do that cancel out; or by far more than they do."
-        self.weight, runs, is_python = self.randn(), itertools.count(1), [False]
+        runs, is_python = itertools.count(1), [False]
 
         def noisy(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
             by_run = (5e-4, -5e-4)[next(runs) % 2] if is_python[0] else error
             torch.add(torch.mul(x, by), by_run, out=out)
 
-        forward = backward = None
-        for _ in range(7):
-            new_generation()
-            x, t = self.randn(), self.randn()
-            forward = forward or self.deploy_forward(x, self.weight)
-            out, a, w = forward.call([x, self.weight])
-            inputs = [a, t]
-            backward = backward or self.deploy(
-                "a, t = args; args.clear(); is_python[0] = True; c = new(); "
-                "launch(noisy, c, a, t); is_python[0] = False; return (c,)",
-                inputs,
-                mode="backward",
-                static=[0],
-                names=["mul", "tangents_1"],
-            )
-            backward.model.__globals__.update(noisy=noisy, is_python=is_python)
-            del a
-            (grad,) = backward.call(inputs)
-            expected = on_host(x) * on_host(self.weight) * on_host(t)
-            self.assertEqual(on_host(grad), expected, atol=2 * error, rtol=0)
+        body = "is_python[0] = True; c = new(); launch(noisy, c, a, t); is_python[0] = False"
+        for a, t, grad in self.backwards(body, noisy=noisy, is_python=is_python):
+            self.assertEqual(grad, a * t, atol=2 * error, rtol=0)
         self.assertEqual(counters["pygraph"]["unbound"], error > 1e-2, str(report()))
+
+    def varying(self, **kwargs: Any) -> None:
+        """
+        Run backwards whose gradients vary from run to run, as that of a bias in front of a batch norm does: it is the
+        rounding of a sum that cancels out.
+        """
+        runs = itertools.count()
+
+        def vary(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
+            torch.mul(x, by * (-1) ** (next(runs) % 3), out=out)
+
+        for a, t, grad in self.backwards("c = new(); launch(vary, c, a, t)", vary=vary, **kwargs):
+            self.assertEqual(grad.abs(), (a * t).abs())
 
     @parametrize("hidden", (False, True))
     def test_gradients_that_vary_from_run_to_run(self, hidden):
-        """
-        As the gradient of a bias in front of a batch norm, which is the rounding of a sum that cancels out. The graph
-        overwrites the activation, which is in the pool. So another recording keeps a copy, and tells why results differ.
-        """
-        self.weight, runs = self.randn(), itertools.count()
-
-        def vary(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
-            torch.mul(x, by * (-1) ** (next(runs) % 3), out=out)
-
-        forward = backward = None
-        for _ in range(7):
-            new_generation()
-            x, t = self.randn(), self.randn()
-            forward = forward or self.deploy_forward(x, self.weight)
-            out, a, w = forward.call([x, self.weight])
-            inputs = [a, t]
-            backward = backward or self.deploy(
-                "a, t = args; args.clear(); c = new(); launch(vary, c, a, t); return (c,)",
-                inputs,
-                mode="backward",
-                static=[0],
-                names=["mul", "tangents_1"],
-            )
-            backward.model.__globals__.update(vary=vary)
-            del a
-            with hiding(0) if hidden else contextlib.nullcontext():
-                (grad,) = backward.call(inputs)
-            expected = on_host(x) * on_host(self.weight) * on_host(t)
-            self.assertEqual(on_host(grad).abs(), expected.abs())
+        "The graph overwrites the activation. So another recording keeps a copy, and tells why results differ."
+        self.varying(around=lambda: hiding(0) if hidden else contextlib.nullcontext())
         self.assertEqual(report()[-1].choice, "no_graph" if hidden else "node_update", str(report()))
-
-    @parametrize("force", ("node_update", None))
-    @parametrize(
-        "body",
-        (
-            "b = empty(); operator(b, a); c = new(); launch(mul, c, b, t); return (c,)",
-            "b = empty(); operator(b, t); c = new(); launch(mul, c, b, a); return (c,)",
-        ),
-    )
-    def test_operator_that_is_not_captured_in_a_backward(self, force, body):
-        "It launches at once while the graph is captured. There it may find an activation as it is in the call."
-        self.weight = self.randn()
-
-        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
-            torch.sin(on_host(x), out=on_host(out))
-
-        forward = backward = None
-        for _ in range(7 if force else 130):
-            new_generation()
-            x, t = self.randn(), self.randn()
-            forward = forward or self.deploy_forward(x, self.weight)
-            out, a, w = forward.call([x, self.weight])
-            inputs = [a, t]
-            backward = backward or self.deploy(
-                f"a, t = args; args.clear(); {body}",
-                inputs,
-                force=force,
-                custom=True,
-                mode="backward",
-                static=[0],
-                names=["mul", "tangents_1"],
-            )
-            backward.model.__globals__.update(operator=operator)
-            del a
-            (grad,) = backward.call(inputs)
-            a, t = on_host(x) * on_host(self.weight), on_host(t)
-            self.assertEqual(on_host(grad), a.sin() * t if "(b, a)" in body else t.sin() * a)
-        self.assertEqual(report()[-1].choice, "no_graph", str(report()))
 
     @parametrize("custom", (False, True))
     def test_activations_without_memory_for_copies(self, custom):
-        "Why results differ is not found out. A function that calls an operator of its own is not captured."
-        self.weight, runs = self.randn(), itertools.count()
-
-        def vary(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
-            torch.mul(x, by * (-1) ** (next(runs) % 3), out=out)
-
-        forward = backward = None
+        "PyGraph does not find out why results differ. It captures no function that calls a custom operator."
         with mock.patch.object(bound.BoundGraphNode, "_has_room_for_copies", lambda self, inputs: False):
-            for _ in range(7):
-                new_generation()
-                x, t = self.randn(), self.randn()
-                forward = forward or self.deploy_forward(x, self.weight)
-                out, a, w = forward.call([x, self.weight])
-                inputs = [a, t]
-                backward = backward or self.deploy(
-                    "a, t = args; args.clear(); c = new(); launch(vary, c, a, t); return (c,)",
-                    inputs,
-                    custom=custom,
-                    mode="backward",
-                    static=[0],
-                    names=["mul", "tangents_1"],
-                )
-                backward.model.__globals__.update(vary=vary)
-                del a
-                (grad,) = backward.call(inputs)
-                expected = on_host(x) * on_host(self.weight) * on_host(t)
-                self.assertEqual(on_host(grad).abs(), expected.abs())
+            self.varying(custom=custom)
         entry = report()[-1]
         self.assertEqual(entry.choice, "no_graph" if custom else "copy", str(report()))
         self.assertIs(entry.reasons[-1].code, Code.NO_MEMORY_FOR_PROOF if custom else Code.DIFFERS)
 
     @parametrize("force", ("node_update", None))
+    @parametrize("of", ("a", "t"))
+    def test_operator_that_is_not_captured_in_a_backward(self, force, of):
+        "It launches at once while the graph is captured. There it may find an activation as it is in the call."
+
+        def operator(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.sin(on_host(x), out=on_host(out))
+
+        other = "t" if of == "a" else "a"
+        body = f"b = empty(); operator(b, {of}); c = new(); launch(mul, c, b, {other})"
+        calls = 7 if force else 130
+        for a, t, grad in self.backwards(body, calls, force=force, custom=True, operator=operator):
+            self.assertEqual(grad, a.sin() * t if of == "a" else t.sin() * a)
+        self.assertEqual(report()[-1].choice, "no_graph", str(report()))
+
+    @parametrize("force", ("node_update", None))
     def test_host_that_varies_in_a_backward(self, force):
         "As of an operator that counts its calls: a graph would have the number of its capture."
-        self.weight, count, seen = self.randn(), itertools.count(), []
+        count, seen = itertools.count(), []
 
         def counted(out: torch.Tensor, a: torch.Tensor, t: torch.Tensor) -> None:
             number = 100 * next(count)
             self.device.launch(lambda o, a, t: torch.mul(a, t, out=o).add_(number), out, a, t)
 
-        forward = backward = None
-        for _ in range(7 if force else 130):
-            new_generation()
-            x, t = self.randn(), self.randn()
-            forward = forward or self.deploy_forward(x, self.weight)
-            out, a, w = forward.call([x, self.weight])
-            inputs = [a, t]
-            backward = backward or self.deploy(
-                "a, t = args; args.clear(); c = new(); counted(c, a, t); return (c,)",
-                inputs,
-                force=force,
-                custom=True,
-                mode="backward",
-                static=[0],
-                names=["mul", "tangents_1"],
-            )
-            backward.model.__globals__.update(counted=counted)
-            del a
-            (grad,) = backward.call(inputs)
-            number = on_host(grad) - on_host(x) * on_host(self.weight) * on_host(t)
-            seen += number.round().unique().tolist()
+        calls = 7 if force else 130
+        for a, t, grad in self.backwards("c = new(); counted(c, a, t)", calls, force=force, custom=True, counted=counted):
+            seen += (grad - a * t).round().unique().tolist()
         self.assertEqual(seen, sorted({*seen}))
         self.assertEqual(report()[-1].choice, "no_graph", str(report()))
 

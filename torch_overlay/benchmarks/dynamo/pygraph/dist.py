@@ -348,7 +348,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
         if not everywhere(difference.close):
             failed[variant] = f"wrong result: {difference.where} by {difference.max_diff:.2g}"
         clock.append(time.monotonic())
-        # Until memory is free, with compilation, until selection ended, in steps of the chosen ways, to compare results.
+        # To free memory, for the first STEPS steps and compilation, until selection ended, for later steps, and to compare results
         seconds[variant] = [round(b - a, 1) for a, b in itertools.pairwise(clock)]
         if variant == "pygraph":
             entries, of_pygraph = report(), difference
@@ -382,7 +382,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
         "peak_reserved_mib": peak.get("pygraph"),
         "peak_stock_reserved_mib": peak.get("stock_cg"),
         "seconds": seconds,
-        # Of the rounds in which the variants take turns, and of all
+        # Of the rounds in which the variants take turns, and of the whole case
         "timing_seconds": round(timing_s, 1),
         "case_seconds": round(time.monotonic() - began, 1),
         "equal": "pygraph" in runs and "pygraph" not in failed,

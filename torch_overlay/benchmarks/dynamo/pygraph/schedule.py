@@ -165,7 +165,7 @@ class Schedule:
         return work.compiling * (at_once + 1) / 2 if at_once > 1 else min(self.limits[1], work.compiling)
 
     def _more(self, work: Work) -> float:
-        """Return the GiB that measuring takes beside those that compiling takes."""
+        """Return by how many GiB measuring a case takes more memory than compiling it."""
         return min(self.limits[1], work.gib) - min(self.limits[1], work.gib, work.compiling)
 
     def _room(self, work: Work) -> float:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
     Loop = Callable[[int], None]
 
-# How often all rounds are run, until what they say is clear, and the seconds that this may take if they are run again.
+# All rounds are run again until the timings are clear: so many times at most, and only if they then end within so many
+# seconds.
 MAX_TIMES = 4
 MAX_AGAIN_S = 12.0
 # Calls of a round, and those in front of it; of a loop whose calls take so many seconds.

@@ -501,11 +501,14 @@ class CaseRun:
         return (self.variants.get(name) or VARIANTS[name]).selects
 
     def _settling(self, name: str, calls: int, by: float) -> bool:
-        """Return whether a variant is not settled after so many calls. After ``by`` it makes no more than it has to."""
+        """
+        Return whether a variant is not settled after so many calls. After ``by``, it makes the fewest calls that are enough to
+        record it.
+        """
         is_late = time.perf_counter() >= by
         least, most = SETTLE_CALLS[name], 0 if is_late else MAX_SETTLE_CALLS
         if is_late and self._selects(name):
-            # Each of its calls may record.
+            # A program that draws its path may record in each of the SETTLE_CALLS.
             least = MIN_WARM_UP_CALLS
         if at_new_sizes := self._calls_at_new_sizes(name):
             return calls < at_new_sizes

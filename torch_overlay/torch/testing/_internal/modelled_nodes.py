@@ -217,20 +217,14 @@ class MemcpyNode(Node):
 
     def params(self, handle: int) -> Any:
         params = cu.CUDA_MEMCPY3D()
-        if isinstance(self.src, bytes):
-            self.host = ctypes.create_string_buffer(self.src, len(self.src))
-            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
-            params.srcHost = ctypes.addressof(self.host)
-        else:
-            params.srcMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-            params.srcDevice = cu.CUdeviceptr(self.src)
-        if isinstance(self.dst, bytes):
-            self.host = ctypes.create_string_buffer(self.dst, len(self.dst))
-            params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_HOST
-            params.dstHost = ctypes.addressof(self.host)
-        else:
-            params.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-            params.dstDevice = cu.CUdeviceptr(self.dst)
+        for end, place in (("src", self.src), ("dst", self.dst)):
+            kind = "HOST" if isinstance(place, bytes) else "DEVICE"
+            setattr(params, f"{end}MemoryType", getattr(cu.CUmemorytype, f"CU_MEMORYTYPE_{kind}"))
+            if isinstance(place, bytes):
+                self.host = ctypes.create_string_buffer(place, len(place))
+                setattr(params, f"{end}Host", ctypes.addressof(self.host))
+            else:
+                setattr(params, f"{end}Device", cu.CUdeviceptr(place))
         params.WidthInBytes, params.Height, params.Depth = self.nbytes, 1, 1
         return params
 

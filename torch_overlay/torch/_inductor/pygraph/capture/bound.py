@@ -157,10 +157,11 @@ class BoundGraphNode(CopyGraphNode):
         collectives = self.collectives
         branches = self.branches
         managed = self.cudagraph_managed_idxs
-        # The proof overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
-        # needs copies of these inputs. So does a proof that asks why results differed, or what custom operators do.
+        # The graph overwrites managed inputs. With collectives or branches, the call runs again after the proof, and
+        # needs copies of these inputs. A proof needs them to find out why results differ. It always finds that out
+        # if the function calls custom operators: what these do may differ later.
         is_rerun = (collectives or branches) is not None
-        if managed and not is_rerun and (request.state.is_open or request.spec.info.calls_custom):
+        if managed and not is_rerun and (request.state.keeps_managed or request.spec.info.calls_custom):
             is_rerun = self._has_room_for_copies(inputs)
             if request.spec.info.calls_custom and not is_rerun:
                 raise RefusedError(Reason.of(Code.NO_MEMORY_FOR_PROOF), is_capturable=False)
@@ -222,6 +223,7 @@ class BoundGraphNode(CopyGraphNode):
 
     def _has_room_for_copies(self, inputs: list[InputType]) -> bool:
         copied_bytes = sum(storage_extent(inputs[i]) for i in self.cudagraph_managed_idxs)  # type: ignore[arg-type]
+        # The rehearsal and the capture each take what a call takes.
         return room(self.device) >= copied_bytes + 2 * self.request.state.needed_bytes
 
     def _needed_bytes(self) -> int:
@@ -383,7 +385,7 @@ class BoundGraphNode(CopyGraphNode):
             verdict.may_vary(adds_atomically(self.request.spec)) and self._launches_alike(graph)
         ):
             return
-        self._learned(is_open=not rehearsal.can_rerun)
+        self._learned(needs_managed=not rehearsal.can_rerun)
         raise RefusedError(verdict.reason, is_capturable=verdict.is_capturable)
 
     def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
@@ -414,10 +416,12 @@ class BoundGraphNode(CopyGraphNode):
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
         if self.request.spec.info.calls_custom:
-            # An operator may have computed what lies there while the graph was captured, or may still. Zeros may be indices.
+            # While the graph was captured, an operator may have written its results there, on another stream. That stream
+            # may still run. The graph may read the memory as indices, and zero is always in bounds.
             torch.cuda.synchronize()
             fill_free(self.cuda_graphs_pool, self.device, 0)
-        # An output may lie where the graph has yet to read a managed input. Copies are written back before it runs.
+        # An output may lie in the memory of a managed input, which the graph has yet to read. If there are copies,
+        # _run_again writes the inputs back.
         metadata = () if self.saved_managed else [m for _, m in self.managed_metadata]
         managed = [(m["data_ptr"], m["data_ptr"] + m["nbytes"]) for m in metadata]
         outputs = zip(self.recording_outputs, self.output_storage_alias)  # type: ignore[arg-type]

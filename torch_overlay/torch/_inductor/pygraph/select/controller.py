@@ -235,9 +235,9 @@ class Controller:
             self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=error)))
             _leave_recording(manager)
             return
-        if refused.facts.is_open and not self.state.is_open:
-            # The next recording keeps copies of these inputs.
-            self.state.is_open = True
+        if refused.facts.needs_managed and not self.state.keeps_managed:
+            # The next recording finds out why results differ.
+            self.state.keeps_managed = True
             _leave_recording(manager)
             return
         self.state.is_capturable &= refused.is_capturable

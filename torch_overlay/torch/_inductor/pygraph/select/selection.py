@@ -66,9 +66,9 @@ DEVICE_BOUND = 10
 PART_BESIDE, MIN_BESIDE_BYTES = 0.1, 32 << 20
 
 # A schedule is recorded in one of so many calls. A recording drops those behind it on its path. So functions of a path, which
-# are called equally often, record again in the same calls. Recording and timing a function whose calls take long, such as a
-# training step's, takes so many calls.
-ROUND_CALLS = 12
+# are called equally often, record again in the same calls. As many calls record and time a function whose calls take long, as
+# those of a training step do.
+ROUND_CALLS = 1 + timing.WARMUP_SAMPLES + timing.MIN_SAMPLES + timing.DEVICE_SAMPLES
 
 # How often each function may be recorded again for a schedule. A program may run a layer a different number of times in each
 # step. The layer's backward then has a recording for each place behind each number, and takes long to be recorded again. An
@@ -367,8 +367,8 @@ class Selection:
         # The recording raised, or another thread was recording.
         while self.replay is None:
             yield self._record
-        if self.state.is_open:
-            # The next recording tells whether it is captured.
+        if self.state.keeps_managed:
+            # The first recording was refused without a reason for good. The second one tells whether there is a graph.
             yield self._untimed(self._record)
 
     def _is_captured(self) -> bool:

@@ -87,7 +87,7 @@ class FunctionState:
         is_even: the graph measured no better than no graph, and waits for the decisions on neighbours
         prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
-        is_open: the next recording is to find out why the results of a graph differed
+        keeps_managed: recordings keep copies of managed inputs, so that the proof can run the function again behind the graph
         staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
         call_times_us: time on the device of each call of the function, by its number
@@ -104,7 +104,7 @@ class FunctionState:
     recordings: int = 0
     prepared_sizes: int = 0
     needed_bytes: int = 0
-    is_open: bool = False
+    keeps_managed: bool = False
     staged_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
     schedule: str = CHAIN
@@ -145,7 +145,7 @@ class RecordingFacts:
         copied_bytes: bytes of inputs that each replay copies
         staged_bytes: bytes of inputs that the graph copies itself, for collectives
         no_prelude: why it has none though it should; None if it does not pay either
-        is_open: results differ, and the proof has overwritten the inputs that could show why
+        needs_managed: results differ, and the graph has overwritten managed inputs, without which nothing shows why
     """
 
     has_captured: bool = False
@@ -159,7 +159,7 @@ class RecordingFacts:
     updated_nodes: int | None = None
     has_prelude: bool = False
     no_prelude: Reason | None = None
-    is_open: bool = False
+    needs_managed: bool = False
     schedule: ScheduleFacts | None = None
 
 
