@@ -256,11 +256,12 @@ class ManySizesTestCase(TestCase):
     @contextlib.contextmanager
     def outputs_elsewhere(self) -> Iterator[None]:
         """Replays that are proven do not write the outputs that the call gets."""
-        bind = sized.SizedRecording.bind
+        bind, elsewhere = sized.SizedRecording.bind, []
 
         def bind_others(self: Any, inputs: Any, kept: Any, **kwargs: Any) -> Any:
             tensors = bind(self, inputs, kept, **kwargs)
             others = [t if i < len(self.model.inputs) else t.clone() for i, t in enumerate(tensors)]
+            elsewhere.extend(others)
             kept.launches.move([*(t.data_ptr() for t in others), *self.numbers(kept.at)])
             return tensors
 

@@ -697,7 +697,7 @@ class MemoryTest(RecordTestCase):
             )
             backward.call(inputs)
             del inputs
-        self.assertIs(report()[1].reasons[-1].code, Code.KERNELS_NOT_CAPTURED)
+        self.assertIs(report()[1].reasons[-1].code, Code.DIFFERS)
 
     @mock.patch.object(memory, "MIN_LENT_BYTES", 1)
     def test_free_memory_of_a_pool_is_lent(self):

@@ -395,14 +395,25 @@ class TrainingTest(RecordTestCase):
 
     @parametrize("force", ("node_update", None))
     @parametrize("of", ("a", "t"))
-    def test_operator_that_is_not_captured_in_a_backward(self, force, of):
-        "It launches at once while the graph is captured. There it may find an activation as it is in the call."
+    @parametrize(
+        "body",
+        (
+            "b = empty(); operator(b, {of}); c = new(); launch(mul, c, b, {other})",
+            "c = empty(); operator(c, {of}); launch(mul, c, c, {other})",
+            "c = new(); operator(c, {of}); launch(mul, c, c, {other})",
+        ),
+    )
+    def test_operator_that_is_not_captured_in_a_backward(self, force, of, body):
+        """
+        It launches at once while the graph is captured. There it may find an activation as it is in the call. The gradient
+        may be written over its result.
+        """
 
         def operator(out: torch.Tensor, x: torch.Tensor) -> None:
             torch.sin(on_host(x), out=on_host(out))
 
         other = "t" if of == "a" else "a"
-        body = f"b = empty(); operator(b, {of}); c = new(); launch(mul, c, b, {other})"
+        body = body.format(of=of, other=other)
         calls = 7 if force else 130
         for a, t, grad in self.backwards(body, calls, force=force, custom=True, operator=operator):
             self.assertEqual(grad, a.sin() * t if of == "a" else t.sin() * a)

@@ -378,7 +378,8 @@ class BoundGraphNode(CopyGraphNode):
             self._run_again()
         except RuntimeError as e:
             raise RefusedError(Reason.of(Code.LAUNCH_FAILED, error=first_line(e))) from e
-        verdict = verify(rehearsal, self._run_again, self.recording_outputs, self.cuda_graphs_pool)
+        calls_custom = self.request.spec.info.calls_custom
+        verdict = verify(rehearsal, self._run_again, self.recording_outputs, calls_custom=calls_custom)
         if (failure := self.prelude and self.prelude.failure()) is not None:
             raise RefusedError(failure, is_capturable=verdict.is_capturable)
         if verdict.reason is None or (

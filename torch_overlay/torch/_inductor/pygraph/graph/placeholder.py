@@ -7,6 +7,7 @@ proof.py.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -18,7 +19,7 @@ from torch._inductor.pygraph.graph.driver import bindings, check
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 # The granularity of cuMemCreate and cuMemMap on every device that has them.
@@ -122,6 +123,12 @@ class PlaceholderArena:
         return damaged
 
 
+    def fill(self, word: int) -> None:
+        """Write an int64 to all of the page."""
+        if self.nbytes:
+            self._page_bytes().view(torch.int64).fill_(word)
+
+
 @functools.cache
 def arena(device_index: int, poison: int) -> PlaceholderArena:
     return PlaceholderArena(device_index, poison)
@@ -130,6 +137,17 @@ def arena(device_index: int, poison: int) -> PlaceholderArena:
 def take_damage(device_index: int) -> bool:
     """Return whether a placeholder of a device was written since this was last asked."""
     return sum(arena(device_index, poison).take_damage() for poison in POISONS) > 0
+
+
+@contextlib.contextmanager
+def other_values(device_index: int) -> Iterator[None]:
+    """A context in which the placeholders of inputs hold other values. Integers may be indices: they hold zero and one."""
+    poisons = arena(device_index, NAN), arena(device_index, ZERO)
+    for word, poison in enumerate(poisons):
+        poison.fill(word)
+    yield
+    for poison in poisons:
+        poison.take_damage()
 
 
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:

@@ -163,7 +163,7 @@ class Proofs:
             mark_unwritten(t)
         try:
             outputs = recording.launch(inputs, kept, tensors)
-            verdict = verify(rehearsal, kept.launches.on.graph.replay, outputs, recording.pool)
+            verdict = verify(rehearsal, kept.launches.on.graph.replay, outputs)
             failure = verdict.reason
             if failure is not None and verdict.may_vary(self.adds_atomically):
                 # Raises RefusedError if the launches differ as well.

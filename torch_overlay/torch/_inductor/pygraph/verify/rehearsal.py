@@ -9,8 +9,8 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
-from torch._inductor.pygraph.graph.memory import fill_free, OwnPool, PoolRanges
-from torch._inductor.pygraph.graph.placeholder import storage_extent, UNWRITTEN
+from torch._inductor.pygraph.graph.memory import OwnPool, PoolRanges
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify.kept import apart, KeptOutputs, MAX_BYTES
 from torch._inductor.pygraph.verify.proof import mark_unwritten, Proof
@@ -30,11 +30,6 @@ RERUNS = 8
 
 # Runs that show how much a function that is not deterministic differs from itself. One may be close by chance.
 OTHER_RUNS = 3
-
-# What free memory is filled with, as int64, to see whether it is read. 0 and 1 tell indices apart. As floats, these are too
-# small to change a sum, and -1 is NaN in every dtype. It comes behind them, since the device fails for an index out of
-# bounds. Memory that was marked holds the last number.
-FILLS = (0, 1, -1, int.from_bytes(bytes([UNWRITTEN]) * 8, "little", signed=True))
 
 
 def write(t: torch.Tensor, values: torch.Tensor) -> None:
@@ -146,8 +141,6 @@ class Rehearsal:
         self.before = save_inputs(inputs, written)
         # (outputs, mutated inputs, generators) after the run, if there is no further run
         self.kept: tuple[KeptOutputs, dict[int, SavedInput], RngState] | None = None
-        # The mutated inputs before any run.
-        self.unchanged = Proof(inputs, [], mutated)
         # Results of further runs, where they had to be made before the recording.
         self.others: list[Proof] = []
         own_pool = OwnPool(device_index)
@@ -263,24 +256,6 @@ class Rehearsal:
             # The next run must not need memory beside these.
             del outputs, found, t
         return False
-
-    def depend_on_free_memory(self, results: OrderedSet[tuple[str, int]]) -> bool:
-        """
-        Return whether these results, named as Proof.differing does, depend on what the function's memory held before:
-        an operator may write only a part of what it returns.
-        """
-        first: Proof | None = None
-        found: OrderedSet[tuple[str, int]] = OrderedSet()
-        with cudagraph_trees.clear_cublas_manager(), OwnPool(self.device_index) as own_pool:
-            # The later runs get the memory that this run takes.
-            self.restore()
-            self.run(list(self.inputs))
-            for word in FILLS:
-                fill_free(own_pool.pool, self.device_index, word)
-                result = self._run_again(self.inputs)
-                first = first or result
-                found |= first.differing(result)
-        return results <= found
 
     def repeats_itself(self) -> bool:
         """Return whether the function gives the same bits in RERUNS further runs. False if there is no further run."""
