@@ -53,6 +53,10 @@ DTYPES = FLOATS + COMPLEX + FLOAT8 + INTEGERS
 SHAPES = ((), (1,), (7,), (1024,), (1025,), (33, 77), (4, 32, 48))
 
 
+def vars_of(found: proof.Fingerprint) -> list[Any]:
+    return [found.bits, found.sums, found.tolerance]
+
+
 def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     if dtype in FLOATS:
         return torch.randn(shape).to(dtype)
@@ -393,16 +397,22 @@ class ProofTest(TestCase):
         with mock.patch.object(proof, "MAX_BYTES_COMPARED", 4):
             self.assertFalse(proof.equal_bits(a, others[0]))
 
-    def test_failure(self):
-        def of_output(output: Any) -> proof.Fingerprint | None:
-            return proof.fingerprint(output) if isinstance(output, torch.Tensor) else None
+    def test_many_tensors(self):
+        "Their sums are copied to the host together, some tensors at a time."
+        tensors = [random_tensor(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+        for most in (1, 5000, 1 << 30):
+            with mock.patch.object(proof, "MAX_SUMS", most):
+                for t, found in zip(tensors, proof.fingerprints(tensors), strict=True):
+                    self.assertEqual(vars_of(found), vars_of(proof.fingerprint(t)), atol=0, rtol=0)
+        self.assertEqual(proof.fingerprints([]), [])
 
+    def test_failure(self):
         def proved(*inputs_and_outputs: list[Any]) -> proof.Proof:
             return proof.Proof(*inputs_and_outputs, mutated=[2])
 
         a, b, c = torch.randn(8), torch.randn(8), torch.randn(8)
         x, y = torch.randn(64), torch.randn(2000)
-        with mock.patch.object(proof.Proof, "_of_output", staticmethod(of_output)):
+        with mock.patch.object(proof, "is_on_device", lambda output: isinstance(output, torch.Tensor)):
             checked = proved([a, b, c], [x, 3, None, y])
             self.assertIsNone(checked.failure(proved([a, b, c], [x, 3, None, y])))
             # An input that is not mutated is not looked at, nor is what is no tensor.
@@ -430,13 +440,12 @@ class ProofTest(TestCase):
             on_device = placeholder.tensor_at(values[i].data_ptr(), values[i].to("meta"), 0)
             return proof.Proof([], [on_device], [], unmarked)
 
-        def on_host(t: torch.Tensor) -> proof.Fingerprint:
-            (value,) = [v for v in values if v.data_ptr() == t.data_ptr()]
-            return fingerprint(value)
+        def on_host(tensors: list[torch.Tensor]) -> list[proof.Fingerprint]:
+            return fingerprints([v for t in tensors for v in values if v.data_ptr() == t.data_ptr()])
 
-        fingerprint = proof.fingerprint
+        fingerprints = proof.fingerprints
         with (
-            mock.patch.object(proof, "fingerprint", on_host),
+            mock.patch.object(proof, "fingerprints", on_host),
             mock.patch.object(proof, "is_unwritten", lambda t: False),
         ):
             self.assertIsNone(proved(0).failure(proved(0)))

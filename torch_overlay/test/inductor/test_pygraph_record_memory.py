@@ -729,7 +729,7 @@ class MemoryTest(RecordTestCase):
     def test_fingerprints_wait_on_the_host(self):
         for t in (self.randn(3000), self.randn(0), self.randn(5).view(torch.int32)):
             mark = proof.fingerprint(t)
-            self.assertEqual({s.device.type for s in (mark.bits, *mark.sums.values())}, {"cpu"})
+            self.assertEqual({s.device.type for s in (mark.bits, mark.values) if s is not None}, {"cpu"})
 
     @parametrize("most", (1 << 20, 0))
     def test_outputs_wait_on_the_host(self, most):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor.pygraph.graph.placeholder import UNWRITTEN
@@ -27,6 +27,9 @@ CHUNKS = 1024
 # Elements that are summed at a time. A sum in a wider dtype converts its operand first.
 MAX_ELEMENTS = 1 << 20
 
+# Sums that wait on the device until they are copied to the host.
+MAX_SUMS = 1 << 18
+
 # Comparing takes as much memory as it compares.
 MAX_BYTES_COMPARED = 1 << 24
 
@@ -43,7 +46,7 @@ MAX_DIFFERENCE = {"total": 0.3, "signed": 0.3, "norm": 0.9}
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Fingerprint:
     """
     Sums over the chunks of a tensor: CHUNKS of one size, and one for each element left over. They are on the host.
@@ -51,14 +54,33 @@ class Fingerprint:
     Attributes:
         bits: int64 [chunks], weighted sums of the elements' bits as integers. The weight depends on the place: the
             indices that a sort returns have the same plain sum for any input.
-        sums: float64 [chunks] each, empty if the dtype has no TOLERANCE. total: sums of the elements signed: sums with
-            some signs flipped. The gradient of a normalization always has the plain sum zero. norm: the L1 norm plus
-            sqrt(number of elements) times the median of the chunks' mean magnitudes, the error of a typical element.
+        values: float64 [3, chunks]: sums of the elements, with some signs flipped, and of their magnitudes. None if the
+            dtype has no TOLERANCE
+        counts: (chunks, elements in each) for each size of chunks
+        tolerance: of the dtype
     """
 
     bits: torch.Tensor
-    sums: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    values: torch.Tensor | None = None
+    counts: Sequence[tuple[int, int]] = ()
     tolerance: float = 0.0
+
+    @functools.cached_property
+    def sums(self) -> dict[str, torch.Tensor]:
+        """
+        What is compared if bits differ, float64 [chunks] each. total: sums of the elements. signed: sums with some signs
+        flipped. The gradient of a normalization always has the plain sum zero. norm: the L1 norm plus sqrt(number of
+        elements) times the median of the chunks' mean magnitudes, the error of a typical element. The median, since a mask may
+        hold a few elements that stand for minus infinity.
+        """
+        if self.values is None:
+            return {}
+        total, signed, norm = self.values
+        counts = torch.cat([norm.new_full((chunks,), n) for chunks, n in self.counts])
+        of_element = (norm / counts)[norm.isfinite()]
+        if of_element.numel():
+            norm = norm + counts.sqrt() * of_element.median()
+        return {"total": total, "signed": signed, "norm": norm}
 
 
 def _dense(t: torch.Tensor) -> torch.Tensor:
@@ -73,33 +95,87 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
 
 
 def fingerprint(t: torch.Tensor) -> Fingerprint:
-    flat = _dense(t.detach())
-    body = flat.numel() // CHUNKS * CHUNKS
-    pieces = [flat[:body].view(CHUNKS, -1)] if body else []
-    if body != flat.numel():
-        pieces.append(flat[body:].view(-1, 1))
-    if not pieces:
-        return Fingerprint(torch.empty(0, dtype=torch.int64, device="cpu"))
-    as_bits = _BITS[flat.element_size()]
-    # An 8-byte element is two int32.
-    weights = _weights(2 * pieces[0].shape[1], t.device)
-    bits = _sums(pieces, lambda p: (b := p.view(as_bits).long()).mul_(weights[: b.shape[1]]).sum(1))
-    tolerance = TOLERANCE.get(flat.dtype)
-    if tolerance is None:
-        return Fingerprint(bits.cpu())
-    total = _sums(pieces, lambda p: p.sum(1, dtype=torch.float64))
-    signs = weights.sign().to(flat.dtype)
-    signed = _sums(pieces, lambda p: (p * signs[: p.shape[1]]).sum(1, dtype=torch.float64))
-    norm = _sums(pieces, lambda p: torch.linalg.vector_norm(p, 1, dim=1, dtype=torch.float64))
-    counts = torch.cat([norm.new_full((len(p),), p.shape[1]) for p in pieces])
-    of_element = (norm / counts)[norm.isfinite()]
-    if of_element.numel():
-        # The median, since a mask may hold a few elements that stand for minus infinity.
-        norm = norm + counts.sqrt() * of_element.median()
-    # One copy to the host.
-    bits, *sums = torch.stack([bits, *(s.view(torch.int64) for s in (total, signed, norm))]).cpu()
-    total, signed, norm = (s.view(torch.float64) for s in sums)
-    return Fingerprint(bits, {"total": total, "signed": signed, "norm": norm}, tolerance)
+    return fingerprints([t])[0]
+
+
+def fingerprints(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
+    """Return the fingerprint of each tensor. Many tensors' sums are copied to the host at a time."""
+    found: list[Fingerprint] = []
+    waiting: list[_Sums] = []
+    count = 0
+    weights = _Weights()
+    for t in tensors:
+        waiting.append(sums := _Sums.of(t, weights))
+        count += sums.count
+        if count > MAX_SUMS:
+            found += _on_host(waiting)
+            waiting, count = [], 0
+    return found + _on_host(waiting)
+
+
+class _Weights:
+    """Weights by number and device, and their signs by dtype as well: most tensors share them with others."""
+
+    def __init__(self) -> None:
+        self.of = functools.cache(_weights)
+        self.signs_of = functools.cache(lambda count, device, dtype: self.of(count, device).sign().to(dtype))
+
+
+class _Sums(NamedTuple):
+    """
+    What a fingerprint is made of, on the device.
+
+    Attributes:
+        sums: of some rows each, as int64: ``bits`` of all pieces, then total, signed and norm of all pieces
+        counts: (chunks, elements in each) of each piece
+        tolerance: None if the dtype has no TOLERANCE
+    """
+
+    sums: list[torch.Tensor]
+    counts: list[tuple[int, int]]
+    tolerance: float | None
+
+    @property
+    def count(self) -> int:
+        return sum(chunks for chunks, _ in self.counts) * (1 if self.tolerance is None else 4)
+
+    @classmethod
+    def of(cls, t: torch.Tensor, weights: _Weights) -> _Sums:
+        flat = _dense(t.detach())
+        body = flat.numel() // CHUNKS * CHUNKS
+        pieces = [flat[:body].view(CHUNKS, -1)] if body else []
+        if body != flat.numel():
+            pieces.append(flat[body:].view(-1, 1))
+        tolerance = TOLERANCE.get(flat.dtype)
+        if not pieces:
+            return cls([], [], None)
+        as_bits = _BITS[flat.element_size()]
+        # An 8-byte element is two int32.
+        key = 2 * pieces[0].shape[1], t.device
+        # For some rows at a time.
+        rows = [r for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))]
+        found = [(b := r.view(as_bits).long()).mul_(weights.of(*key)[: b.shape[1]]).sum(1) for r in rows]
+        if tolerance is not None:
+            signs = weights.signs_of(*key, flat.dtype)
+            found += [r.sum(1, dtype=torch.float64) for r in rows]
+            found += [(r * signs[: r.shape[1]]).sum(1, dtype=torch.float64) for r in rows]
+            found += [torch.linalg.vector_norm(r, 1, dim=1, dtype=torch.float64) for r in rows]
+        return cls([sums.view(torch.int64) for sums in found], [(*p.shape,) for p in pieces], tolerance)
+
+    def fingerprint(self, values: torch.Tensor) -> Fingerprint:
+        """``values``: the sums, on the host."""
+        if self.tolerance is None:
+            return Fingerprint(values)
+        bits, floats = values.tensor_split([len(values) // 4])
+        return Fingerprint(bits, floats.view(torch.float64).view(3, -1), self.counts, self.tolerance)
+
+
+def _on_host(found: Sequence[_Sums]) -> list[Fingerprint]:
+    rows = [row for sums in found for row in sums.sums]
+    # One copy to the host, where they wait.
+    values = torch.cat(rows).cpu() if rows else torch.empty(0, dtype=torch.int64, device="cpu")
+    parts = values.split([sums.count for sums in found])
+    return [sums.fingerprint(part) for sums, part in zip(found, parts)]
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
@@ -108,11 +184,6 @@ def _weights(count: int, device: torch.device) -> torch.Tensor:
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
         weights = (weights ^ weights >> shift) * factor
     return weights | 1
-
-
-def _sums(pieces: Sequence[torch.Tensor], sums: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """Return ``sums`` of the rows of each piece, computed for some rows at a time."""
-    return torch.cat([sums(r) for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))])
 
 
 def identical(expected: Fingerprint, actual: Fingerprint) -> bool:
@@ -162,6 +233,10 @@ def mark_unwritten(t: torch.Tensor) -> None:
         as_bytes(t).fill_(UNWRITTEN)
 
 
+def is_on_device(output: Any) -> bool:
+    return isinstance(output, torch.Tensor) and output.is_cuda
+
+
 def is_unwritten(t: torch.Tensor) -> bool:
     # In pieces: comparing takes as much memory as it compares, and the first piece mostly tells.
     return all(bool((some == UNWRITTEN).all()) for some in as_bytes(t).split(MAX_ELEMENTS))
@@ -183,12 +258,11 @@ class Proof:
         self.mutated = list(mutated)
         self.unmarked = {i: outputs[i] for i in unmarked}
         self.kinds = [f"{o.dtype} {list(o.shape)}" if isinstance(o, torch.Tensor) else "" for o in outputs]
-        self.outputs = [self._of_output(o) for o in outputs]
-        self.inputs = [fingerprint(inputs[i]) for i in self.mutated]
-
-    @staticmethod
-    def _of_output(output: Any) -> Fingerprint | None:
-        return fingerprint(output) if isinstance(output, torch.Tensor) and output.is_cuda else None
+        on_device = [i for i, o in enumerate(outputs) if is_on_device(o)]
+        found = fingerprints([*(outputs[i] for i in on_device), *(inputs[i] for i in self.mutated)])
+        of_outputs = dict(zip(on_device, found))
+        self.outputs = [of_outputs.get(i) for i in range(len(outputs))]
+        self.inputs = found[len(on_device) :]
 
     def seeds(self) -> list[int]:
         """Return the unmarked outputs that may be an attention's seed or offset, which it may leave unwritten."""
