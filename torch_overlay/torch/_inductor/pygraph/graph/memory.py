@@ -188,8 +188,22 @@ class OwnPool:
     def __enter__(self) -> Self:
         # The allocator does not free its cache for a pool.
         torch.cuda.empty_cache()
-        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
+        self._begin()
         return self
+
+    def _begin(self) -> None:
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self.device_index, self.pool)
+
+    @contextlib.contextmanager
+    def left(self) -> Iterator[None]:
+        """A context in which this thread allocates as it did before."""
+        torch._C._cuda_endAllocateToPool(self.device_index, self.pool)
+        try:
+            yield
+        finally:
+            self._begin()
+            # Each time that it begins counts as a use of the pool.
+            torch._C._cuda_releasePool(self.device_index, self.pool)
 
     def __exit__(self, *args: object) -> None:
         torch._C._cuda_endAllocateToPool(self.device_index, self.pool)

@@ -1,10 +1,14 @@
-"""Outputs of a rehearsal that cannot run again. They wait on the host: the graph needs memory for the same outputs."""
+"""
+Outputs of a rehearsal that cannot run again. The graph needs memory for the same outputs. So they wait on the host, unless
+they are a small part of what is reserved.
+"""
 
 from __future__ import annotations
 
 from typing import Any, TYPE_CHECKING
 
 import torch
+from torch._inductor.pygraph.graph.memory import PoolRanges
 from torch._inductor.pygraph.graph.placeholder import tensor_at
 
 
@@ -12,10 +16,14 @@ if TYPE_CHECKING:
     from collections.abc import Container, Sequence
 
     from torch._inductor.cudagraph_utils import OutputType
-    from torch._inductor.pygraph.graph.memory import PoolRanges
+    from torch._inductor.pygraph.graph.memory import OwnPool
 
 # Tensors that take more together stay on the device: the host may have little memory.
 MAX_BYTES = 4 << 30
+
+# Outputs that take at most this part of the reserved memory wait on the device. Copying gradients to the host takes longer than
+# the rest of a backward's recording.
+MAX_PART = 0.1
 
 
 def apart(outputs: OutputType, addresses: Container[int]) -> OutputType:
@@ -28,17 +36,23 @@ def apart(outputs: OutputType, addresses: Container[int]) -> OutputType:
     ]
 
 
+def _is_small(nbytes: int, device_index: int) -> bool:
+    free, _ = torch.cuda.mem_get_info(device_index)
+    return nbytes <= min(free / 2, MAX_PART * torch.cuda.memory_reserved(device_index))
+
+
 class KeptOutputs:
     """
     Args:
         outputs: of the run
-        ranges: memory that was allocated for the run. Outputs outside of it are kept as they are
+        own_pool: where memory was allocated for the run. Outputs outside of it are kept as they are
         lent: addresses of tensors that the run put into the graphs' pool, which the graph will write
     """
 
     def __init__(
-        self, outputs: Sequence[Any], ranges: PoolRanges, device_index: int, lent: Container[int] = ()
+        self, outputs: Sequence[Any], own_pool: OwnPool, device_index: int, lent: Container[int] = ()
     ) -> None:
+        ranges = PoolRanges(own_pool.pool)
         self.device_index = device_index
         # Copies on the host would lose that a tensor is a lazy conjugate or negative.
         own = {
@@ -51,15 +65,17 @@ class KeptOutputs:
         }
         # By address: outputs may share memory.
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in own.values())}
-        self.on_host: dict[int, torch.Tensor] = {}
+        self.memory: dict[int, torch.Tensor] = {}
         # (address of the storage, dtype, size, stride, offset) by output
         self.places: dict[int, tuple[int, torch.dtype, tuple[int, ...], tuple[int, ...], int]] = {}
         if sum(storages.values()) > MAX_BYTES:
             own, storages = {}, {}
         self.outputs = apart([None if i in own else t for i, t in enumerate(outputs)], lent)
-        for address, nbytes in storages.items():
-            like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
-            self.on_host[address] = tensor_at(address, like, device_index).cpu()
+        keep = torch.Tensor.clone if _is_small(sum(storages.values()), device_index) else torch.Tensor.cpu
+        with own_pool.left():
+            for address, nbytes in storages.items():
+                like = torch.empty(nbytes, dtype=torch.uint8, device="meta")
+                self.memory[address] = keep(tensor_at(address, like, device_index))
         for i, t in own.items():
             address = t.untyped_storage().data_ptr()
             self.places[i] = address, t.dtype, tuple(t.shape), t.stride(), t.storage_offset()
@@ -67,7 +83,7 @@ class KeptOutputs:
     def on_device(self) -> OutputType:
         """Return the outputs. Those that share memory still do."""
         device = torch.device("cuda", self.device_index)
-        storages = {address: memory.to(device) for address, memory in self.on_host.items()}
+        storages = {address: memory.to(device) for address, memory in self.memory.items()}
         outputs = list(self.outputs)
         for i, (address, dtype, size, stride, offset) in self.places.items():
             memory = storages[address]

@@ -114,11 +114,22 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
 
 
 class _Weights:
-    """Weights by number and device, and their signs by dtype as well: most tensors share them with others."""
+    """Weights and their signs, which most tensors share with others."""
 
     def __init__(self) -> None:
-        self.of = functools.cache(_weights)
-        self.signs_of = functools.cache(lambda count, device, dtype: self.of(count, device).sign().to(dtype))
+        # By number and device, and by dtype as well.
+        self.weights: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self.signs: dict[tuple[int, torch.device, torch.dtype], torch.Tensor] = {}
+
+    def of(self, count: int, device: torch.device) -> torch.Tensor:
+        if (count, device) not in self.weights:
+            self.weights[count, device] = _weights(count, device)
+        return self.weights[count, device]
+
+    def signs_of(self, count: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+        if (count, device, dtype) not in self.signs:
+            self.signs[count, device, dtype] = self.of(count, device).sign().to(dtype)
+        return self.signs[count, device, dtype]
 
 
 class _Sums(NamedTuple):
@@ -154,7 +165,7 @@ class _Sums(NamedTuple):
         key = 2 * pieces[0].shape[1], t.device
         # For some rows at a time.
         rows = [r for p in pieces for r in p.split(max(1, MAX_ELEMENTS // p.shape[1]))]
-        found = [(b := r.view(as_bits).long()).mul_(weights.of(*key)[: b.shape[1]]).sum(1) for r in rows]
+        found = [_weighted(r.view(as_bits), weights.of(*key)) for r in rows]
         if tolerance is not None:
             signs = weights.signs_of(*key, flat.dtype)
             found += [r.sum(1, dtype=torch.float64) for r in rows]
@@ -176,6 +187,11 @@ def _on_host(found: Sequence[_Sums]) -> list[Fingerprint]:
     values = torch.cat(rows).cpu() if rows else torch.empty(0, dtype=torch.int64, device="cpu")
     parts = values.split([sums.count for sums in found])
     return [sums.fingerprint(part) for sums, part in zip(found, parts)]
+
+
+def _weighted(bits: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    bits = bits.long()
+    return bits.mul_(weights[: bits.shape[1]]).sum(1)
 
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
-from torch._inductor.pygraph.graph.memory import OwnPool, PoolRanges
+from torch._inductor.pygraph.graph.memory import OwnPool
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 from torch._inductor.pygraph.verify.kept import apart, KeptOutputs, MAX_BYTES
@@ -185,7 +185,7 @@ class Rehearsal:
         }
         lent = () if free is None else free.addresses
         self.kept = (
-            KeptOutputs(apart(outputs, reused), PoolRanges(keep_from.pool), self.device_index, lent),
+            KeptOutputs(apart(outputs, reused), keep_from, self.device_index, lent),
             save_inputs(inputs, self.mutated),
             RngState(self.device_index, inputs),
         )
