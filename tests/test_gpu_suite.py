@@ -1567,6 +1567,23 @@ def test_the_budget_leaves_cases_out():
             },
             "1.040 x forced_node_update (1.030 to 1.050), more than 1.02",
         ),
+        # It is what PyGraph chose.
+        *(
+            (
+                {},
+                {
+                    "choice": "node_update",
+                    "graphs": [{"schedule": schedule}],
+                    "candidates_us": {"no_cg": 10.0, "forced_node_update": 8.5},
+                    "ratios": {"no_cg": [0.8, 0.8, 0.8], "forced_node_update": [1.03, 1.04, 1.05]},
+                },
+                expected,
+            )
+            for schedule, expected in (
+                ("chain", None),
+                ("dag", "1.040 x forced_node_update (1.030 to 1.050), more than 1.02"),
+            )
+        ),
         ({"min_gain_over_stock": 2.5}, {}, None),
         ({"min_gain_over_stock": 2.56}, {}, None),
         ({"min_gain_over_stock": 2.6}, {}, "2.50 x faster than stock CG, not 2.6 x"),
@@ -1581,6 +1598,7 @@ def test_the_budget_leaves_cases_out():
         # Variants that make more calls meet more breaks.
         ({}, {"breaks": 3, "stock_breaks": 2, "first_breaks": 2, "stock_first_breaks": 2}, None),
         ({}, {"first_breaks": 3, "stock_first_breaks": 2}, "3 graph breaks in the first call, stock 2"),
+        ({}, {"first_breaks": 3, "stock_first_breaks": 0, "failed": {"stock_cg": "wrong"}}, None),
         ({"max_breaks": 0}, {"breaks": 1}, "1 graph breaks, not 0"),
         ({"min_saved_mib": 3.0}, {}, "reserves 10 MiB, more than 9.24 MiB"),
     ],
@@ -1595,6 +1613,8 @@ def test_what_a_case_must_show(case, row, expected):
         ({}, []),
         ({"ratios": {"no_cg": [1, 1, 1]}}, ["not measured without schedules"]),
         ({"ratios": {"no_cg": [1, 1, 1], "chain": [1.02, 1.025, 1.03]}}, ["0.976 x as fast with schedules"]),
+        # Both run the same graphs.
+        ({"ratios": {"no_cg": [1, 1, 1], "chain": [1.02, 1.025, 1.03]}, "graphs": [{"schedule": "chain"}]}, []),
         ({"reserved_mib": 20}, []),
         ({"reserved_mib": 21}, ["reserves 21 MiB, more than 20 MiB"]),
         ({"stock_reserved_mib": 100, "reserved_mib": 110}, []),

@@ -28,9 +28,10 @@ from .catalogue import SUITES
 from .parallel import MAX_MORE_MEMORY, MAX_MORE_MIB, MAX_MORE_OF_A_CHAIN, MIN_GAIN
 from .processes import Answering, Machine
 from .report import (
-    best_candidate,
+    best_other,
     captured_share,
     coverage,
+    is_scheduled,
     label,
     MAX_START_UP,
     PAPER_COVERAGE,
@@ -61,8 +62,6 @@ HANGS_AFTER = 3
 DEVICE_SHARE = 0.85
 # Variants with every graph deployed
 DEPLOYED = ("forced_copy", "forced_node_update")
-# Kernels of a function one after another, as its report says
-CHAIN = "chain"
 # Where the memory of variants is in the row that run alone
 ALONE = {"pygraph": "reserved_mib", "stock_cg": "stock_reserved_mib"}
 ALONE |= {name: f"{name}_reserved_mib" for name in ("no_cg", "largest_size")}
@@ -375,7 +374,7 @@ def missed(case: Case, row: Row) -> list[str]:
     if "error" in row:
         return [row["error"]]
     found = []
-    best, ratios = best_candidate(row), row.get("ratios", {})
+    best, ratios = best_other(row), row.get("ratios", {})
     if case.suite == "sizes":
         # In the ring stock has a recording of each size. _missed_sizes compares with it over other sizes.
         best = "no_cg"
@@ -395,7 +394,7 @@ def missed(case: Case, row: Row) -> list[str]:
     if most is not None and breaks > most:
         found.append(f"{breaks} graph breaks, not {most}")
     first = row.get("first_breaks", 0)
-    if first > row.get("stock_first_breaks", first):
+    if "stock_cg" not in row.get("failed", ()) and first > row.get("stock_first_breaks", first):
         found.append(f"{first} graph breaks in the first call, stock {row['stock_first_breaks']}")
     if row["copied_bytes"]:
         found.append(f"copies {row['copied_bytes']} bytes a call")
@@ -417,8 +416,7 @@ def missed(case: Case, row: Row) -> list[str]:
 
 def _more_mib(row: Row, theirs: float) -> float:
     """Return what a program may reserve beyond stock's MiB: more if kernels run side by side."""
-    is_scheduled = any(f.get("schedule", CHAIN) != CHAIN for f in row.get("graphs", ()))
-    return max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB) if is_scheduled else MAX_MORE_OF_A_CHAIN * theirs
+    return max(MAX_MORE_MEMORY * theirs, MAX_MORE_MIB) if is_scheduled(row) else MAX_MORE_OF_A_CHAIN * theirs
 
 
 def _missed_schedule(case: Case, row: Row) -> list[str]:
@@ -427,7 +425,8 @@ def _missed_schedule(case: Case, row: Row) -> list[str]:
     if "chain" not in ratios:
         return ["not measured without schedules"]
     found = []
-    if MIN_GAIN * ratios["chain"][0] > 1:
+    # Where no schedule was chosen, both run the same graphs.
+    if is_scheduled(row) and MIN_GAIN * ratios["chain"][0] > 1:
         found.append(f"{1 / ratios['chain'][1]:.3f} x as fast with schedules")
     if (gain := case.min_scheduled_gain) and "stock_cg" in ratios:
         reached = 1 / ratios["stock_cg"][1]
