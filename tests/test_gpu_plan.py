@@ -349,7 +349,8 @@ def test_cases_of_one_suite_and_of_several(machine):
     for arguments in (["--suite", "pi", "--cases", "conv2d"], ["--suite", "quick,replay"], ["--suite", "bindings"]):
         machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", *arguments])
         assert machine.suite.main() == 0
-    (one, replay, quick, bindings, cases) = asked
+    # Programs of their own come behind the cases, which compile on all cores.
+    (one, quick, replay, cases, bindings) = asked
     # Which cases are begun depends on how long they took.
     record = ["--record", str(machine.suite.RECORD)]
     assert one == ("cases", "pygraph", ["--suite", "pi", "--cases", "conv2d", *record, "--device", "cuda"])
@@ -357,3 +358,16 @@ def test_cases_of_one_suite_and_of_several(machine):
     assert quick[2][:2] == ["--suite", "quick"] and "/" not in quick[2][3]
     # What the suite has beside cases is measured too.
     assert bindings == ("bindings", "pygraph.bindings", []) and cases[2][:2] == ["--suite", "bindings"]
+
+
+def test_programs_behind_the_cases_keep_their_time(machine):
+    asked = {}
+    machine.monkeypatch.setattr(
+        machine.suite.Run, "suite", lambda run, part, module, args, seconds, found: asked.__setitem__(part, seconds)
+    )
+    replay = plan.seconds([Unit("replay", name) for name in plan.names_of("replay")], {}, "new")
+    # If there is time for both, and if there is not.
+    for budget, most in ((replay + 60, 60), (replay, replay)):
+        machine.monkeypatch.setattr(sys, "argv", ["gpu_suite", "--suite", "paper,replay", "--budget", str(budget)])
+        assert machine.suite.main() == 0
+        assert list(asked) == ["cases", "replay"] and asked["cases"] == pytest.approx(most)
