@@ -1085,6 +1085,9 @@ def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(is_late
     rows, skipped = _run_suite(["a", "b"], answers)
     assert {row["name"]: row.get("error") for row in rows} == {"b": None} | ({} if is_late else {"a": "out of time"})
     assert skipped == ["a"] * is_late and all("late" not in row for row in rows)
+    if not is_late:
+        (row,) = (row for row in rows if row["name"] == "a")
+        assert row["note"] == "with all variants after 0 s alone on the device and 0 s in all"
 
 
 def test_regret_is_what_is_beyond_the_noise():

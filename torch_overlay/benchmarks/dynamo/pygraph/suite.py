@@ -321,8 +321,12 @@ class _Run:
     def measured(self, worker: Worker, ready: Row) -> Row:
         """Once again without the variant that ended the process, so that the others have results."""
         worker.max_s = HANGS_AFTER * worker.max_quiet_s
+        start = worker.clock()
         row = ready if "error" in ready else worker.ask("measure", self.deadline)
         culprit = worker.at
+        if row.get("error") == "out of time":
+            where = f"with {culprit}" if culprit else "with all variants"
+            _note(row, f"{where} after {worker.quiet_s:.0f} s alone on the device and {worker.clock() - start:.0f} s in all")
         if "error" not in row or culprit in ("", "eager", "no_cg") or "late" in row:
             return row
         worker.close()
