@@ -275,6 +275,7 @@ class RefusalTest(CollectiveTestCase):
                     (out,) = fn(x, y)
                     self.assertEqual(on_host(out), on_host(x), atol=1e-3, rtol=1e-3)
         self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
+        self.assertIn("launches otherwise: 1 words differ, first in parameter" if hidden else "", report()[0].reason)
 
     @parametrize("hidden", (False, True))
     def test_results_that_vary_from_run_to_run(self, hidden):

@@ -130,4 +130,8 @@ class Again:
                 found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
         except (RefusedError, DriverError) as e:
             return str(e)
-        return f"{len(found)} words differ" if found else None
+        if not found:
+            return None
+        word = found[0]
+        where = f"parameter {word.buffer} of {nodes[word.node]} from byte {word.offset}"
+        return f"{len(found)} words differ, first in {where}: {word.found.hex()}, not {word.expected.hex()}"

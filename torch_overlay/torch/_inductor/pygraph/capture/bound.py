@@ -11,7 +11,6 @@ An external input that lies in the pool, such as the output of a function that i
 
 from __future__ import annotations
 
-import logging
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
@@ -48,9 +47,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.cudagraph_utils import ModelType, OutputType
     from torch._inductor.utils import InputType
-
-
-log = logging.getLogger(__name__)
 
 
 class BoundGraphNode(CopyGraphNode):
@@ -382,29 +378,30 @@ class BoundGraphNode(CopyGraphNode):
         verdict = verify(rehearsal, self._run_again, self.recording_outputs, calls_custom=calls_custom)
         if (failure := self.prelude and self.prelude.failure()) is not None:
             raise RefusedError(failure, is_capturable=verdict.is_capturable)
-        if verdict.reason is None or (
-            verdict.may_vary(adds_atomically(self.request.spec)) and self._launches_alike(graph)
-        ):
+        reason = verdict.reason
+        if reason is None:
             return
+        if verdict.may_vary(adds_atomically(self.request.spec)):
+            if (difference := self._launch_difference(graph)) is None:
+                return
+            if verdict.is_capturable:
+                reason = Reason.of(Code.LAUNCHES_DIFFER, difference=difference)
         self._learned(needs_managed=not rehearsal.can_rerun)
-        raise RefusedError(verdict.reason, is_capturable=verdict.is_capturable)
+        raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
-    def _launches_alike(self, graph: torch.cuda.CUDAGraph) -> bool:
-        """Return whether the function, captured once more, launches what its graph does."""
+    def _launch_difference(self, graph: torch.cuda.CUDAGraph) -> str | None:
+        """Return how what the function launches, captured once more, differs from its graph, or None."""
         spec = self.request.spec
-        if self.values.delivers or self.collectives:
-            return False
-        if self.branches is not None or room(self.device) < self._needed_bytes():
-            return False
+        if self.values.delivers or self.collectives or self.branches is not None:
+            return "graphs with CPU values, collectives or branches are not compared"
+        if room(self.device) < self._needed_bytes():
+            return "there is no memory to capture it"
         inputs = [*self.call_inputs]
         self.restore_managed(inputs)
         scratch = Scratch(self.device, self.stream)
         model = self.scheduled.allocating_alike(self.wrapped_function.model)
         again = Again(model, spec, inputs, self.memory, self.call_tensors, scratch)
-        difference = again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
-        if difference is not None:
-            log.info("a function whose results vary launches other kernels than its graph: %s", difference)
-        return difference is None
+        return again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
 
     def _run_again(self) -> None:
         for i, metadata in self.managed_metadata:

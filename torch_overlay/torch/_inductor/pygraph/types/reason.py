@@ -115,6 +115,7 @@ class Code(str, enum.Enum):
     # Proof
     DIFFERS = "{result} differs from the uncaptured function's", _HIDDEN_ADDRESS
     ONLY_CLOSE = "its results are only close to the uncaptured function's", _HIDDEN_ADDRESS
+    LAUNCHES_DIFFER = "its results vary, and captured once more it launches otherwise: {difference}", _HIDDEN_ADDRESS
     NOT_COMPARABLE = "the outputs cannot be compared: {error}"
     KERNELS_NOT_CAPTURED = "an operator launches kernels that are not captured", _NOT_CAPTURABLE
     HOST_CODE_VARIES = "the host passes other arguments to its kernels in each call"
