@@ -22,6 +22,7 @@ from torch._inductor.pygraph.capture import agreement, bound
 from torch._inductor.pygraph.select import controller, timing
 from torch._inductor.pygraph.trees.manager import drop, max_recorded_again, policies_around
 from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._inductor.pygraph.verify import rehearsal
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
@@ -373,10 +374,28 @@ class TrainingTest(RecordTestCase):
         runs = itertools.count()
 
         def vary(out: torch.Tensor, x: torch.Tensor, by: torch.Tensor) -> None:
-            torch.mul(x, by * (-1) ** (next(runs) % 3), out=out)
+            torch.mul(x, by * (-1) ** next(runs), out=out)
 
         for a, t, grad in self.backwards("c = new(); launch(vary, c, a, t)", vary=vary, **kwargs):
             self.assertEqual(grad.abs(), (a * t).abs())
+
+    @parametrize("varies", (False, True))
+    def test_a_backward_runs_again_if_results_differ(self, varies):
+        "Until then its recording runs it once."
+        runs, other_runs = [], rehearsal.Rehearsal.other_runs
+
+        def run_again(self, inputs):
+            runs.append(len(inputs))
+            return other_runs(self, inputs)
+
+        with mock.patch.object(rehearsal.Rehearsal, "other_runs", run_again):
+            if varies:
+                self.varying()
+            else:
+                for a, t, grad in self.backwards("c = new(); launch(mul, c, a, t)"):
+                    self.assertEqual(grad, a * t)
+        self.assertEqual(len(runs) > 0, varies)
+        self.assertEqual([entry.choice for entry in report()], ["node_update"] * 2, str(report()))
 
     @parametrize("hidden", (False, True))
     def test_gradients_that_vary_from_run_to_run(self, hidden):

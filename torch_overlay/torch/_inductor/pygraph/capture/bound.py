@@ -33,6 +33,7 @@ from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, Prelude
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
 from torch._inductor.pygraph.trees.cached import are_aligned, is_steady, NotReplayed
 from torch._inductor.pygraph.types.candidate import NODE_UPDATE
+from torch._inductor.pygraph.types.function import Evidence
 from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch._inductor.pygraph.verify.diagnose import verify
 from torch._inductor.pygraph.verify.proof import mark_unwritten
@@ -157,7 +158,8 @@ class BoundGraphNode(CopyGraphNode):
         # needs copies of these inputs. A proof needs them to find out why results differ. It always finds that out
         # if the function calls custom operators: what these do may differ later.
         is_rerun = (collectives or branches) is not None
-        if managed and not is_rerun and (request.state.keeps_managed or request.spec.info.calls_custom):
+        wants_copies = request.state.evidence == Evidence.COPIES or request.spec.info.calls_custom
+        if managed and not is_rerun and wants_copies:
             is_rerun = self._has_room_for_copies(inputs)
             if request.spec.info.calls_custom and not is_rerun:
                 raise RefusedError(Reason.of(Code.NO_MEMORY_FOR_PROOF), is_capturable=False)
@@ -208,6 +210,7 @@ class BoundGraphNode(CopyGraphNode):
                 mutated=list(function.mutated_input_idxs),
                 reused=request.spec.reused_input_idxs,
                 free=free,
+                runs_again=request.state.evidence >= Evidence.FURTHER_RUNS,
             )
 
         paths = [dict(choice) for choice in request.spec.info.paths]
@@ -386,7 +389,7 @@ class BoundGraphNode(CopyGraphNode):
                 return
             if verdict.is_capturable:
                 reason = Reason.of(Code.LAUNCHES_DIFFER, difference=difference)
-        self._learned(needs_managed=not rehearsal.can_rerun)
+        self._learned(needs_evidence=not rehearsal.can_rerun)
         raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
     def _launch_difference(self, graph: torch.cuda.CUDAGraph) -> str | None:

@@ -30,7 +30,7 @@ from torch._inductor.pygraph.types.candidate import (
     PRELUDE,
     UNDECIDED,
 )
-from torch._inductor.pygraph.types.function import FunctionState, RecordingRequest
+from torch._inductor.pygraph.types.function import Evidence, FunctionState, RecordingRequest
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._inductor.pygraph.types.schedule import ScheduleFacts
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -230,14 +230,14 @@ class Controller:
     def refused(self, manager: CUDAGraphTreeManager, refused: Refused) -> None:
         self._apply(refused.facts)
         error = refused.reason.text
+        if refused.facts.needs_evidence and self.state.evidence < Evidence.COPIES:
+            # The next recording finds out why results differ.
+            self.state.evidence = Evidence(self.state.evidence + 1)
+            _leave_recording(manager)
+            return
         if self.state.schedule != CHAIN:
             # The next recording, a chain, shows whether the schedule is the cause: it may need more memory.
             self._scheduled(ScheduleFacts(CHAIN, reason=Reason.of(Code.NOT_SCHEDULED, error=error)))
-            _leave_recording(manager)
-            return
-        if refused.facts.needs_managed and not self.state.keeps_managed:
-            # The next recording finds out why results differ.
-            self.state.keeps_managed = True
             _leave_recording(manager)
             return
         self.state.is_capturable &= refused.is_capturable

@@ -39,6 +39,7 @@ from torch._inductor.pygraph.types.candidate import (
     PRELUDE,
     UNDECIDED,
 )
+from torch._inductor.pygraph.types.function import Evidence
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -371,8 +372,10 @@ class Selection:
         # The recording raised, or another thread was recording.
         while self.replay is None:
             yield self._record
-        if self.state.keeps_managed:
-            # The first recording was refused without a reason for good. The second one tells whether there is a graph.
+        # Recordings may be refused for lack of evidence. One with more tells whether there is a graph.
+        evidence = Evidence.ONE_RUN
+        while self.state.evidence != evidence:
+            evidence = self.state.evidence
             yield self._untimed(self._record)
 
     def _is_captured(self) -> bool:

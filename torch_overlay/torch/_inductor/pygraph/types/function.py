@@ -6,6 +6,7 @@ FunctionState, which only the function's controller writes.
 from __future__ import annotations
 
 import dataclasses
+import enum
 from types import CellType
 from typing import Any, TYPE_CHECKING
 
@@ -71,6 +72,19 @@ class FunctionSpec:
         return OrderedSet(self.info.reused_input_idxs)
 
 
+class Evidence(enum.IntEnum):
+    """
+    What the recording of a function has, beside one uncaptured run, to prove a graph that overwrites its inputs. More takes more
+    time or memory, so that a function is recorded again with more only if its results differ.
+    """
+
+    ONE_RUN = 0
+    # How much the function varies from run to run.
+    FURTHER_RUNS = 1
+    # Copies of the inputs. The function runs behind the graph as often as it takes.
+    COPIES = 2
+
+
 @dataclasses.dataclass(eq=False)
 class FunctionState:
     """
@@ -87,7 +101,7 @@ class FunctionState:
         is_even: the graph measured no better than no graph, and waits for the decisions on neighbours
         prepared_sizes: how many calls prepared replays at further sizes
         needed_bytes: device memory that a call takes, or 0 if it was not rehearsed yet
-        keeps_managed: recordings keep copies of managed inputs, so that the proof can run the function again behind the graph
+        evidence: what recordings with managed inputs have to prove a graph
         staged_bytes: bytes of inputs that a bound graph copies, for collectives
         moving_idxs: inputs that were declared static and that the program replaces
         call_times_us: time on the device of each call of the function, by its number
@@ -104,7 +118,7 @@ class FunctionState:
     recordings: int = 0
     prepared_sizes: int = 0
     needed_bytes: int = 0
-    keeps_managed: bool = False
+    evidence: Evidence = Evidence.ONE_RUN
     staged_bytes: int = 0
     moving_idxs: OrderedSet[int] = dataclasses.field(default_factory=OrderedSet)
     schedule: str = CHAIN
@@ -145,7 +159,7 @@ class RecordingFacts:
         copied_bytes: bytes of inputs that each replay copies
         staged_bytes: bytes of inputs that the graph copies itself, for collectives
         no_prelude: why it has none though it should; None if it does not pay either
-        needs_managed: results differ, and the graph has overwritten managed inputs, without which nothing shows why
+        needs_evidence: results differ, and the graph has overwritten managed inputs. More evidence may show why
     """
 
     has_captured: bool = False
@@ -159,7 +173,7 @@ class RecordingFacts:
     updated_nodes: int | None = None
     has_prelude: bool = False
     no_prelude: Reason | None = None
-    needs_managed: bool = False
+    needs_evidence: bool = False
     schedule: ScheduleFacts | None = None
 
 

@@ -110,6 +110,7 @@ class Rehearsal:
         mutated: inputs that the program sees written
         reused: inputs whose memory the code may use again
         free: memory of the graphs' pool that ``run`` may use, if there are managed inputs. No later run uses it
+        runs_again: with managed inputs, runs in front of the first one show how much the function varies
 
     Attributes:
         inputs: of the call, None for those that are managed
@@ -130,6 +131,7 @@ class Rehearsal:
         mutated: Sequence[int],
         reused: OrderedSet[int],
         free: FreeMemory | None = None,
+        runs_again: bool = False,
     ) -> None:
         written = OrderedSet(mutated) | OrderedSet(i for i in reused if isinstance(inputs[i], torch.Tensor))
         self.model = model
@@ -148,7 +150,7 @@ class Rehearsal:
         try:
             # A graph has cuBLAS workspaces of its own.
             with cudagraph_trees.clear_cublas_manager(), own_pool:
-                if managed:
+                if managed and runs_again:
                     self.others = self.other_runs(inputs)
                     self._restore(inputs)
                 self._first_run(inputs, inspect, own_pool if managed else None, free)
