@@ -218,6 +218,24 @@ class PlaceholderTest(TestCase):
             page[:] = bytes([0x55]) * PAGE_BYTES
             self.assertTrue(arena.take_damage())
 
+    def test_other_values(self):
+        "For a while. Each dtype finds finite numbers that are not zero, or small indices."
+        placeholder.arena.cache_clear()
+        self.addCleanup(placeholder.arena.cache_clear)
+        with modelled_driver() as model:
+            for poison in placeholder.POISONS:
+                placeholder.arena(0, poison).place([(64, 16)])
+            pages = [page for _, page in model.pages]
+            with placeholder.other_values(0):
+                floats, integers, outputs = (torch.frombuffer(bytearray(page[:64]), dtype=torch.uint8) for page in pages)
+                for dtype in (torch.float64, torch.float32, torch.float16, torch.bfloat16):
+                    values = floats.view(dtype)
+                    self.assertTrue(bool((values.isfinite() & (values != 0)).all()))
+                self.assertEqual(integers.view(torch.int64).unique().tolist(), [1])
+                self.assertEqual(outputs.unique().tolist(), [placeholder.UNWRITTEN])
+            for page, poison in zip(pages, placeholder.POISONS, strict=True):
+                self.assertTrue(page[:] == bytes([poison]) * PAGE_BYTES)
+
     def test_arenas(self):
         placeholder.arena.cache_clear()
         self.addCleanup(placeholder.arena.cache_clear)

@@ -387,18 +387,21 @@ class BoundGraphNode(CopyGraphNode):
         if verdict.may_vary(adds_atomically(self.request.spec)):
             if (difference := self._launch_difference(graph)) is None:
                 return
-            if verdict.is_capturable:
+            if difference and verdict.is_capturable:
                 reason = Reason.of(Code.LAUNCHES_DIFFER, difference=difference)
         self._learned(needs_evidence=not rehearsal.can_rerun)
         raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
     def _launch_difference(self, graph: torch.cuda.CUDAGraph) -> str | None:
-        """Return how what the function launches, captured once more, differs from its graph, or None."""
+        """
+        Return how what the function launches, captured once more, differs from its graph, or None. Empty if that cannot be
+        told.
+        """
         spec = self.request.spec
         if self.values.delivers or self.collectives or self.branches is not None:
-            return "graphs with CPU values, collectives or branches are not compared"
+            return ""
         if room(self.device) < self._needed_bytes():
-            return "there is no memory to capture it"
+            return ""
         inputs = [*self.call_inputs]
         self.restore_managed(inputs)
         scratch = Scratch(self.device, self.stream)

@@ -35,6 +35,10 @@ ADDRESS_HINT = 0x5A3C_9600_0000
 # stay in bounds. An output has the value of what nothing wrote.
 NAN, ZERO, UNWRITTEN = POISONS = 0xFF, 0, 0xA5
 
+# What inputs hold instead, to see whether it is read, as int64. In every floating-point dtype of two bytes and more it is a
+# finite number that is not zero. Integers may be indices: they hold zero and one.
+OTHER_WORDS = {NAN: 0x3F80_3F80_3F80_3F80, ZERO: 1}
+
 # Vendor libraries pick kernels by the alignment they see, up to this (cublasLt).
 MAX_ALIGNMENT = 256
 
@@ -141,13 +145,12 @@ def take_damage(device_index: int) -> bool:
 
 @contextlib.contextmanager
 def other_values(device_index: int) -> Iterator[None]:
-    """A context in which the placeholders of inputs hold other values. Integers may be indices: they hold zero and one."""
-    poisons = arena(device_index, NAN), arena(device_index, ZERO)
-    for word, poison in enumerate(poisons):
-        poison.fill(word)
+    """A context in which the placeholders of inputs hold other values: OTHER_WORDS."""
+    for poison, word in OTHER_WORDS.items():
+        arena(device_index, poison).fill(word)
     yield
-    for poison in poisons:
-        poison.take_damage()
+    for poison in OTHER_WORDS:
+        arena(device_index, poison).take_damage()
 
 
 def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tensor:
