@@ -423,7 +423,7 @@ class LittleMemoryTest(DeviceTestCase):
         "What was captured for it is gone when the call runs uncaptured."
         with mock.patch(
             "torch._inductor.pygraph.capture.bound.verify",
-            lambda *args: Verdict(Reason.of(Code.ONLY_CLOSE)),
+            lambda *args, **kwargs: Verdict(Reason.of(Code.ONLY_CLOSE)),
         ):
             self.check_limited(self.infer, 1.02, 6, pygraph_force="node_update")
         self.assertEqual(counters["pygraph"]["bound_inputs"], 0)

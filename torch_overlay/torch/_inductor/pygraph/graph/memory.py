@@ -80,12 +80,17 @@ def is_pageable(address: int) -> bool:
     return True
 
 
+def reservable(device_index: int) -> int:
+    """Return how many bytes the process can still reserve."""
+    free, total = torch.cuda.mem_get_info(device_index)
+    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device_index))
+    return min(free, allowed - torch.cuda.memory_reserved(device_index))
+
+
 def room(device_index: int, pool: _POOL_HANDLE | None = None) -> int:
     """Free the allocator's cache. Return how many bytes the process can still allocate, in ``pool`` too."""
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info(device_index)
-    allowed = int(total * torch.cuda.get_per_process_memory_fraction(device_index))
-    free = min(free, allowed - torch.cuda.memory_reserved(device_index))
+    free = reservable(device_index)
     of_pool = () if pool is None else segments_of(pool)
     return free + sum(s["total_size"] - s["active_size"] for s in of_pool)
 

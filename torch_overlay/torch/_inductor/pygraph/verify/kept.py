@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, TYPE_CHECKING
 
 import torch
-from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.memory import PoolRanges, reservable
 from torch._inductor.pygraph.graph.placeholder import tensor_at
 
 
@@ -37,8 +37,7 @@ def apart(outputs: OutputType, addresses: Container[int]) -> OutputType:
 
 
 def _is_small(nbytes: int, device_index: int) -> bool:
-    free, _ = torch.cuda.mem_get_info(device_index)
-    return nbytes <= min(free / 2, MAX_PART * torch.cuda.memory_reserved(device_index))
+    return nbytes <= min(reservable(device_index) / 2, MAX_PART * torch.cuda.memory_reserved(device_index))
 
 
 class KeptOutputs:
