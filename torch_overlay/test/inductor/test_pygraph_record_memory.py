@@ -732,6 +732,11 @@ class MemoryTest(RecordTestCase):
             mark = proof.fingerprint(t)
             self.assertEqual({s.device.type for s in (mark.bits, mark.values) if s is not None}, {"cpu"})
 
+    def test_fingerprints_of_several_devices(self):
+        tensors = [self.randn(3000), torch.randn(5), torch.randn(6), self.randn(7)]
+        for t, found in zip(tensors, proof.fingerprints(tensors), strict=True):
+            self.assertTrue(proof.identical(found, proof.fingerprint(t)))
+
     @parametrize("most,part", ((1 << 20, 0), (0, 0), (1 << 20, 1), (1 << 20, 0.1)))
     def test_outputs_wait(self, most, part):
         "On the host, or in memory of their own if they are a small part of all. They share memory as before."

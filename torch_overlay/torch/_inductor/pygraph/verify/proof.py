@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 import torch
@@ -99,18 +100,20 @@ def fingerprint(t: torch.Tensor) -> Fingerprint:
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
-    """Return the fingerprint of each tensor. Many tensors' sums are copied to the host at a time."""
+    """Return the fingerprint of each tensor. The sums of many tensors of a device are copied to the host at a time."""
     found: list[Fingerprint] = []
-    waiting: list[_Sums] = []
-    count = 0
     weights = _Weights()
-    for t in tensors:
-        waiting.append(sums := _Sums.of(t, weights))
-        count += sums.count
-        if count > MAX_SUMS:
-            found += _on_host(waiting)
-            waiting, count = [], 0
-    return found + _on_host(waiting)
+    for _, of_device in itertools.groupby(tensors, lambda t: t.device):
+        waiting: list[_Sums] = []
+        count = 0
+        for t in of_device:
+            waiting.append(sums := _Sums.of(t, weights))
+            count += sums.count
+            if count > MAX_SUMS:
+                found += _on_host(waiting)
+                waiting, count = [], 0
+        found += _on_host(waiting)
+    return found
 
 
 class _Weights:
