@@ -613,6 +613,8 @@ class RefusalTest(CollectiveTestCase):
             self.check(self.ADD, custom=custom)
         self.assertEqual(counters["pygraph"]["unbound"], 1)
         self.assertEqual(counters["pygraph"]["copied_outputs"], 1)
+        # How the function launches, captured once more, goes with the reason.
+        self.assertIn("words differ, first in parameter", report()[0].reasons[0].details["launches"])
 
     @parametrize("force", ("node_update", None))
     def test_node_that_refuses_later(self, force):

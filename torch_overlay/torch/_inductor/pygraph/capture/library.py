@@ -26,7 +26,7 @@ from torch._inductor.pygraph.graph.driver import bindings
 from torch._inductor.pygraph.graph.edges import capturing_graph, count_nodes
 from torch._inductor.pygraph.graph.entry import Entry, Form, form_key, Slot
 from torch._inductor.pygraph.graph.memory import PoolRanges
-from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
+from torch._inductor.pygraph.types.reason import Code, first_line, Reason, RefusedError
 from torch.utils import _pytree as pytree
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -129,13 +129,14 @@ class Scratch:
                     return graph, run()
                 finally:
                     graph.capture_end()
+        except RefusedError as e:
+            refusal = RefusedError(e.reason, is_capturable=e.is_capturable)
         except Exception as e:
-            failure = e
+            refusal = RefusedError(Reason.of(Code.CAPTURE_FAILED, error=first_line(e)))
+        # The error is gone, whose frames hold what was allocated.
         self.cuda_graphs_pool = pool
         clean_up_failed_capture(self, stream)
-        if isinstance(failure, RefusedError):
-            raise failure
-        raise RefusedError(Reason.of(Code.CAPTURE_FAILED, error=str(failure).partition("\n")[0]))
+        raise refusal
 
 
 class Memo(Scratch):
