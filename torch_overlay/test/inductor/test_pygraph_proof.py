@@ -53,6 +53,10 @@ DTYPES = FLOATS + COMPLEX + FLOAT8 + INTEGERS
 SHAPES = ((), (1,), (7,), (1024,), (1025,), (33, 77), (4, 32, 48))
 
 
+def fingerprint(t: torch.Tensor) -> proof.Fingerprint:
+    return proof.fingerprints([t])[0]
+
+
 def vars_of(found: proof.Fingerprint) -> list[Any]:
     return [found.bits, found.sums, found.tolerance]
 
@@ -69,7 +73,7 @@ def random_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def same(expected: torch.Tensor, *others: torch.Tensor) -> bool:
-    return proof.same(*map(proof.fingerprint, (expected, *others)))
+    return proof.same(*map(fingerprint, (expected, *others)))
 
 
 class ProofTest(TestCase):
@@ -184,8 +188,8 @@ class ProofTest(TestCase):
         "Sums of bfloat16 as float64 would take four times what it does."
         with mock.patch.object(proof, "MAX_ELEMENTS", 1 << 14):
             t = torch.randn((1 << 20) + 7).to(torch.bfloat16)
-            expected = proof.fingerprint(t)
-        actual = proof.fingerprint(t)
+            expected = fingerprint(t)
+        actual = fingerprint(t)
         self.assertEqual(expected.bits, actual.bits)
         self.assertEqual(expected.sums["total"], actual.sums["total"])
         self.assertEqual(expected.sums["signed"], actual.sums["signed"])
@@ -251,7 +255,7 @@ class ProofTest(TestCase):
         once = torch.zeros(1024, 64).index_fill(1, torch.tensor(3), 1).to(dtype)
         for t in (rows, once):
             for other in (t.flip(1), t.roll(2, 1)):
-                marks = map(proof.fingerprint, (t, other))
+                marks = map(fingerprint, (t, other))
                 self.assertFalse(proof.identical(*marks))
             self.assertTrue(same(t, t.clone()))
         self.assertFalse(same(rows, rows.flip(1)))
@@ -335,7 +339,7 @@ class ProofTest(TestCase):
 
     def test_needs_grad(self):
         t = torch.randn(8, requires_grad=True)
-        self.assertFalse(proof.fingerprint(t).sums["total"].requires_grad)
+        self.assertFalse(fingerprint(t).sums["total"].requires_grad)
 
     # A lazy conjugate or negative has to be resolved first.
     def test_conjugate(self):
@@ -358,7 +362,7 @@ class ProofTest(TestCase):
         self.assertFalse(same(t, changed))
 
     def test_fingerprint_is_small(self):
-        mark = proof.fingerprint(torch.randn(1 << 20))
+        mark = fingerprint(torch.randn(1 << 20))
         self.assertLessEqual(mark.bits.numel(), proof.CHUNKS + 1)
         self.assertEqual(mark.bits.shape, mark.sums["total"].shape)
         self.assertEqual(mark.bits.shape, mark.sums["signed"].shape)
@@ -403,7 +407,7 @@ class ProofTest(TestCase):
         for most in (1, 5000, 1 << 30):
             with mock.patch.object(proof, "MAX_SUMS", most):
                 for t, found in zip(tensors, proof.fingerprints(tensors), strict=True):
-                    self.assertEqual(vars_of(found), vars_of(proof.fingerprint(t)), atol=0, rtol=0)
+                    self.assertEqual(vars_of(found), vars_of(fingerprint(t)), atol=0, rtol=0)
         self.assertEqual(proof.fingerprints([]), [])
 
     def test_failure(self):

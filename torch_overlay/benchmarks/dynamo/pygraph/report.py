@@ -93,7 +93,7 @@ def best_candidate(row: Row) -> str | None:
 
 
 def best_other(row: Row) -> str | None:
-    """The best of the candidates that do not run what PyGraph chose, whose time differs by chance alone."""
+    """The best candidate, without one that runs the graphs that PyGraph chose: the two times differ by chance alone."""
     times = {name: time for name, time in candidates(row).items() if not runs_as(row, name)}
     return min(times, key=times.__getitem__, default=None)
 
@@ -105,8 +105,8 @@ def is_scheduled(row: Row) -> bool:
 
 def runs_as(row: Row, variant: str) -> bool:
     """Whether a variant that PyGraph was forced to be runs the graphs that PyGraph chose."""
-    is_chain_of_another = variant.startswith("forced_") and as_choice(variant) == row.get("choice")
-    return is_chain_of_another and bool(row.get("graphs")) and not is_scheduled(row)
+    is_what_was_chosen = variant.startswith("forced_") and as_choice(variant) == row.get("choice")
+    return is_what_was_chosen and bool(row.get("graphs")) and not is_scheduled(row)
 
 
 def regret(row: Row) -> float | None:

@@ -27,7 +27,7 @@ from torch._inductor.pygraph.capture.library import Scratch
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.copies import replace_copies
 from torch._inductor.pygraph.graph.driver import DriverError
-from torch._inductor.pygraph.graph.memory import fill_free, FreeMemory, PoolRanges, room
+from torch._inductor.pygraph.graph.memory import FreeMemory, PoolRanges, room, zero_free
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
 from torch._inductor.pygraph.schedule.recording import ScheduledRecording
@@ -385,27 +385,29 @@ class BoundGraphNode(CopyGraphNode):
         if reason is None:
             return
         if verdict.is_capturable and rehearsal.can_rerun:
-            # Of other graphs, too: where launches are the same, no address is hidden in a parameter.
             difference = self._launch_difference(graph)
-            if verdict.may_vary(adds_atomically(self.request.spec)):
-                if difference is None:
-                    return
-                if difference:
-                    reason = Reason.of(Code.LAUNCHES_DIFFER, difference=difference)
-            launches = "the same" if difference is None else difference or "not compared"
-            reason = Reason.of(reason.code, **reason.details, launches=launches)
+            may_vary = verdict.may_vary(adds_atomically(self.request.spec))
+            if may_vary and difference is None:
+                return
+            if may_vary and difference:
+                reason = Reason.of(Code.LAUNCHES_DIFFER, difference=difference)
+            else:
+                # If the launches are the same, no parameter of a kernel hides an address.
+                launches = "the same" if difference is None else difference or "not compared"
+                reason = Reason.of(reason.code, **reason.details, launches=launches)
         self._learned(needs_evidence=not rehearsal.can_rerun)
         raise RefusedError(reason, is_capturable=verdict.is_capturable)
 
     def _launch_difference(self, graph: torch.cuda.CUDAGraph) -> str | None:
         """
-        Return how what the function launches, captured once more, differs from its graph, or None. Empty if that cannot be
-        told.
+        Capture the function once more. Return how its launches differ from the graph's, or None if they are the same. Return an
+        empty string if they cannot be compared.
         """
         spec = self.request.spec
         if self.values.delivers or self.collectives or self.branches is not None:
             return ""
-        # A capture that fails leaves memory behind. The call may have to run uncaptured in what is left.
+        # If this capture runs out of memory, some of what it allocated stays allocated. If the graph is refused, the call runs
+        # uncaptured, and needs memory, too.
         if room(self.device) < 2 * self._needed_bytes():
             return ""
         inputs = [*self.call_inputs]
@@ -429,7 +431,7 @@ class BoundGraphNode(CopyGraphNode):
             # While the graph was captured, an operator may have written its results there, on another stream. That stream
             # may still run. The graph may read the memory as indices, and zero is always in bounds.
             torch.cuda.synchronize()
-            fill_free(self.cuda_graphs_pool, self.device, 0)
+            zero_free(self.cuda_graphs_pool, self.device)
         # An output may lie in the memory of a managed input, which the graph has yet to read. If there are copies,
         # _run_again writes the inputs back.
         metadata = () if self.saved_managed else [m for _, m in self.managed_metadata]

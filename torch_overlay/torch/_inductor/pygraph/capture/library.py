@@ -133,7 +133,7 @@ class Scratch:
             refusal = RefusedError(e.reason, is_capturable=e.is_capturable)
         except Exception as e:
             refusal = RefusedError(Reason.of(Code.CAPTURE_FAILED, error=first_line(e)))
-        # The error is gone, whose frames hold what was allocated.
+        # The capture's tensors can be freed now: the frames of its error held them, and Python has deleted the error.
         self.cuda_graphs_pool = pool
         clean_up_failed_capture(self, stream)
         raise refusal

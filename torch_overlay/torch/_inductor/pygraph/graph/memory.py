@@ -113,13 +113,13 @@ def lack_of_memory(needed: int, device_index: int, pool: _POOL_HANDLE) -> Reason
     return Reason.of(Code.OUT_OF_MEMORY, needed_mib=needed >> 20, free_mib=free >> 20)
 
 
-def fill_free(pool: _POOL_HANDLE, device_index: int, word: int) -> None:
-    """Write an int64 to all of a pool's memory that no tensor lies in."""
+def zero_free(pool: _POOL_HANDLE, device_index: int) -> None:
+    """Zero all of a pool's memory that no tensor lies in."""
     for segment in segments_of(pool):
         for block in segment["blocks"]:
             if block["state"] == "inactive":
-                like = torch.empty(block["size"] // 8, dtype=torch.int64, device="meta")
-                tensor_at(block["address"], like, device_index).fill_(word)
+                like = torch.empty(block["size"], dtype=torch.uint8, device="meta")
+                tensor_at(block["address"], like, device_index).fill_(0)
 
 
 # The allocator keeps tensors of fewer bytes in segments of their own, which FreeMemory leaves alone.

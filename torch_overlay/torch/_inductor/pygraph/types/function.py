@@ -74,14 +74,15 @@ class FunctionSpec:
 
 class Evidence(enum.IntEnum):
     """
-    What the recording of a function has, beside one uncaptured run, to prove a graph that overwrites its inputs. More takes more
-    time or memory, so that a function is recorded again with more only if its results differ.
+    What a recording compares a graph with, if the graph overwrites its inputs. Each kind takes more time or memory than the
+    one before. PyGraph records a function again with the next kind if the graph's results differ.
     """
 
+    # The results of one uncaptured run.
     ONE_RUN = 0
-    # How much the function varies from run to run.
+    # Further uncaptured runs in front of the graph. They show how much the function varies from run to run.
     FURTHER_RUNS = 1
-    # Copies of the inputs. The function runs behind the graph as often as it takes.
+    # Copies of the inputs. With them the function can run again after the graph.
     COPIES = 2
 
 

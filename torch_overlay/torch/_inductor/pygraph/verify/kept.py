@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 # Tensors that take more together stay on the device: the host may have little memory.
 MAX_BYTES = 4 << 30
 
-# Outputs that take at most this part of the reserved memory wait on the device. Copying gradients to the host takes longer than
-# the rest of a backward's recording.
+# Outputs that take at most this part of the reserved memory wait on the device: copies to pageable memory of the host are slow.
+# An estimate.
 MAX_PART = 0.1
 
 

@@ -95,10 +95,6 @@ def _dense(t: torch.Tensor) -> torch.Tensor:
     return t.reshape(-1).contiguous()
 
 
-def fingerprint(t: torch.Tensor) -> Fingerprint:
-    return fingerprints([t])[0]
-
-
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[Fingerprint]:
     """Return the fingerprint of each tensor. The sums of many tensors of a device are copied to the host at a time."""
     found: list[Fingerprint] = []
@@ -137,10 +133,11 @@ class _Weights:
 
 class _Sums(NamedTuple):
     """
-    What a fingerprint is made of, on the device.
+    The sums of one tensor's fingerprint, while they are on the device.
 
     Attributes:
-        sums: of some rows each, as int64: ``bits`` of all pieces, then total, signed and norm of all pieces
+        sums: int64, each the sums of some rows. First those of the bits of all pieces. Then the bits of float64 sums, if the
+            dtype has a TOLERANCE: of the elements, of the elements with signs, and of their magnitudes
         counts: (chunks, elements in each) of each piece
         tolerance: None if the dtype has no TOLERANCE
     """
