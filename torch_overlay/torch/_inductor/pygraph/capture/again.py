@@ -5,13 +5,17 @@ Equal results prove a graph. Where atomic additions add in another order in each
 function is then captured once more, with inputs and outputs where the call has them, and the nodes are compared. A
 node of the graph, set to the addresses of the call, has to launch the same kernel with the same parameters. Only
 addresses of intermediate results differ: each capture has memory of its own.
+
+Libraries leave some bytes of parameters undefined. These hold what was on the stack, which may be other values while the
+graph is captured than ever after. Two more captures, on a stack of the same content, tell such bytes from an address: one has
+inputs and outputs where the call has them, one at the placeholders. Bytes that are the same in both hold no address of these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -27,7 +31,7 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterator, Sequence
+    from collections.abc import Container, Iterator, Sequence
 
     from torch._inductor.cudagraph_utils import ModelType
     from torch._inductor.pygraph.capture.allocation import BoundMemory
@@ -35,6 +39,9 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.graph.captured import CapturedNode
     from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
+
+# What two captures that are compared with one another find on the stack.
+FILL = 0x5A
 
 
 def adds_atomically(spec: FunctionSpec) -> bool:
@@ -47,6 +54,14 @@ def nodes_of(graph: torch.cuda.CUDAGraph) -> list[CapturedNode]:
     """Raises RefusedError: one is neither a kernel nor a memset."""
     raw = bindings().CUgraph(graph.raw_cuda_graph())
     return [read_node(node, kind, PLAIN_EDGE) for node, kind in binding.graph_nodes(raw)]
+
+
+def _other_launch(nodes: Sequence[CapturedNode], others: Sequence[CapturedNode]) -> str | None:
+    """Return how nodes launch other kernels than those of another capture, or None."""
+    if len(nodes) != len(others):
+        return f"{len(nodes)} nodes, not {len(others)}"
+    pairs = ((node, other) for node, other in zip(nodes, others) if not is_same_launch(node, other))
+    return next((f"{node} is launched as {other}" for node, other in pairs), None)
 
 
 def _words(
@@ -65,18 +80,22 @@ def _words(
 
 
 class Again:
-    """Captures a function where its ``inputs`` lie in a call. ``memory`` has placeholders for ``tensors``."""
+    """
+    Captures a function where its ``inputs`` lie in a call, and at placeholders, where they are ``placed``. ``memory`` has
+    placeholders for ``tensors``.
+    """
 
     def __init__(
         self,
         model: ModelType,
         spec: FunctionSpec,
         inputs: list[InputType],
+        placed: list[InputType],
         memory: BoundMemory,
         tensors: Sequence[torch.Tensor],
         scratch: Scratch,
     ) -> None:
-        self.model, self.spec, self.inputs = model, spec, inputs
+        self.model, self.spec, self.inputs, self.placed = model, spec, inputs, placed
         self.memory, self.scratch = memory, scratch
         self.addresses = [t.data_ptr() for t in tensors]
 
@@ -92,19 +111,41 @@ class Again:
                 word.write(self.addresses)
         return dataclasses.replace(node, captured=tuple(map(bytes, node.buffers)))
 
-    def _capture(self, run_on: Callable[[Callable[[], Any]], Any]) -> tuple[list[CapturedNode], PoolRanges]:
+    def _capture(self, byte: int | None = None, *, is_placed: bool = False) -> tuple[list[CapturedNode], PoolRanges]:
+        """Return the nodes, and the memory of the capture. ``byte``: what the stack is filled with."""
         device = self.scratch.device
-        allocations = {n: (nbytes, self._call_address(a)) for n, (nbytes, a) in self.memory.allocations.items()}
-        copies = {i: (copy, self._call_address(a)) for i, (copy, a) in self.memory.copies.items()}
+        allocations, copies = self.memory.allocations, self.memory.copies
+        if not is_placed:
+            allocations = {n: (nbytes, self._call_address(a)) for n, (nbytes, a) in allocations.items()}
+            copies = {i: (copy, self._call_address(a)) for i, (copy, a) in copies.items()}
         pool = torch.cuda.graph_pool_handle()
         model = with_allocator(self.model, self.spec.info, placed_allocator(allocations, device))
-        run = functools.partial(Copied(model, copies, device), [*self.inputs])
+        run = functools.partial(Copied(model, copies, device), [*(self.placed if is_placed else self.inputs)])
+        if byte is not None:
+            run = functools.partial(on_other_stack, byte, run)
         with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
-            graph, outputs = self.scratch.capture(functools.partial(run_on, run), pool)
+            graph, outputs = self.scratch.capture(run, pool)
         # While the outputs are alive, the pool has its memory.
         found = nodes_of(graph), PoolRanges(pool)
         del outputs
         return found
+
+    def _defined(self, found: list[Difference], expected: list[CapturedNode], pool: PoolRanges) -> list[Difference]:
+        """Return those of the words ``found`` in which a kernel may read an address. Raises RefusedError."""
+        filled, filled_pool = self._capture(FILL)
+        placed, placed_pool = self._capture(FILL, is_placed=True)
+        placed = [*map(self._moved, placed)]
+        if _other_launch(placed, filled) is not None:
+            return found
+        moving = OrderedSet(word.place for word in _words(placed, filled, placed_pool, filled_pool))
+        undefined = OrderedSet(
+            place for word in _words(filled, expected, filled_pool, pool) for place in word.places()
+        )
+        return [
+            word
+            for word in found
+            if word.place in moving and not undefined.issuperset(word.places()) and not word.is_of_host()
+        ]
 
     def difference(self, graph: torch.cuda.CUDAGraph, own: Container[int], added: int) -> str | None:
         """
@@ -114,20 +155,12 @@ class Again:
         try:
             nodes = nodes_of(graph)
             nodes = [*map(self._moved, nodes[: len(nodes) - added])]
-            expected, pool = self._capture(lambda run: run())
-            if len(nodes) != len(expected):
-                return f"{len(nodes)} nodes, not {len(expected)}"
-            for node, other in zip(nodes, expected):
-                if not is_same_launch(node, other):
-                    return f"{node} is launched as {other}"
+            expected, pool = self._capture()
+            if (other := _other_launch(nodes, expected)) is not None:
+                return other
             found = [*_words(nodes, expected, own, pool)]
-            for byte in (0x5A, 0xA5) if found else ():
-                # Libraries leave some bytes of parameters undefined. These hold what the stack held before.
-                again, other_pool = self._capture(functools.partial(on_other_stack, byte))
-                undefined = OrderedSet(
-                    place for word in _words(again, expected, other_pool, pool) for place in word.places()
-                )
-                found = [word for word in found if not (undefined.issuperset(word.places()) or word.is_of_host())]
+            if found:
+                found = self._defined(found, expected, pool)
         except (RefusedError, DriverError) as e:
             return str(e)
         if not found:

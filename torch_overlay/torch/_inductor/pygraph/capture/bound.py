@@ -414,7 +414,8 @@ class BoundGraphNode(CopyGraphNode):
         self.restore_managed(inputs)
         scratch = Scratch(self.device, self.stream)
         model = self.scheduled.allocating_alike(self.wrapped_function.model)
-        again = Again(model, spec, inputs, self.memory, self.call_tensors, scratch)
+        placed = [self._recording_input(i, t) if i in self.bound_input_idxs else t for i, t in enumerate(inputs)]  # type: ignore[arg-type]
+        again = Again(model, spec, inputs, placed, self.memory, self.call_tensors, scratch)
         return again.difference(graph, self.pool_ranges, 0 if self.prelude is None else len(self.prelude.arrays))
 
     def _run_again(self) -> None:

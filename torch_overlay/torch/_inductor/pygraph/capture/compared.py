@@ -81,6 +81,11 @@ class Difference(NamedTuple):
     found: bytes
     expected: bytes
 
+    @property
+    def place(self) -> Place:
+        """The place of the word."""
+        return self.node, self.buffer, self.offset
+
     def places(self) -> list[Place]:
         """Return the places of the bytes that differ."""
         pairs = enumerate(zip(self.found, self.expected))
