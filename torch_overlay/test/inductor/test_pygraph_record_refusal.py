@@ -8,6 +8,7 @@ Functions as Inductor writes them are deployed on the modelled device of modelle
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import random
@@ -20,7 +21,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
-from torch._inductor.pygraph.capture import agreement, bound, collectives, copying
+from torch._inductor.pygraph.capture import again, agreement, bound, collectives, copying
 from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
 from torch._inductor.pygraph.graph.driver import DriverError
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
@@ -31,6 +32,7 @@ from torch.testing._internal.common_utils import (
     instantiate_parametrized_tests,
     parametrize,
 )
+from torch.testing._internal.modelled_nodes import MemcpyNode
 from torch.testing._internal.modelled_operators import on_host
 from torch.testing._internal.pygraph_collectives import CollectiveTestCase
 from torch.testing._internal.pygraph_functions import (
@@ -293,6 +295,69 @@ class RefusalTest(CollectiveTestCase):
                 "x, y = args; args.clear(); a = new(); launch(vary, a, x); return (a,)", [self.randn(), self.randn()]
             )
             fn.model.__globals__.update(vary=vary)
+            for _ in range(6):
+                x, y = self.randn(), self.randn()
+                (out,) = fn(x, y)
+                self.assertEqual(on_host(out).abs(), on_host(x).abs())
+        self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
+
+    # What a parameter holds in the graph, once more in the call, and in the captures that are compared with one another: in
+    # the call and at the placeholders. Alone the last two are made alike.
+    PARAMETERS = {
+        "undefined": (7, 0, 0, 0),
+        "counter": (0, 1, 2, 3),
+        "memory": (None, 0, 0, 0),
+    }
+
+    @parametrize("case", [*PARAMETERS])
+    def test_parameters_that_vary_from_capture_to_capture(self, case):
+        """A library leaves them undefined if they are the same at other addresses. It may have freed other memory."""
+        runs, read = itertools.count(), again.nodes_of
+        contents = iter(self.PARAMETERS[case])
+
+        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+
+        memory = self.randn()
+
+        def with_parameter(graph: Any) -> list[Any]:
+            content = next(contents)
+            word = (memory.data_ptr() if content is None else content).to_bytes(8, "little")
+            return [dataclasses.replace(node, captured=(*node.captured, word)) for node in read(graph)]
+
+        fn = self.deploy(
+            "x, y = args; args.clear(); a = new(); launch(vary, a, x); return (a,)", [self.randn(), self.randn()]
+        )
+        fn.model.__globals__.update(vary=vary)
+        with mock.patch.object(again, "nodes_of", with_parameter):
+            for _ in range(6):
+                x, y = self.randn(), self.randn()
+                (out,) = fn(x, y)
+                self.assertEqual(on_host(out).abs(), on_host(x).abs())
+        self.assertEqual(counters["pygraph"]["unbound"], case != "undefined", str(report()))
+
+    @parametrize("hidden", (False, True))
+    def test_copy_nodes_of_results_that_vary(self, hidden):
+        """The driver copies between buffers. From inputs and to outputs a kernel copies, in the other captures, too."""
+        runs, driver = itertools.count(), self.device.driver
+
+        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+
+        def copy(out: torch.Tensor, x: torch.Tensor) -> None:
+            if self.device.captured is None:
+                self.device.launch(lambda to, of: to.copy_(of), out, x)
+            else:
+                graph = self.device.capturing
+                driver.add_node(graph, MemcpyNode(out.data_ptr(), x.data_ptr(), x.nbytes), driver.graphs[graph][-1:])
+
+        with hiding(0) if hidden else contextlib.nullcontext():
+            fn = self.deploy(
+                "x, y = args; args.clear(); a = new(); copy(a, x); b = new(); launch(vary, b, a); c = new(); copy(c, b); "
+                "d = new(); copy(d, c); return (d,)",
+                [self.randn(), self.randn()],
+            )
+            fn.model.__globals__.update(vary=vary, copy=copy)
             for _ in range(6):
                 x, y = self.randn(), self.randn()
                 (out,) = fn(x, y)

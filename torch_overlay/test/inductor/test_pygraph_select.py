@@ -855,7 +855,13 @@ class SchedulesTest(SelectTestCase):
         controller = new_controller("f")
         critical = 100.0 if width == 1 else 50.0
         captured(controller, schedule=ScheduleFacts(CHAIN, 100.0, critical, width))
-        self.assertEqual(controller.schedules(), [f"node_update,{name}" for name in tried])
+        self.assertEqual(controller.schedules(200.0), [f"node_update,{name}" for name in tried])
+
+    def test_an_order_that_gains_the_program_little(self):
+        "Each order is a recording, which drops those behind it on its path."
+        controller = new_controller("f")
+        captured(controller, schedule=ScheduleFacts(CHAIN, 14.0, 10.0, 2))
+        self.assertEqual([*map(controller.schedules, (300.0, 500.0))], [["node_update,dag"], []])
 
     PRELUDES = {
         NO_GRAPH: (6754, 900),

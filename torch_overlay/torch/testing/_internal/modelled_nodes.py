@@ -189,6 +189,8 @@ class BranchNode(KernelNode):
 class CopyingNode(KernelNode):
     """Copies: to, from, number of bytes."""
 
+    function = COPY_FUNCTION
+
 
 class ConditionalNode(Node):
     """

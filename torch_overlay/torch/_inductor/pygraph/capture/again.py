@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING
+from typing import NamedTuple, TYPE_CHECKING
 
 import torch
 from torch._inductor import cudagraph_trees
@@ -23,9 +23,11 @@ from torch._inductor.pygraph.capture.allocation import Copied, placed_allocator,
 from torch._inductor.pygraph.capture.compared import differences, is_same_launch, on_other_stack
 from torch._inductor.pygraph.capture.library import cublas_workspaces, Scratch
 from torch._inductor.pygraph.graph import binding
-from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_node
+from torch._inductor.pygraph.graph.captured import PLAIN_EDGE, read_copy, read_node
+from torch._inductor.pygraph.graph.copies import replace_copies
 from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import PoolRanges
+from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.types.reason import RefusedError
 from torch.utils._ordered_set import OrderedSet
 
@@ -51,9 +53,19 @@ def adds_atomically(spec: FunctionSpec) -> bool:
 
 
 def nodes_of(graph: torch.cuda.CUDAGraph) -> list[CapturedNode]:
-    """Raises RefusedError: one is neither a kernel nor a memset."""
-    raw = bindings().CUgraph(graph.raw_cuda_graph())
-    return [read_node(node, kind, PLAIN_EDGE) for node, kind in binding.graph_nodes(raw)]
+    """Raises RefusedError: one is neither a kernel, a memset nor a copy."""
+    copy = bindings().CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY
+    nodes = binding.graph_nodes(bindings().CUgraph(graph.raw_cuda_graph()))
+    return [read_copy(node) if kind == copy else read_node(node, kind, PLAIN_EDGE) for node, kind in nodes]
+
+
+class _Memory(NamedTuple):
+    """Memory as (start, end) addresses, which may overlap."""
+
+    ranges: list[tuple[int, int]]
+
+    def __contains__(self, address: object) -> bool:
+        return any(start <= address < end for start, end in self.ranges)  # type: ignore[operator]
 
 
 def _other_launch(nodes: Sequence[CapturedNode], others: Sequence[CapturedNode]) -> str | None:
@@ -98,6 +110,7 @@ class Again:
         self.model, self.spec, self.inputs, self.placed = model, spec, inputs, placed
         self.memory, self.scratch = memory, scratch
         self.addresses = [t.data_ptr() for t in tensors]
+        self.bound = _Memory([(t.data_ptr(), t.data_ptr() + storage_extent(t)) for t in tensors])
 
     def _call_address(self, placeholder: int) -> int:
         k, offset = self.memory.placeholders.find(placeholder)  # type: ignore[misc]
@@ -125,27 +138,24 @@ class Again:
             run = functools.partial(on_other_stack, byte, run)
         with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
             graph, outputs = self.scratch.capture(run, pool)
+        # As in the graph.
+        replace_copies(graph.raw_cuda_graph(), self.memory.placeholders if is_placed else self.bound, device)
         # While the outputs are alive, the pool has its memory.
         found = nodes_of(graph), PoolRanges(pool)
         del outputs
         return found
 
-    def _defined(self, found: list[Difference], expected: list[CapturedNode], pool: PoolRanges) -> list[Difference]:
-        """Return those of the words ``found`` in which a kernel may read an address. Raises RefusedError."""
+    def _that_move(self, found: list[Difference]) -> list[Difference]:
+        """Return those of the words ``found`` that may hold an address. Raises RefusedError."""
         filled, filled_pool = self._capture(FILL)
         placed, placed_pool = self._capture(FILL, is_placed=True)
         placed = [*map(self._moved, placed)]
         if _other_launch(placed, filled) is not None:
             return found
         moving = OrderedSet(word.place for word in _words(placed, filled, placed_pool, filled_pool))
-        undefined = OrderedSet(
-            place for word in _words(filled, expected, filled_pool, pool) for place in word.places()
-        )
-        return [
-            word
-            for word in found
-            if word.place in moving and not undefined.issuperset(word.places()) and not word.is_of_host()
-        ]
+        # The graph may hold memory that a library had for this capture alone.
+        found = [word for word in found if word.place in moving or word.expects_memory()]
+        return [word for word in found if not word.is_of_host()]
 
     def difference(self, graph: torch.cuda.CUDAGraph, own: Container[int], added: int) -> str | None:
         """
@@ -160,7 +170,7 @@ class Again:
                 return other
             found = [*_words(nodes, expected, own, pool)]
             if found:
-                found = self._defined(found, expected, pool)
+                found = self._that_move(found)
         except (RefusedError, DriverError) as e:
             return str(e)
         if not found:

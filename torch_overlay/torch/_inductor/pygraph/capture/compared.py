@@ -16,7 +16,7 @@ import itertools
 import struct
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import aligned_words, WORD_BYTES
+from torch._inductor.pygraph.graph.binding import aligned_words, is_known, WORD_BYTES
 from torch._inductor.pygraph.graph.entry import Slot
 from torch._inductor.pygraph.graph.memory import is_pageable
 from torch.utils._ordered_set import OrderedSet
@@ -105,6 +105,10 @@ class Difference(NamedTuple):
         moved = OrderedSet((a - b) % HALF for a, b in addresses)
         pairs = zip(*(struct.unpack("<II", word) for word in (self.found, self.expected)))
         return all(a == b or (a - b) % HALF in moved for a, b in pairs)
+
+    def expects_memory(self) -> bool:
+        """Return whether the expected word is an address of memory that CUDA knows."""
+        return is_known(int.from_bytes(self.expected, "little"))
 
     def is_of_host(self) -> bool:
         """

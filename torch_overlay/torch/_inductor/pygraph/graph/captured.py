@@ -37,6 +37,12 @@ ATTRIBUTE_BYTES = 64
 
 # sizeof(CUDA_KERNEL_NODE_PARAMS)
 KERNEL_BYTES = 72
+# What a node's struct is, by its size
+STRUCTS = {
+    KERNEL_BYTES: "CUDA_KERNEL_NODE_PARAMS",
+    binding.MEMSET_BYTES: "CUDA_MEMSET_NODE_PARAMS",
+    binding.MEMCPY_BYTES: "CUDA_MEMCPY3D",
+}
 # Where CUDA_KERNEL_NODE_PARAMS has gridDimX, gridDimY and gridDimZ.
 GRID_OFFSETS = (8, 12, 16)
 
@@ -54,7 +60,7 @@ class CapturedNode:
         grid: of a kernel
         launch: whether it is a kernel, and of a kernel its function, block and shared memory
         attributes: of a kernel, and of its function
-        captured: of a kernel each parameter, of a memset the struct
+        captured: of a kernel each parameter, of a memset and a copy the struct
     """
 
     node: Any
@@ -83,8 +89,7 @@ class CapturedNode:
     @functools.cached_property
     def params(self) -> Any:
         """The driver's struct. A kernel's points to ``buffers``."""
-        cu = bindings()
-        params = cu.CUDA_KERNEL_NODE_PARAMS() if self.is_kernel else cu.CUDA_MEMSET_NODE_PARAMS()
+        params = getattr(bindings(), STRUCTS[len(self.struct)])()
         ctypes.memmove(int(params.getPtr()), self.struct, len(self.struct))
         if self.is_kernel:
             # The driver reads the parameters from ``keep``.
@@ -93,14 +98,14 @@ class CapturedNode:
 
     @functools.cached_property
     def buffers(self) -> tuple[ctypes.Array[Any], ...]:
-        """Of a kernel each parameter, of a memset the struct."""
+        """Of a kernel each parameter, of a memset and a copy the struct."""
         if not self.is_kernel:
-            return (binding.struct_buffer(self.params, binding.MEMSET_BYTES),)
+            return (binding.struct_buffer(self.params, len(self.struct)),)
         return tuple(ctypes.create_string_buffer(content, len(content)) for content in self.captured)
 
     def __str__(self) -> str:
         if not self.is_kernel:
-            return f"a memset of {self.params.width} x {self.params.height} elements of {self.params.elementSize} bytes"
+            return binding.describe(self.params)
         _, function, block, shared_bytes = self.launch
         status, name = bindings().cuFuncGetName(bindings().CUfunction(function))
         grid = [place.value for place in self.grid_places()]
@@ -208,6 +213,12 @@ def read_node(node: Any, kind: Any, edge: tuple[int, int, int], shared: Shared |
         struct = bytes(binding.struct_buffer(params, binding.MEMSET_BYTES))
         return CapturedNode(node, edge, struct, (1, 1, 1), (False,), (), (struct,))
     raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
+
+
+def read_copy(node: Any) -> CapturedNode:
+    """Return a copy node, which no other node is set to."""
+    struct = bytes(binding.struct_buffer(check(bindings().cuGraphMemcpyNodeGetParams(node)), binding.MEMCPY_BYTES))
+    return CapturedNode(node, PLAIN_EDGE, struct, (1, 1, 1), (False,), (), (struct,))
 
 
 def _attributes(node: Any) -> tuple[Any, ...]:

@@ -12,15 +12,13 @@ import itertools
 import logging
 from typing import Any, NamedTuple, TYPE_CHECKING
 
-from torch._inductor.pygraph.graph.binding import add_kernel, find_words, graph_nodes, MEMCPY_BYTES, struct_buffer
+from torch._inductor.pygraph.graph.binding import add_kernel, graph_nodes
 from torch._inductor.pygraph.graph.driver import bindings, check, edge_data
 from torch._inductor.pygraph.graph.prelude import copy_kernel, PreludeUnavailable
 
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch._inductor.pygraph.graph.placeholder import PlaceholderMap
+    from collections.abc import Container, Mapping, Sequence
 
 
 log = logging.getLogger(__name__)
@@ -37,12 +35,13 @@ class Row(NamedTuple):
 
 
 def replace_copies(
-    raw_graph: int, placeholders: PlaceholderMap, device_index: int, bodies: Mapping[int, Sequence[Any]] = {}
+    raw_graph: int, bound: Container[int], device_index: int, bodies: Mapping[int, Sequence[Any]] = {}
 ) -> None:
     """
-    Let kernels make the copies of a graph from placeholders and to them. The graph is not instantiated.
+    Let kernels make the copies of a graph from inputs and to outputs. The graph is not instantiated.
 
     Args:
+        bound: addresses of inputs and outputs
         bodies: see graph_nodes
 
     Raises:
@@ -51,7 +50,7 @@ def replace_copies(
     cu = bindings()
     for graph in (cu.CUgraph(raw_graph), *itertools.chain.from_iterable(bodies.values())):
         for node, kind in [*graph_nodes(graph)]:
-            if kind != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY or (row := _row(node, placeholders)) is None:
+            if kind != cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMCPY or (row := _row(node, bound)) is None:
                 continue
             try:
                 kernel = copy_kernel(device_index)
@@ -61,8 +60,8 @@ def replace_copies(
             _replace(graph, node, kernel, row)
 
 
-def _row(node: Any, placeholders: PlaceholderMap) -> Row | None:
-    """Return what a copy node copies if an end of it is in a placeholder, and it is one row of device memory."""
+def _row(node: Any, bound: Container[int]) -> Row | None:
+    """Return what a copy node copies if an end of it is bound, and it is one row of device memory."""
     cu = bindings()
     params = check(cu.cuGraphMemcpyNodeGetParams(node))
     device = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE, cu.CUmemorytype.CU_MEMORYTYPE_UNIFIED
@@ -72,7 +71,7 @@ def _row(node: Any, placeholders: PlaceholderMap) -> Row | None:
     later = params.srcY, params.srcZ, params.dstY, params.dstZ
     if (params.Height, params.Depth) != (1, 1) or any(later):
         return None
-    if not find_words(struct_buffer(params, MEMCPY_BYTES), placeholders):
+    if not (int(params.dstDevice) in bound or int(params.srcDevice) in bound):
         return None
     to, source = int(params.dstDevice) + params.dstXInBytes, int(params.srcDevice) + params.srcXInBytes
     return Row(to, source, params.WidthInBytes)

@@ -209,6 +209,9 @@ class PlaceholderMap:
         placeholder = self.placeholders[index]
         return (index, address - placeholder.address) if address < placeholder.end else None
 
+    def __contains__(self, address: int) -> bool:
+        return self.find(address) is not None
+
     def is_better_aligned(self, index: int, offset: int) -> bool:
         """Return whether the address behind a placeholder's is a multiple of a larger power of two than guaranteed."""
         # The sum of two odd multiples of the alignment is an even one.

@@ -8,9 +8,10 @@ Which candidate a function is deployed as. A function goes through these steps, 
 4. The graph stays if it is faster by more than the noise. Otherwise, if there is memory for both, both are timed again,
    in the other order, or the graph alone where both together take much more memory. A graph that is no slower stays if
    a neighbour on its path is a graph: running this function uncaptured would allocate a second copy of its memory.
-5. If calls of a graph that stays may run side by side, up to four further candidates are recorded and timed, the
-   narrowest first. Selection tries no further one if the last was slower on the device than the best before it, or if a
-   function would be recorded again more than MAX_RECORDED_AGAIN times. It tries a third one only if the second was faster.
+5. If calls of a graph that stays may run side by side, and the program could gain by that, up to four further candidates
+   are recorded and timed, the narrowest first. Selection tries no further one if the last was slower on the device than
+   the best before it, or if a function would be recorded again more than MAX_RECORDED_AGAIN times. It tries a third one
+   only if the second was faster.
 
 The next process gets the decision from store.py and times nothing.
 """
@@ -317,7 +318,7 @@ class Selection:
         """Record and time candidates whose calls run side by side. Keep the fastest."""
         controller = self.controller
         best, cost = controller.candidate, chain
-        candidates = controller.schedules()
+        candidates = controller.schedules(chain.program.us)
         if candidates:
             controller.reserved(best, self.pool_bytes())
         for i, candidate in enumerate(candidates):
