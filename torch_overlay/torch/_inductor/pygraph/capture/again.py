@@ -7,8 +7,9 @@ node of the graph, set to the addresses of the call, has to launch the same kern
 addresses of intermediate results differ: each capture has memory of its own.
 
 Libraries leave some bytes of parameters undefined. These hold what was on the stack, which may be other values while the
-graph is captured than ever after. Two more captures, on a stack of the same content, tell such bytes from an address: one has
-inputs and outputs where the call has them, one at the placeholders. Bytes that are the same in both hold no address of these.
+graph is captured than ever after. Half an address shows that the other half was overwritten. Two more captures, on a stack of
+the same content, tell other such bytes from an address: one has inputs and outputs where the call has them, one at the
+placeholders. Bytes that are the same in both hold no address of these.
 """
 
 from __future__ import annotations
@@ -145,6 +146,19 @@ class Again:
         del outputs
         return found
 
+    def _moved_buffers(
+        self, nodes: Sequence[CapturedNode], others: Sequence[CapturedNode], own: Container[int], of_others: Container[int]
+    ) -> list[tuple[int, int]]:
+        """Return (address in the capture ``others``, address) of what lies elsewhere there."""
+        bound = zip(self.addresses, (p.address for p in self.memory.placeholders.placeholders))
+        pairs = OrderedSet(
+            (found, value)
+            for node, other in zip(nodes, others)
+            for (_, _, value), (_, _, found) in zip(node.words(), other.words())
+            if value in own and found in of_others
+        )
+        return [*bound, *pairs]
+
     def _that_move(self, found: list[Difference]) -> list[Difference]:
         """Return those of the words ``found`` that may hold an address. Raises RefusedError."""
         filled, filled_pool = self._capture(FILL)
@@ -154,8 +168,7 @@ class Again:
             return found
         moving = OrderedSet(word.place for word in _words(placed, filled, placed_pool, filled_pool))
         # The graph may hold memory that a library had for this capture alone.
-        found = [word for word in found if word.place in moving or word.expects_memory()]
-        return [word for word in found if not word.is_of_host()]
+        return [word for word in found if word.place in moving or word.expects_memory()]
 
     def difference(self, graph: torch.cuda.CUDAGraph, own: Container[int], added: int) -> str | None:
         """
@@ -169,6 +182,8 @@ class Again:
             if (other := _other_launch(nodes, expected)) is not None:
                 return other
             found = [*_words(nodes, expected, own, pool)]
+            moved = self._moved_buffers(nodes, expected, own, pool) if found else []
+            found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
             if found:
                 found = self._that_move(found)
         except (RefusedError, DriverError) as e:
