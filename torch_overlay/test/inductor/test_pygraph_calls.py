@@ -87,7 +87,15 @@ class IdleWrappersTest(TestCase):
         self.check(lambda x: (x.sin().sum(),), True, torch.randn(4))
 
     def test_mutated_input(self):
-        self.check(lambda x: (x.add_(1).sin(),), False, torch.randn(4))
+        "The graph mutates it, and autograd has to see that."
+        x = torch.randn(4)
+        self.check(lambda x: (x.add_(1).sin(),), True, x)
+        before = x._version
+        with config.patch(pygraph=True):
+            compiled = torch.compile(lambda x: (x.add_(1).sin(),), backend="aot_eager_decomp_partition")
+            for calls in range(1, 4):
+                compiled(x)
+                self.assertEqual(x._version, before + calls)
 
     def test_input_returned(self):
         "By Dynamo's bytecode, not by the graph."
@@ -314,6 +322,23 @@ class DirectTest(TestCase):
                     self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
                 with torch._dynamo.config.patch(error_on_recompile=True):
                     self.check(compiled, layers=0, launches=1)
+
+    def test_mutated_input(self):
+        "Autograd sees that the graph mutates an input."
+
+        def fn(weight, bias, x):
+            out = weight * bias + x
+            bias.mul_(1)
+            return out, weight - x
+
+        self.fn = fn
+        compiled = torch.compile(fn, options={"pygraph": True})
+        self.check(compiled, layers=1, launches=0)
+        self.record()
+        for _ in range(3):
+            self.check(compiled, layers=0, launches=1)
+            # Once compiled, and once in eager mode.
+            self.assertEqual(self.given[0]._version, 2)
 
     def test_who_looks_at_the_layers(self):
         compiled = self.compile()
@@ -614,9 +639,8 @@ class DirectTest(TestCase):
         check(layers=0, launches=1)
 
     def test_layers_that_have_work(self):
-        def mutated(weight, bias, x):
-            bias.add_(x)
-            return weight + bias, weight - x
+        def viewed(weight, bias, x):
+            return weight + bias, x[1:]
 
         def trained(weight, bias, x):
             return weight + bias - x, weight - x
@@ -626,7 +650,7 @@ class DirectTest(TestCase):
             native.compiled, "Direct", lambda **kwargs: made.append(kwargs)
         ):
             for fn, requires_grad, pygraph, expected in (
-                (mutated, False, True, 0),
+                (viewed, False, True, 0),
                 # Of the forward graph, called by AOTAutograd's function.
                 (trained, True, True, 1),
                 (trained, False, False, 0),

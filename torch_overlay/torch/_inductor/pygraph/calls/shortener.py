@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import functools
 import types
-from typing import Any, TYPE_CHECKING
+from typing import Any, NamedTuple, TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
@@ -36,7 +36,7 @@ from torch._inductor.pygraph.calls.unused import UnusedGradients
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from torch._functorch._aot_autograd.runtime_wrappers import _FirstInvocationContext
     from torch._functorch._aot_autograd.schemas import ViewAndMutationMeta
@@ -44,9 +44,23 @@ if TYPE_CHECKING:
 set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 profiler = torch.autograd.profiler
 
-# Functions that only pass on their arguments to another one, and its results: that one, and the
-# number of outputs that they check, if any.
-forwards_to: WeakKeyDictionary[Callable[..., Any], tuple[Callable[..., Any], int | None]] = WeakKeyDictionary()
+
+
+class Forwarding(NamedTuple):
+    """
+    What a function passes its arguments on to, and then its results.
+
+    Attributes:
+        num_outputs: that the function expects, if it checks them
+        mutated: arguments that the graph mutates, which autograd has to see
+    """
+
+    to: Callable[..., Any]
+    num_outputs: int | None = None
+    mutated: Sequence[int] = ()
+
+
+forwards_to: WeakKeyDictionary[Callable[..., Any], Forwarding] = WeakKeyDictionary()
 
 # Of AOTAutograd's runtime wrapper of a training graph: the arguments of native.compiled.Training, which does the same.
 natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictionary()
@@ -54,27 +68,29 @@ natives: WeakKeyDictionary[Callable[..., Any], dict[str, Any]] = WeakKeyDictiona
 
 def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return what bytecode is to call instead of ``disabled``, which is ``forward`` with Dynamo disabled."""
-    layer, graph, num_outputs = layers_below(forward)
-    if isinstance(graph, CompiledFxGraph) and num_outputs is not None:
-        return replay(graph, disabled, num_outputs) or disabled
+    layer, below = layers_below(forward)
+    if isinstance(below.to, CompiledFxGraph) and below.num_outputs is not None:
+        return replay(below.to, disabled, below.num_outputs, below.mutated) or disabled
     return disabled if layer is forward else _disabled(layer)
 
 
-def layers_below(fn: Any) -> tuple[Any, Any, int | None]:
+def layers_below(fn: Any) -> tuple[Any, Forwarding]:
     """
-    Return the first layer that does more than to hand its arguments on, the first one that is not of forwards_to, and
-    the number of outputs that one of these expects in inference.
+    Return the first layer that does more than to hand its arguments on, and the first one that is not of forwards_to, with
+    what one of these does for it in inference.
     """
-    layer, num_outputs = fn, None
+    layer, below = fn, Forwarding(fn)
     while True:
         if isinstance(fn, SerializableCompiledFunction):
             fn = fn.compiled_fn
         elif isinstance(fn, types.FunctionType) and fn in forwards_to:
-            fn, expected = forwards_to[fn]
-            num_outputs = expected if num_outputs is None else num_outputs
+            found = forwards_to[fn]
+            fn = found.to
+            if below.num_outputs is None:
+                below = found
         else:
-            return layer, fn, num_outputs
-        if num_outputs is None:
+            return layer, below._replace(to=fn)
+        if below.num_outputs is None:
             layer = fn
 
 
@@ -91,8 +107,16 @@ def _disabled(layer: Callable[[list[Any]], Any]) -> Callable[..., Any]:
     return native.compiled.Training(slow=call, set_eval_frame=set_eval_frame, **natives[layer])
 
 
-def replay(graph: Any, slow: Callable[..., Any] | None = None, num_outputs: int | None = None) -> Any:
-    """Return what runs ``graph`` by its replay or else by ``slow``, None if a layer in between has work to do."""
+def replay(
+    graph: Any,
+    slow: Callable[..., Any] | None = None,
+    num_outputs: int | None = None,
+    mutated: Sequence[int] = (),
+) -> Any:
+    """
+    Return what runs ``graph`` by its replay or else by ``slow``, None if a layer in between has work to do. ``mutated``: see
+    Forwarding.
+    """
     if native.compiled is None or not isinstance(graph, CompiledFxGraph):
         return None
     runner = graph.compiled_fn_runner
@@ -113,6 +137,8 @@ def replay(graph: Any, slow: Callable[..., Any] | None = None, num_outputs: int 
         inputs=[*direct_call.inputs],
         num_outputs=direct_call.num_outputs,
         outputs=[*direct_call.outputs],
+        mutated=[*mutated],
+        increment_version=torch.autograd.graph.increment_version,
         set_eval_frame=set_eval_frame,
         profiler=vars(profiler),
         debug=vars(torch._inductor.debug),
@@ -366,7 +392,9 @@ def _backward(
     return backward
 
 
-def note_forwarding(fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None) -> None:
-    """Note that ``fn`` only passes on its arguments and the results of ``to``, and may check the number of outputs."""
-    forwards_to[fn] = to, num_outputs
+def note_forwarding(
+    fn: Callable[..., Any], to: Callable[..., Any], num_outputs: int | None = None, mutated: Sequence[int] = ()
+) -> None:
+    """Note that ``fn`` does no more than Forwarding says."""
+    forwards_to[fn] = Forwarding(to, num_outputs, mutated)
     direct_calls[fn] = direct

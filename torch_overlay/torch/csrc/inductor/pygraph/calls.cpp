@@ -142,6 +142,8 @@ struct Direct {
       bool has_dropped = false;
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
+        // The slow path may do it again.
+        increment_versions(args);
         try {
           return in_order(recording.run(list.get(), has_dropped, given));
         } catch (const Unusual&) {
@@ -154,6 +156,17 @@ struct Direct {
       if (has_dropped) {
         list = listed(args, staged);
       }
+    }
+  }
+
+  // Of the arguments that the graph mutates.
+  void increment_versions(PyObject* const* args) const {
+    if (!mutated.empty()) {
+      Ref list = checked(PyList_New(mutated.size()));
+      for (size_t i = 0; i < mutated.size(); ++i) {
+        PyList_SET_ITEM(list.get(), i, Ref::share(args[mutated[i]]).release());
+      }
+      checked(PyObject_CallOneArg(increment_version.get(), list.get()));
     }
   }
 
@@ -186,7 +199,13 @@ struct Direct {
 
   template <typename F>
   void visit(F&& f) {
-    f(keywords.all, slow, partitions, set_eval_frame, profiler, debug);
+    f(keywords.all,
+      slow,
+      partitions,
+      increment_version,
+      set_eval_frame,
+      profiler,
+      debug);
     for (auto& pack : packs) {
       f(pack.first);
     }
@@ -198,6 +217,7 @@ struct Direct {
   Keywords keywords;
   Ref slow = keywords.of("slow");
   Ref partitions = keywords.of("partitions");
+  Ref increment_version = keywords.of("increment_version");
   Ref set_eval_frame = keywords.of("set_eval_frame");
   Ref profiler = keywords.of("profiler");
   Ref debug = keywords.of("debug");
@@ -209,6 +229,7 @@ struct Direct {
   // Positions in the arguments, which the staged values follow.
   std::vector<int64_t> inputs = as_sizes(keywords.of("inputs").get());
   std::vector<int64_t> outputs = as_sizes(keywords.of("outputs").get());
+  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
   bool is_in_order = false;
 };
 
