@@ -171,6 +171,12 @@ class Runner:
         return (buf1, buf0)
 
 
+class RunnerOfMore(Runner):
+    "Of a graph with statements beside its partition."
+
+    direct = None
+
+
 class RunnerOfCpuValues:
     "As generated where the second argument is delivered, and the third one is staged."
 
@@ -323,8 +329,10 @@ class DirectTest(TestCase):
                 with torch._dynamo.config.patch(error_on_recompile=True):
                     self.check(compiled, layers=0, launches=1)
 
-    def test_mutated_input(self):
+    @parametrize("runner", (Runner, RunnerOfMore))
+    def test_mutated_input(self, runner):
         "Autograd sees that the graph mutates an input."
+        self.runner = runner
 
         def fn(weight, bias, x):
             out = weight * bias + x
@@ -339,6 +347,59 @@ class DirectTest(TestCase):
             self.check(compiled, layers=0, launches=1)
             # Once compiled, and once in eager mode.
             self.assertEqual(self.given[0]._version, 2)
+
+    def test_code(self):
+        "What is more than one partition is called without the layers, too, from the second call on."
+        self.runner = RunnerOfMore
+        compiled = self.compile()
+        for is_grad_enabled in (False, True):
+            with torch.set_grad_enabled(is_grad_enabled):
+                torch._dynamo.reset()
+                self.runners.clear()
+                self.check(compiled, layers=1, launches=0)
+                (runner,) = self.runners
+                partition = runner.partitions[0]
+
+                def run(inputs: list[Any], partition: Any = partition) -> Any:
+                    self.assertFalse(torch.is_grad_enabled())
+                    self.assertIs(torch._C._dynamo.eval_frame.set_eval_frame(None), None)
+                    return partition(inputs)
+
+                runner.partitions[0] = run
+                for _ in range(3):
+                    self.check(compiled, layers=0, launches=0)
+                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+                runner.partitions[0] = partition
+                self.record()
+                self.check(compiled, layers=0, launches=1)
+
+    def test_code_that_is_watched(self):
+        self.runner = RunnerOfMore
+        compiled = self.compile()
+        self.check(compiled, layers=1, launches=0)
+        with torch.profiler.profile() as profile:
+            self.check(compiled, layers=1, launches=0)
+        self.assertTrue(any("CompiledFxGraph" in event.name for event in profile.events()))
+        with mock.patch.object(torch._inductor.debug, "RECORD_GRAPH_EXECUTION", True):
+            self.check(compiled, layers=1, launches=0)
+        self.check(compiled, layers=0, launches=0)
+
+    def test_code_that_raises(self):
+        "All calls up to the first one that returns go through the layers. An error leaves gradients and Dynamo as they were."
+        self.runner, errors = RunnerOfMore, [True, False, True, False]
+
+        def call(runner: Any, args: list[Any]) -> Any:
+            if errors.pop(0):
+                raise RuntimeError("gone")
+            return Runner.call(runner, args)
+
+        with mock.patch.object(RunnerOfMore, "call", call), torch.enable_grad():
+            compiled = self.compile()
+            for layers in (1, 0):
+                with self.assertRaisesRegex(RuntimeError, "gone"):
+                    self.check(compiled, layers=layers, launches=0)
+                self.assertEqual((self.layers_run, torch.is_grad_enabled()), (layers, True))
+                self.check(compiled, layers=layers, launches=0)
 
     def test_who_looks_at_the_layers(self):
         compiled = self.compile()

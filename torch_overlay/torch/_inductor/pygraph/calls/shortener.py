@@ -5,7 +5,7 @@ From compiled bytecode to a graph's generated code in fewer steps, for AOTAutogr
 **Inference.** Where one partition is the whole graph, ``native.compiled.Direct`` replaces the layers between bytecode
 and the replay. It disables Dynamo and gradients as they do, and moves the CPU values of types.partition.DirectCall.
 Calls that the replay was not recorded for, or while the program captures, profiles or records the order of graphs, go
-through them.
+through them. Where generated code has more to do, ``native.compiled.DirectCode`` calls that.
 
 **Training.** AOTAutograd's CompiledFunction asks in each call what its metadata said when it was compiled. A plain
 graph, see is_plain, gets a forward and a backward that only ask what can change from call to call. Where the answer is
@@ -70,7 +70,7 @@ def direct(disabled: Callable[..., Any], forward: Callable[..., Any]) -> Callabl
     """Return what bytecode is to call instead of ``disabled``, which is ``forward`` with Dynamo disabled."""
     layer, below = layers_below(forward)
     if isinstance(below.to, CompiledFxGraph) and below.num_outputs is not None:
-        return replay(below.to, disabled, below.num_outputs, below.mutated) or disabled
+        return replay(below.to, disabled, below.num_outputs, below.mutated) or _code(below, disabled) or disabled
     return disabled if layer is forward else _disabled(layer)
 
 
@@ -124,7 +124,7 @@ def replay(
     if (
         runner is None
         or direct_call is None
-        or getattr(graph.current_callable, "__self__", None) is not runner
+        or not _runs_code(graph)
         or num_outputs not in (None, len(direct_call.outputs))
     ):
         return None
@@ -138,10 +138,33 @@ def replay(
         num_outputs=direct_call.num_outputs,
         outputs=[*direct_call.outputs],
         mutated=[*mutated],
+        **_asked(),
+    )
+
+
+def _runs_code(graph: CompiledFxGraph) -> bool:
+    """Return whether a graph is called by its generated code alone."""
+    runner = graph.compiled_fn_runner
+    return runner is not None and getattr(graph.current_callable, "__self__", None) is runner
+
+
+def _asked() -> dict[str, Any]:
+    """Return what each direct call asks, and what it calls around the graph."""
+    return dict(
         increment_version=torch.autograd.graph.increment_version,
         set_eval_frame=set_eval_frame,
         profiler=vars(profiler),
         debug=vars(torch._inductor.debug),
+    )
+
+
+def _code(below: Forwarding, slow: Callable[..., Any]) -> Any:
+    """Return what runs the code of an inference graph or else ``slow``, None if a layer in between has work to do."""
+    graph: CompiledFxGraph = below.to  # type: ignore[assignment]
+    if native.compiled is None or graph.graph_info is None or not _runs_code(graph):
+        return None
+    return native.compiled.DirectCode(
+        slow=slow, code=graph.current_callable, mutated=[*below.mutated], **_asked()
     )
 
 

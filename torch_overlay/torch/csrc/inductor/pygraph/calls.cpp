@@ -74,6 +74,27 @@ auto without_dynamo(const Ref& set_eval_frame) {
   });
 }
 
+// With a profiler or a debugger a call goes through every layer.
+bool is_watched(const Ref& profiler, const Ref& debug) {
+  return PyDict_GetItem(profiler.get(), names.is_profiling) != Py_False ||
+      PyDict_GetItem(debug.get(), names.is_debugging) != Py_False;
+}
+
+// Of the arguments that a graph mutates.
+void increment_versions(
+    const Ref& increment_version,
+    const std::vector<int64_t>& mutated,
+    PyObject* const* args) {
+  if (mutated.empty()) {
+    return;
+  }
+  Ref list = checked(PyList_New(mutated.size()));
+  for (size_t i = 0; i < mutated.size(); ++i) {
+    PyList_SET_ITEM(list.get(), i, Ref::share(args[mutated[i]]).release());
+  }
+  checked(PyObject_CallOneArg(increment_version.get(), list.get()));
+}
+
 // What compiled bytecode calls to replay an inference graph of one partition.
 // calls/shortener.py makes it, and says which layers it leaves out and why they have
 // nothing to do.
@@ -100,14 +121,12 @@ struct Direct {
     return attempted(run, [&]() { return call.pass_to(slow); });
   }
 
-  // A decision against the graph replaces the replay in the list. With a profiler
-  // or a debugger the call goes through every layer.
+  // A decision against the graph replaces the replay in the list.
   bool has_replay() const {
     return PyList_CheckExact(partitions.get()) &&
         PyList_GET_SIZE(partitions.get()) == 1 &&
         Boxed<Replay>::is(PyList_GET_ITEM(partitions.get(), 0)) &&
-        PyDict_GetItem(profiler.get(), names.is_profiling) == Py_False &&
-        PyDict_GetItem(debug.get(), names.is_debugging) == Py_False;
+        !is_watched(profiler, debug);
   }
 
   // Tries the recordings in turn, as Replay.general has them. A call that none of
@@ -143,7 +162,7 @@ struct Direct {
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
         // The slow path may do it again.
-        increment_versions(args);
+        increment_versions(increment_version, mutated, args);
         try {
           return in_order(recording.run(list.get(), has_dropped, given));
         } catch (const Unusual&) {
@@ -156,17 +175,6 @@ struct Direct {
       if (has_dropped) {
         list = listed(args, staged);
       }
-    }
-  }
-
-  // Of the arguments that the graph mutates.
-  void increment_versions(PyObject* const* args) const {
-    if (!mutated.empty()) {
-      Ref list = checked(PyList_New(mutated.size()));
-      for (size_t i = 0; i < mutated.size(); ++i) {
-        PyList_SET_ITEM(list.get(), i, Ref::share(args[mutated[i]]).release());
-      }
-      checked(PyObject_CallOneArg(increment_version.get(), list.get()));
     }
   }
 
@@ -231,6 +239,61 @@ struct Direct {
   std::vector<int64_t> outputs = as_sizes(keywords.of("outputs").get());
   std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
   bool is_in_order = false;
+};
+
+// What compiled bytecode calls to run the code of another inference graph. The
+// first call, which AOTAutograd analyses, goes through every layer.
+struct DirectCode {
+  DirectCode(PyObject* /*args*/, PyObject* kwargs)
+      : keywords{Ref::share(kwargs)} {
+    for (int64_t i : mutated) {
+      least_args = std::max<Py_ssize_t>(least_args, i + 1);
+    }
+  }
+
+  PyObject* call(const Call& call) {
+    const Py_ssize_t num_args = call.count();
+    if (has_run && num_args >= least_args && !is_watched(profiler, debug)) {
+      return guarded([&]() { return run(call.args, num_args); });
+    }
+    PyObject* outputs = call.pass_to(slow);
+    has_run = has_run || outputs != nullptr;
+    return outputs;
+  }
+
+  PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
+    auto no_dynamo = without_dynamo(set_eval_frame);
+    increment_versions(increment_version, mutated, args);
+    c10::AutoGradMode no_grad(false);
+    Ref list = checked(PyList_New(num_args));
+    for (Py_ssize_t i = 0; i < num_args; ++i) {
+      PyList_SET_ITEM(list.get(), i, Ref::share(args[i]).release());
+    }
+    Ref outputs = checked(PyObject_CallOneArg(code.get(), list.get()));
+    return PySequence_List(outputs.get());
+  }
+
+  template <typename F>
+  void visit(F&& f) {
+    f(keywords.all,
+      slow,
+      code,
+      increment_version,
+      set_eval_frame,
+      profiler,
+      debug);
+  }
+
+  Keywords keywords;
+  Ref slow = keywords.of("slow");
+  Ref code = keywords.of("code");
+  Ref increment_version = keywords.of("increment_version");
+  Ref set_eval_frame = keywords.of("set_eval_frame");
+  Ref profiler = keywords.of("profiler");
+  Ref debug = keywords.of("debug");
+  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
+  Py_ssize_t least_args = 0;
+  bool has_run = false;
 };
 
 // What compiled bytecode calls to run a training graph. runtime_wrapper in
@@ -421,6 +484,7 @@ bool add_calls(PyObject* module) {
   link.tp_hash = Link::hash;
   return PyModule_AddFunctions(module, functions) == 0 &&
       Boxed<Direct>::ready(module, "Direct") &&
+      Boxed<DirectCode>::ready(module, "DirectCode") &&
       Boxed<Training>::ready(module, "Training") &&
       Boxed<Link>::ready(module, "Link");
 }
