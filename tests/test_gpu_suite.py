@@ -82,6 +82,12 @@ class Device:
     def synchronize(self):
         self.now = max(self.now, self.busy_until)
 
+    def mark(self):
+        return max(self.now, self.busy_until)
+
+    def seconds(self, start, end):
+        return end - start
+
 
 def _time(device, loops, **options):
     return time_interleaved(loops, device.synchronize, clock=lambda: device.now, **options)
@@ -102,6 +108,18 @@ def test_timing_is_the_slower_of_host_and_device():
     assert timings["device bound"].median_us == pytest.approx(80, rel=0.01)
     assert timings["host bound"].iqr_us == pytest.approx(0, abs=0.1)
     assert timings["device bound"].host_us == pytest.approx(5, rel=0.01)
+
+
+@pytest.mark.parametrize("host,device_s", ((2e-3, 6e-3), (6e-3, 2e-3), (5e-5, 1e-6)))
+def test_marks_leave_out_what_the_first_call_waits_for(host, device_s):
+    device = Device()
+    loops = {"a": device.loop("a", host, device_s)}
+    found = _time(device, loops, marks=device)["a"]
+    assert found.median_us == pytest.approx(max(host, device_s) * 1e6)
+    assert found.host_us == pytest.approx(host * 1e6)
+    # Five calls from an idle device on.
+    if device_s == 6e-3:
+        assert _time(device, loops)["a"].median_us == pytest.approx((host / 5 + device_s) * 1e6)
 
 
 def test_rounds_are_repeated_until_they_are_clear():

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .compare import compare, Difference, snapshot
 from .models.sharded import Block, split_block
 from .processes import process_group
-from .program import seed, VARIANTS
+from .program import Events, seed, VARIANTS
 from .report import bytes_text, write_rows
 from .timing import fields, MAX_SLOWDOWN, ratio, time_interleaved
 from .tp import add_arguments, command_on_ranks, run_on_rank
@@ -364,7 +364,7 @@ def row(name: str, args: argparse.Namespace) -> Row:
 
     loops = {variant: loop(run) for variant, run in runs.items()}
     timed = time.monotonic()
-    timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=largest)
+    timings = time_interleaved(loops, synchronize, rounds=args.rounds, agree=largest, marks=Events.of(device))
     timing_s = time.monotonic() - timed
     missed = [f"{variant}: {reason}" for variant, reason in failed.items() if variant != "stock_cg"]
     missed += [*misses(timings, reserved, late), *copies(entries)]

@@ -110,6 +110,22 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
+class Events:
+    """Marks of timing.time_interleaved on the timeline of the current stream."""
+
+    @classmethod
+    def of(cls, device: torch.device) -> Events | None:
+        return cls() if device.type == "cuda" else None
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        return start.elapsed_time(end) / 1e3
+
+
 class Program:
     """``original`` run in one way. When training it has weights of its own, and always buffers."""
 

@@ -14,7 +14,7 @@ import random
 import statistics
 import time
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TYPE_CHECKING
+from typing import Any, NamedTuple, Protocol, TYPE_CHECKING
 
 
 if TYPE_CHECKING:
@@ -105,6 +105,16 @@ def ratio(ours: Timing, theirs: Timing) -> Interval:
     return Interval(ratios[outside], statistics.median(ratios), ratios[n - 1 - outside])
 
 
+class Marks(Protocol):
+    """Points on the device's timeline."""
+
+    def mark(self) -> Any:
+        """Return when the device has done what it was given until now. Does not wait."""
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Return the seconds between two points that the device has passed."""
+
+
 def time_interleaved(
     loops: dict[str, Loop],
     synchronize: Callable[[], None],
@@ -113,14 +123,17 @@ def time_interleaved(
     round_s: float = 0.02,
     max_calls: int = 1000,
     fixed_calls: int | None = None,
+    marks: Marks | None = None,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
-    many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. There
-    are ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
+    many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. With ``marks``, they are timed
+    from the end of the call before to the end of the last one, on the device: while that works on one call, the host
+    launches the next. Else they are timed from an idle device on, which waits for the host in the first call. There are
+    ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
     times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
@@ -137,6 +150,12 @@ def time_interleaved(
         return clock() - start
 
     def seconds(name: str, calls: int) -> float:
+        if marks is not None:
+            first = marks.mark()
+            run(name, calls)
+            last = marks.mark()
+            synchronize()
+            return marks.seconds(first, last)
         synchronize()
         start = clock()
         run(name, calls)

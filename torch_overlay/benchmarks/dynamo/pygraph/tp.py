@@ -32,7 +32,7 @@ from .catalogue import CASES
 from .compare import compare, Difference, snapshot
 from .models.language import CachedDecoder
 from .processes import process_group
-from .program import seed, VARIANTS
+from .program import Events, seed, VARIANTS
 from .report import write_rows
 from .timing import fields, LoopFailed, time_interleaved
 from .worker import (
@@ -209,7 +209,8 @@ class ParallelRun:
 
         loops = {name: loop(call) for name, call in calls.items()}
         try:
-            return time_interleaved(loops, self.synchronize, rounds=self.rounds, agree=self.slowest)
+            marks = Events.of(self.device)
+            return time_interleaved(loops, self.synchronize, rounds=self.rounds, agree=self.slowest, marks=marks)
         except LoopFailed as failure:
             # The others wait for this rank: there is nothing to go on with.
             raise RuntimeError(f"{failure.name}: {summary(failure.__cause__)}") from failure
