@@ -7,9 +7,9 @@ node of the graph, set to the addresses of the call, has to launch the same kern
 addresses of intermediate results differ: each capture has memory of its own.
 
 Libraries leave some bytes of parameters undefined. These hold what was on the stack, which may be other values while the
-graph is captured than ever after. Half an address shows that the other half was overwritten. Two more captures, on a stack of
-the same content, tell other such bytes from an address: one has inputs and outputs where the call has them, one at the
-placeholders. Bytes that are the same in both hold no address of these.
+graph is captured than ever after. Two more captures, on a stack of the same content, tell such bytes from an address: one has
+inputs and outputs where the call has them, one at the placeholders. Bytes that are the same in both hold no address of these.
+Half an address shows that the other half was overwritten.
 """
 
 from __future__ import annotations
@@ -182,10 +182,11 @@ class Again:
             if (other := _other_launch(nodes, expected)) is not None:
                 return other
             found = [*_words(nodes, expected, own, pool)]
-            moved = self._moved_buffers(nodes, expected, own, pool) if found else []
-            found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
             if found:
                 found = self._that_move(found)
+            # Of few words: each is compared with the addresses of all buffers.
+            moved = self._moved_buffers(nodes, expected, own, pool) if found else []
+            found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
         except (RefusedError, DriverError) as e:
             return str(e)
         if not found:
