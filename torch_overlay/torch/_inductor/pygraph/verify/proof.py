@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CHUNKS = 1024
 
 # Elements that are summed at a time. A sum in a wider dtype converts its operand first.
-MAX_ELEMENTS = 1 << 20
+MAX_ELEMENTS = 1 << 22
 
 # Sums that wait on the device until they are copied to the host.
 MAX_SUMS = 1 << 18
