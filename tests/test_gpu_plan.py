@@ -150,6 +150,8 @@ def test_what_takes_long_is_first():
     # Not what the machine does for it, but the time until its end.
     record["cases"][0]["seconds"] = {"compile": 20.0, "measure": 20.0, "device": 20.0}
     assert [unit.name for unit in plan.longest_first(units, record)] == ["b", "c", "a"]
+    # How long a case takes that never ran is not known.
+    assert [unit.name for unit in plan.longest_first([*units, Unit("paper", "d")], record)] == ["d", "b", "c", "a"]
 
 
 def test_the_plan_says_what_is_missing_and_how_many_commands_it_takes():

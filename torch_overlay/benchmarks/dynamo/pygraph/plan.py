@@ -181,14 +181,15 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
 
 
 def longest_first(units: list[Unit], record: Row) -> list[Unit]:
-    """What a command does not finish is lost: what begins late should be short."""
+    """What a command does not finish is lost: what begins late should be short. A workload that never ran may be long."""
     cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
 
-    def until_end(unit: Unit) -> float:
+    def until_end(unit: Unit) -> tuple[bool, float]:
         if unit.is_module or not unit.name:
-            return seconds([unit], record)
-        needed = work(unit, cases.get((unit.kind, unit.name), {}))
-        return needed.longest + needed.device
+            return False, seconds([unit], record)
+        row = cases.get((unit.kind, unit.name), {})
+        needed = work(unit, row)
+        return unit.kind not in SMALL and "seconds" not in row, needed.longest + needed.device
 
     return sorted(units, key=until_end, reverse=True)
 
