@@ -16,14 +16,18 @@ from unittest import mock
 import torch
 import torch._dynamo
 import torch._inductor.cudagraph_trees as trees
+import torch.distributed as dist
 from torch._dynamo import utils as dynamo_utils
 from torch._dynamo.utils import counters
 from torch._dynamo.variables import optimizer
 from torch._inductor.test_case import run_tests, TestCase
 from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import FileCheck
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
 
@@ -621,6 +625,29 @@ class CUDAGraphTreesTest(FixesTestCase):
         printed = subprocess.check_output([sys.executable, "-c", program], text=True)
         # The list's, the name's and the argument's.
         self.assertEqual(printed.split(), ["3", "3"])
+
+
+class DistributedTest(FixesTestCase):
+    def test_ranges_of_fsdp(self) -> None:
+        """The hooks of fully_shard enter ranges of the profiler only while it runs."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+        model = torch.nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+
+        def step() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+
+        step()
+        enter = torch.autograd.profiler.record_function.__enter__
+        with mock.patch.object(torch.autograd.profiler.record_function, "__enter__", autospec=True, side_effect=enter) as entered:
+            step()
+            self.assertEqual(entered.call_count, 0)
+            with torch.profiler.profile() as profile:
+                step()
+        names = [event.name for event in profile.events() if event.is_user_annotation]
+        for name in ("root_pre_forward", "all_gather", "post_forward", "pre_backward", "post_backward_reduce"):
+            self.assertTrue(any(f"FSDP::{name}" in found for found in names), name)
 
 
 instantiate_parametrized_tests(DynamoTest)
