@@ -13,7 +13,7 @@ import gc
 import sys
 import threading
 import weakref
-from typing import Any
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
@@ -39,6 +39,10 @@ from torch.testing._internal.common_utils import (
 )
 from torch.testing._internal.pygraph_common import needs_compiled
 from torch.testing._internal.pygraph_replay import Node
+
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class IdleWrappersTest(TestCase):
@@ -315,19 +319,24 @@ class DirectTest(TestCase):
         self.assertEqual(compiled(weight, bias, x), self.fn(weight, bias, x))
         self.assertEqual((self.layers_run, self.launches), (layers, launches))
 
-    def test_direct(self):
+    def compiled_in_each_grad_mode(self) -> Iterator[tuple[Any, bool]]:
+        """Yield (the function after its first call, whether gradients are enabled) with gradients disabled and enabled."""
         compiled = self.compile()
         for is_grad_enabled in (False, True):
             with torch.set_grad_enabled(is_grad_enabled):
                 torch._dynamo.reset()
                 self.runners.clear()
                 self.check(compiled, layers=1, launches=0)
-                self.record()
-                for _ in range(3):
-                    self.check(compiled, layers=0, launches=1)
-                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
-                with torch._dynamo.config.patch(error_on_recompile=True):
-                    self.check(compiled, layers=0, launches=1)
+                yield compiled, is_grad_enabled
+
+    def test_direct(self):
+        for compiled, is_grad_enabled in self.compiled_in_each_grad_mode():
+            self.record()
+            for _ in range(3):
+                self.check(compiled, layers=0, launches=1)
+                self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+            with torch._dynamo.config.patch(error_on_recompile=True):
+                self.check(compiled, layers=0, launches=1)
 
     @parametrize("runner", (Runner, RunnerOfMore))
     def test_mutated_input(self, runner):
@@ -349,29 +358,24 @@ class DirectTest(TestCase):
             self.assertEqual(self.given[0]._version, 2)
 
     def test_code(self):
-        "What is more than one partition is called without the layers, too, from the second call on."
+        "From the second call on, bytecode calls the code of several partitions without the layers."
         self.runner = RunnerOfMore
-        compiled = self.compile()
-        for is_grad_enabled in (False, True):
-            with torch.set_grad_enabled(is_grad_enabled):
-                torch._dynamo.reset()
-                self.runners.clear()
-                self.check(compiled, layers=1, launches=0)
-                (runner,) = self.runners
-                partition = runner.partitions[0]
+        for compiled, is_grad_enabled in self.compiled_in_each_grad_mode():
+            (runner,) = self.runners
+            partition = runner.partitions[0]
 
-                def run(inputs: list[Any], partition: Any = partition) -> Any:
-                    self.assertFalse(torch.is_grad_enabled())
-                    self.assertIs(torch._C._dynamo.eval_frame.set_eval_frame(None), None)
-                    return partition(inputs)
+            def run(inputs: list[Any], partition: Any = partition) -> Any:
+                self.assertFalse(torch.is_grad_enabled())
+                self.assertIs(torch._C._dynamo.eval_frame.set_eval_frame(None), None)
+                return partition(inputs)
 
-                runner.partitions[0] = run
-                for _ in range(3):
-                    self.check(compiled, layers=0, launches=0)
-                    self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
-                runner.partitions[0] = partition
-                self.record()
-                self.check(compiled, layers=0, launches=1)
+            runner.partitions[0] = run
+            for _ in range(3):
+                self.check(compiled, layers=0, launches=0)
+                self.assertEqual(torch.is_grad_enabled(), is_grad_enabled)
+            runner.partitions[0] = partition
+            self.record()
+            self.check(compiled, layers=0, launches=1)
 
     def test_code_that_is_watched(self):
         self.runner = RunnerOfMore

@@ -279,30 +279,32 @@ class RefusalTest(CollectiveTestCase):
         self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
         self.assertIn("launches otherwise: 1 words differ, first in parameter" if hidden else "", report()[0].reason)
 
+    def check_results_that_vary(self, body: str, is_bound: bool, **names: Any) -> None:
+        """A function of ``x`` and ``y`` launches ``vary``, whose results differ in their sign from run to run."""
+        runs = itertools.count()
+
+        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
+            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+
+        fn = self.deploy(f"x, y = args; args.clear(); {body}", [self.randn(), self.randn()])
+        fn.model.__globals__.update(vary=vary, **names)
+        for _ in range(6):
+            x, y = self.randn(), self.randn()
+            (out,) = fn(x, y)
+            self.assertEqual(on_host(out).abs(), on_host(x).abs())
+        self.assertEqual(counters["pygraph"]["unbound"], not is_bound, str(report()))
+
     @parametrize("hidden", (False, True))
     def test_results_that_vary_from_run_to_run(self, hidden):
         """
         As the gradient of a bias in front of a batch norm, which is the rounding of a sum that cancels out. No operator
         says that it adds atomically. Where a node hides its address, the launches differ.
         """
-        runs = itertools.count()
-
-        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
-            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
-
         with hiding(0) if hidden else contextlib.nullcontext():
-            fn = self.deploy(
-                "x, y = args; args.clear(); a = new(); launch(vary, a, x); return (a,)", [self.randn(), self.randn()]
-            )
-            fn.model.__globals__.update(vary=vary)
-            for _ in range(6):
-                x, y = self.randn(), self.randn()
-                (out,) = fn(x, y)
-                self.assertEqual(on_host(out).abs(), on_host(x).abs())
-        self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
+            self.check_results_that_vary("a = new(); launch(vary, a, x); return (a,)", not hidden)
 
-    # What a parameter holds in the graph, once more in the call, and in the captures that are compared with one another: in
-    # the call and at the placeholders. Alone the last two are made alike.
+    # What a kernel's further parameter holds in four captures: in the graph; in the call; and in the two on a stack of the same
+    # content, with the addresses of the call and with placeholders.
     PARAMETERS = {
         "undefined": (7, 0, 0, 0),
         "half": ("half", "half", "half", "half"),
@@ -313,15 +315,10 @@ class RefusalTest(CollectiveTestCase):
     @parametrize("case", [*PARAMETERS])
     def test_parameters_that_vary_from_capture_to_capture(self, case):
         """
-        A library leaves them undefined if they are the same at other addresses, or half an address. It may have freed memory
-        of its own.
+        A parameter is undefined if it is the same at other addresses, or half an address. A counter is not, nor is memory that
+        a library may have freed.
         """
-        runs, read = itertools.count(), again.nodes_of
-        contents = iter(self.PARAMETERS[case])
-        memory = self.randn()
-
-        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
-            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+        read, contents, memory = again.nodes_of, iter(self.PARAMETERS[case]), self.randn()
 
         def with_parameter(graph: Any) -> list[Any]:
             (node,) = read(graph)
@@ -332,24 +329,13 @@ class RefusalTest(CollectiveTestCase):
                 word = (memory.data_ptr() if content == "memory" else content).to_bytes(8, "little")
             return [dataclasses.replace(node, captured=(*node.captured, word))]
 
-        fn = self.deploy(
-            "x, y = args; args.clear(); a = new(); launch(vary, a, x); return (a,)", [self.randn(), self.randn()]
-        )
-        fn.model.__globals__.update(vary=vary)
         with mock.patch.object(again, "nodes_of", with_parameter):
-            for _ in range(6):
-                x, y = self.randn(), self.randn()
-                (out,) = fn(x, y)
-                self.assertEqual(on_host(out).abs(), on_host(x).abs())
-        self.assertEqual(counters["pygraph"]["unbound"], case not in ("half", "undefined"), str(report()))
+            self.check_results_that_vary("a = new(); launch(vary, a, x); return (a,)", case in ("half", "undefined"))
 
     @parametrize("hidden", (False, True))
     def test_copy_nodes_of_results_that_vary(self, hidden):
-        """The driver copies between buffers. From inputs and to outputs a kernel copies, in the other captures, too."""
-        runs, driver = itertools.count(), self.device.driver
-
-        def vary(out: torch.Tensor, x: torch.Tensor) -> None:
-            torch.mul(x, (-1) ** (next(runs) % 3), out=out)
+        """Copy nodes copy between buffers. Kernels copy from inputs and to outputs, in the further captures, too."""
+        driver = self.device.driver
 
         def copy(out: torch.Tensor, x: torch.Tensor) -> None:
             if self.device.captured is None:
@@ -358,18 +344,11 @@ class RefusalTest(CollectiveTestCase):
                 graph = self.device.capturing
                 driver.add_node(graph, MemcpyNode(out.data_ptr(), x.data_ptr(), x.nbytes), driver.graphs[graph][-1:])
 
+        body = (
+            "a = new(); copy(a, x); b = new(); launch(vary, b, a); c = new(); copy(c, b); d = new(); copy(d, c); return (d,)"
+        )
         with hiding(0) if hidden else contextlib.nullcontext():
-            fn = self.deploy(
-                "x, y = args; args.clear(); a = new(); copy(a, x); b = new(); launch(vary, b, a); c = new(); copy(c, b); "
-                "d = new(); copy(d, c); return (d,)",
-                [self.randn(), self.randn()],
-            )
-            fn.model.__globals__.update(vary=vary, copy=copy)
-            for _ in range(6):
-                x, y = self.randn(), self.randn()
-                (out,) = fn(x, y)
-                self.assertEqual(on_host(out).abs(), on_host(x).abs())
-        self.assertEqual(counters["pygraph"]["unbound"], hidden, str(report()))
+            self.check_results_that_vary(body, not hidden, copy=copy)
 
     @parametrize("force", ("node_update", None))
     def test_host_that_varies(self, force):

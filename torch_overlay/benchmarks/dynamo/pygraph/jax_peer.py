@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     Arrays = dict[str, Any]
     Model = Callable[..., Any]
 
-# Of a round
+# Seconds of a round
 ROUND_S = 0.1
 
 

@@ -181,7 +181,10 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
 
 
 def longest_first(units: list[Unit], record: Row) -> list[Unit]:
-    """What a command does not finish is lost: what begins late should be short. A workload that never ran may be long."""
+    """
+    Return units in the order in which they begin. A command loses what it does not finish, so that short units come last. A
+    workload that never ran may be long.
+    """
     cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
 
     def until_end(unit: Unit) -> tuple[bool, float]:

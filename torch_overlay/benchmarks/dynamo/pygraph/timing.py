@@ -109,7 +109,7 @@ class Marks(Protocol):
     """Points on the device's timeline."""
 
     def mark(self) -> Any:
-        """Return when the device has done what it was given until now. Does not wait."""
+        """Return the point at which the device will have done all work that is queued now. Does not wait for it."""
 
     def seconds(self, start: Any, end: Any) -> float:
         """Return the seconds between two points that the device has passed."""
@@ -130,9 +130,9 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """
     ``loops[name](n)`` makes n calls without waiting for the device. Each round runs as
-    many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. With ``marks``, they are timed
-    from the end of the call before to the end of the last one, on the device: while that works on one call, the host
-    launches the next. Else they are timed from an idle device on, which waits for the host in the first call. There are
+    many as fill about ``round_s`` seconds, MIN_CALLS at least, and waits once, at the end. With ``marks``, the device
+    tells when the call before them ended, and when the last of them ended. The host launches a call while the device works
+    on the one before. Without ``marks``, the device is idle when the first call begins, and waits for the host. There are
     ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
     times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.

@@ -45,14 +45,13 @@ set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame
 profiler = torch.autograd.profiler
 
 
-
 class Forwarding(NamedTuple):
     """
-    What a function passes its arguments on to, and then its results.
+    A function calls ``to`` with its own arguments, and returns what that returns.
 
     Attributes:
-        num_outputs: that the function expects, if it checks them
-        mutated: arguments that the graph mutates, which autograd has to see
+        num_outputs: how many outputs the function expects of ``to``, or None if it does not count them
+        mutated: indices of the arguments that the graph mutates. The function increments their versions first
     """
 
     to: Callable[..., Any]
@@ -122,8 +121,7 @@ def replay(
     runner = graph.compiled_fn_runner
     direct_call = None if graph.graph_info is None else graph.graph_info.direct
     if (
-        runner is None
-        or direct_call is None
+        direct_call is None
         or not _runs_code(graph)
         or num_outputs not in (None, len(direct_call.outputs))
     ):
@@ -137,8 +135,7 @@ def replay(
         inputs=[*direct_call.inputs],
         num_outputs=direct_call.num_outputs,
         outputs=[*direct_call.outputs],
-        mutated=[*mutated],
-        **_asked(),
+        **_layers(mutated),
     )
 
 
@@ -148,9 +145,10 @@ def _runs_code(graph: CompiledFxGraph) -> bool:
     return runner is not None and getattr(graph.current_callable, "__self__", None) is runner
 
 
-def _asked() -> dict[str, Any]:
-    """Return what each direct call asks, and what it calls around the graph."""
+def _layers(mutated: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of a direct call with which it does what the layers would do around the graph."""
     return dict(
+        mutated=[*mutated],
         increment_version=torch.autograd.graph.increment_version,
         set_eval_frame=set_eval_frame,
         profiler=vars(profiler),
@@ -163,9 +161,7 @@ def _code(below: Forwarding, slow: Callable[..., Any]) -> Any:
     graph: CompiledFxGraph = below.to  # type: ignore[assignment]
     if native.compiled is None or graph.graph_info is None or not _runs_code(graph):
         return None
-    return native.compiled.DirectCode(
-        slow=slow, code=graph.current_callable, mutated=[*below.mutated], **_asked()
-    )
+    return native.compiled.DirectCode(slow=slow, code=graph.current_callable, **_layers(below.mutated))
 
 
 def boxed_replay(disabled: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:

@@ -6,10 +6,10 @@ function is then captured once more, with inputs and outputs where the call has 
 node of the graph, set to the addresses of the call, has to launch the same kernel with the same parameters. Only
 addresses of intermediate results differ: each capture has memory of its own.
 
-Libraries leave some bytes of parameters undefined. These hold what was on the stack, which may be other values while the
-graph is captured than ever after. Two more captures, on a stack of the same content, tell such bytes from an address: one has
-inputs and outputs where the call has them, one at the placeholders. Bytes that are the same in both hold no address of these.
-Half an address shows that the other half was overwritten.
+Libraries leave some bytes of parameters undefined. Such bytes hold what the stack held before, so that they may differ
+between two captures. Two further captures tell them from addresses. Both run on a stack of the same content. One has the inputs
+and outputs where the call has them, and the other has them at the placeholders. A word that is the same in both does not depend
+on these addresses. No kernel reads half an address: the other half was overwritten, so that the word is undefined, too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch._inductor.pygraph.types.function import FunctionSpec
     from torch._inductor.utils import InputType
 
-# What two captures that are compared with one another find on the stack.
+# The content of the stack for these two captures.
 FILL = 0x5A
 
 
@@ -126,7 +126,10 @@ class Again:
         return dataclasses.replace(node, captured=tuple(map(bytes, node.buffers)))
 
     def _capture(self, byte: int | None = None, *, is_placed: bool = False) -> tuple[list[CapturedNode], PoolRanges]:
-        """Return the nodes, and the memory of the capture. ``byte``: what the stack is filled with."""
+        """
+        Capture the function with its inputs and outputs at the placeholders, if ``is_placed``, or where the call has them.
+        Fill the stack with ``byte`` before. Return the nodes, and the memory of the capture.
+        """
         device = self.scratch.device
         allocations, copies = self.memory.allocations, self.memory.copies
         if not is_placed:
@@ -139,7 +142,7 @@ class Again:
             run = functools.partial(on_other_stack, byte, run)
         with cudagraph_trees.preserve_rng_state(), cublas_workspaces():
             graph, outputs = self.scratch.capture(run, pool)
-        # As in the graph.
+        # Kernels also make these copies in the graph.
         replace_copies(graph.raw_cuda_graph(), self.memory.placeholders if is_placed else self.bound, device)
         # While the outputs are alive, the pool has its memory.
         found = nodes_of(graph), PoolRanges(pool)
@@ -149,7 +152,7 @@ class Again:
     def _moved_buffers(
         self, nodes: Sequence[CapturedNode], others: Sequence[CapturedNode], own: Container[int], of_others: Container[int]
     ) -> list[tuple[int, int]]:
-        """Return (address in the capture ``others``, address) of what lies elsewhere there."""
+        """Return pairs of addresses of the same buffer: in the capture of ``others``, and in that of ``nodes``."""
         bound = zip(self.addresses, (p.address for p in self.memory.placeholders.placeholders))
         pairs = OrderedSet(
             (found, value)
@@ -167,7 +170,7 @@ class Again:
         if _other_launch(placed, filled) is not None:
             return found
         moving = OrderedSet(word.place for word in _words(placed, filled, placed_pool, filled_pool))
-        # The graph may hold memory that a library had for this capture alone.
+        # A library may have allocated memory for the graph's capture alone, and freed it since.
         return [word for word in found if word.place in moving or word.expects_memory()]
 
     def difference(self, graph: torch.cuda.CUDAGraph, own: Container[int], added: int) -> str | None:
@@ -184,7 +187,7 @@ class Again:
             found = [*_words(nodes, expected, own, pool)]
             if found:
                 found = self._that_move(found)
-            # Of few words: each is compared with the addresses of all buffers.
+            # Few words are left. Each is compared with the addresses of all buffers.
             moved = self._moved_buffers(nodes, expected, own, pool) if found else []
             found = [word for word in found if not (word.is_of_host() or word.has_halves(moved))]
         except (RefusedError, DriverError) as e:

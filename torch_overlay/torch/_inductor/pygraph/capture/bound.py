@@ -400,14 +400,14 @@ class BoundGraphNode(CopyGraphNode):
 
     def _launch_difference(self, graph: torch.cuda.CUDAGraph) -> str | None:
         """
-        Capture the function once more. Return how its launches differ from the graph's, or None if they are the same. Return an
+        Capture the function again. Return how its launches differ from the graph's, or None if they are the same. Return an
         empty string if they cannot be compared.
         """
         spec = self.request.spec
         if self.values.delivers or self.collectives or self.branches is not None:
             return ""
-        # If this capture runs out of memory, some of what it allocated stays allocated. If the graph is refused, the call runs
-        # uncaptured, and needs memory, too.
+        # A capture that runs out of memory leaves some of it allocated. A refused graph's call then runs uncaptured, and needs
+        # memory for that.
         if room(self.device) < 2 * self._needed_bytes():
             return ""
         inputs = [*self.call_inputs]

@@ -83,7 +83,7 @@ class Difference(NamedTuple):
 
     @property
     def place(self) -> Place:
-        """The place of the word."""
+        """The place of the word's first byte."""
         return self.node, self.buffer, self.offset
 
     def places(self) -> list[Place]:
@@ -107,7 +107,7 @@ class Difference(NamedTuple):
         return all(a == b or (a - b) % HALF in moved for a, b in pairs)
 
     def expects_memory(self) -> bool:
-        """Return whether the expected word is an address of memory that CUDA knows."""
+        """Return whether the expected word is an address of memory that CUDA has allocated or registered."""
         return is_known(int.from_bytes(self.expected, "little"))
 
     def is_of_host(self) -> bool:

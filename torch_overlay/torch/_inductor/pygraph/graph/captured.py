@@ -37,7 +37,7 @@ ATTRIBUTE_BYTES = 64
 
 # sizeof(CUDA_KERNEL_NODE_PARAMS)
 KERNEL_BYTES = 72
-# What a node's struct is, by its size
+# The driver's structs, by their size in bytes
 STRUCTS = {
     KERNEL_BYTES: "CUDA_KERNEL_NODE_PARAMS",
     binding.MEMSET_BYTES: "CUDA_MEMSET_NODE_PARAMS",
@@ -216,7 +216,7 @@ def read_node(node: Any, kind: Any, edge: tuple[int, int, int], shared: Shared |
 
 
 def read_copy(node: Any) -> CapturedNode:
-    """Return a copy node, which no other node is set to."""
+    """Return a copy node, to compare it with others. No node is set to launch it."""
     struct = bytes(binding.struct_buffer(check(bindings().cuGraphMemcpyNodeGetParams(node)), binding.MEMCPY_BYTES))
     return CapturedNode(node, PLAIN_EDGE, struct, (1, 1, 1), (False,), (), (struct,))
 

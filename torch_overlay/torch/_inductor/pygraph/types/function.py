@@ -74,8 +74,8 @@ class FunctionSpec:
 
 class Evidence(enum.IntEnum):
     """
-    What a recording compares a graph with, if the graph overwrites its inputs. Each kind takes more time or memory than the
-    one before. PyGraph records a function again with the next kind if the graph's results differ.
+    A graph may overwrite its inputs. PyGraph compares its results with those of uncaptured runs. Each kind of evidence takes
+    more time or memory than the one before. If the results differ, PyGraph records the function again with the next kind.
     """
 
     # The results of one uncaptured run.

@@ -74,26 +74,57 @@ auto without_dynamo(const Ref& set_eval_frame) {
   });
 }
 
-// With a profiler or a debugger a call goes through every layer.
-bool is_watched(const Ref& profiler, const Ref& debug) {
-  return PyDict_GetItem(profiler.get(), names.is_profiling) != Py_False ||
-      PyDict_GetItem(debug.get(), names.is_debugging) != Py_False;
-}
+// The arguments that a graph mutates.
+struct Mutated {
+  explicit Mutated(const Keywords& keywords)
+      : increment_version(keywords.of("increment_version")),
+        places(as_sizes(keywords.of("mutated").get())) {}
 
-// Of the arguments that a graph mutates.
-void increment_versions(
-    const Ref& increment_version,
-    const std::vector<int64_t>& mutated,
-    PyObject* const* args) {
-  if (mutated.empty()) {
-    return;
+  // Lets autograd see the mutations of a call.
+  void increment_versions(PyObject* const* args, Py_ssize_t num_args) const {
+    if (places.empty()) {
+      return;
+    }
+    Ref list = checked(PyList_New(0));
+    for (Py_ssize_t i : places) {
+      if (i >= num_args) {
+        raise(PyExc_IndexError, "no such argument");
+      }
+      checked(PyList_Append(list.get(), args[i]));
+    }
+    checked(PyObject_CallOneArg(increment_version.get(), list.get()));
   }
-  Ref list = checked(PyList_New(mutated.size()));
-  for (size_t i = 0; i < mutated.size(); ++i) {
-    PyList_SET_ITEM(list.get(), i, Ref::share(args[mutated[i]]).release());
+
+  Ref increment_version;
+  std::vector<int64_t> places;
+};
+
+// What the two direct calls below ask for and call in the place of the layers.
+struct Layers {
+  explicit Layers(const Keywords& keywords)
+      : slow(keywords.of("slow")),
+        set_eval_frame(keywords.of("set_eval_frame")),
+        profiler(keywords.of("profiler")),
+        debug(keywords.of("debug")),
+        mutated(keywords) {}
+
+  // With a profiler or a debugger a call goes through every layer.
+  bool are_watched() const {
+    return PyDict_GetItem(profiler.get(), names.is_profiling) != Py_False ||
+        PyDict_GetItem(debug.get(), names.is_debugging) != Py_False;
   }
-  checked(PyObject_CallOneArg(increment_version.get(), list.get()));
-}
+
+  template <typename F>
+  void visit(F&& f) {
+    f(slow, set_eval_frame, profiler, debug, mutated.increment_version);
+  }
+
+  Ref slow;
+  Ref set_eval_frame;
+  Ref profiler;
+  Ref debug;
+  Mutated mutated;
+};
 
 // What compiled bytecode calls to replay an inference graph of one partition.
 // calls/shortener.py makes it, and says which layers it leaves out and why they have
@@ -118,7 +149,7 @@ struct Direct {
       bool is_short = call.count() == num_args && has_replay();
       return is_short ? replay(call.args) : nullptr;
     };
-    return attempted(run, [&]() { return call.pass_to(slow); });
+    return attempted(run, [&]() { return call.pass_to(layers.slow); });
   }
 
   // A decision against the graph replaces the replay in the list.
@@ -126,7 +157,7 @@ struct Direct {
     return PyList_CheckExact(partitions.get()) &&
         PyList_GET_SIZE(partitions.get()) == 1 &&
         Boxed<Replay>::is(PyList_GET_ITEM(partitions.get(), 0)) &&
-        !is_watched(profiler, debug);
+        !layers.are_watched();
   }
 
   // Tries the recordings in turn, as Replay.general has them. A call that none of
@@ -137,7 +168,7 @@ struct Direct {
     Ref fn = Ref::share(PyList_GET_ITEM(partitions.get(), 0));
     // For the stages too.
     check_not_captured(Boxed<Replay>::of(fn.get()).is_capturing);
-    auto no_dynamo = without_dynamo(set_eval_frame);
+    auto no_dynamo = without_dynamo(layers.set_eval_frame);
     c10::AutoGradMode no_grad(false);
     // The slow path may do both again. It packs the same bytes to the same
     // places. A stage holds the value already, or copies it again from pinned
@@ -162,7 +193,7 @@ struct Direct {
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
         // The slow path may do it again.
-        increment_versions(increment_version, mutated, args);
+        layers.mutated.increment_versions(args, num_args);
         try {
           return in_order(recording.run(list.get(), has_dropped, given));
         } catch (const Unusual&) {
@@ -207,13 +238,8 @@ struct Direct {
 
   template <typename F>
   void visit(F&& f) {
-    f(keywords.all,
-      slow,
-      partitions,
-      increment_version,
-      set_eval_frame,
-      profiler,
-      debug);
+    f(keywords.all, partitions);
+    layers.visit(f);
     for (auto& pack : packs) {
       f(pack.first);
     }
@@ -223,12 +249,8 @@ struct Direct {
   }
 
   Keywords keywords;
-  Ref slow = keywords.of("slow");
+  Layers layers{keywords};
   Ref partitions = keywords.of("partitions");
-  Ref increment_version = keywords.of("increment_version");
-  Ref set_eval_frame = keywords.of("set_eval_frame");
-  Ref profiler = keywords.of("profiler");
-  Ref debug = keywords.of("debug");
   Py_ssize_t num_args = keywords.number("num_args");
   Py_ssize_t num_outputs = keywords.number("num_outputs");
   // Each with the positions of its arguments.
@@ -237,7 +259,6 @@ struct Direct {
   // Positions in the arguments, which the staged values follow.
   std::vector<int64_t> inputs = as_sizes(keywords.of("inputs").get());
   std::vector<int64_t> outputs = as_sizes(keywords.of("outputs").get());
-  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
   bool is_in_order = false;
 };
 
@@ -245,25 +266,21 @@ struct Direct {
 // first call, which AOTAutograd analyses, goes through every layer.
 struct DirectCode {
   DirectCode(PyObject* /*args*/, PyObject* kwargs)
-      : keywords{Ref::share(kwargs)} {
-    for (int64_t i : mutated) {
-      least_args = std::max<Py_ssize_t>(least_args, i + 1);
-    }
-  }
+      : keywords{Ref::share(kwargs)} {}
 
   PyObject* call(const Call& call) {
     const Py_ssize_t num_args = call.count();
-    if (has_run && num_args >= least_args && !is_watched(profiler, debug)) {
+    if (has_run && num_args >= 0 && !layers.are_watched()) {
       return guarded([&]() { return run(call.args, num_args); });
     }
-    PyObject* outputs = call.pass_to(slow);
+    PyObject* outputs = call.pass_to(layers.slow);
     has_run = has_run || outputs != nullptr;
     return outputs;
   }
 
   PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
-    auto no_dynamo = without_dynamo(set_eval_frame);
-    increment_versions(increment_version, mutated, args);
+    auto no_dynamo = without_dynamo(layers.set_eval_frame);
+    layers.mutated.increment_versions(args, num_args);
     c10::AutoGradMode no_grad(false);
     Ref list = checked(PyList_New(num_args));
     for (Py_ssize_t i = 0; i < num_args; ++i) {
@@ -275,24 +292,13 @@ struct DirectCode {
 
   template <typename F>
   void visit(F&& f) {
-    f(keywords.all,
-      slow,
-      code,
-      increment_version,
-      set_eval_frame,
-      profiler,
-      debug);
+    f(keywords.all, code);
+    layers.visit(f);
   }
 
   Keywords keywords;
-  Ref slow = keywords.of("slow");
+  Layers layers{keywords};
   Ref code = keywords.of("code");
-  Ref increment_version = keywords.of("increment_version");
-  Ref set_eval_frame = keywords.of("set_eval_frame");
-  Ref profiler = keywords.of("profiler");
-  Ref debug = keywords.of("debug");
-  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
-  Py_ssize_t least_args = 0;
   bool has_run = false;
 };
 
@@ -333,16 +339,7 @@ struct Training {
 
   PyObject* run(PyObject* const* args, Py_ssize_t num_args) const {
     auto no_dynamo = without_dynamo(set_eval_frame);
-    if (!mutated.empty()) {
-      Ref list = checked(PyList_New(0));
-      for (Py_ssize_t i : mutated) {
-        if (i >= num_args) {
-          raise(PyExc_IndexError, "no such argument");
-        }
-        checked(PyList_Append(list.get(), args[i]));
-      }
-      checked(PyObject_CallOneArg(increment_version.get(), list.get()));
-    }
+    mutated.increment_versions(args, num_args);
     c10::AutoGradMode with_grad(true);
     // torch.autograd._force_original_view_tracking(True)
     auto& state = c10::AutogradState::get_tls_state();
@@ -371,8 +368,8 @@ struct Training {
 
   template <typename F>
   void visit(F&& f) {
-    f(keywords.all, slow, apply, first, has_transforms, increment_version);
-    f(set_eval_frame, profiler);
+    f(keywords.all, slow, apply, first, has_transforms);
+    f(mutated.increment_version, set_eval_frame, profiler);
   }
 
   Keywords keywords;
@@ -380,10 +377,9 @@ struct Training {
   Ref apply = keywords.of("apply");
   Ref first = keywords.of("first");
   Ref has_transforms = keywords.of("has_transforms");
-  Ref increment_version = keywords.of("increment_version");
   Ref set_eval_frame = keywords.of("set_eval_frame");
   Ref profiler = keywords.of("profiler");
-  std::vector<int64_t> mutated = as_sizes(keywords.of("mutated").get());
+  Mutated mutated{keywords};
   bool disable_amp = keywords.of("disable_amp").get() == Py_True;
   Py_ssize_t num_outputs = keywords.number("num_outputs");
 };
@@ -465,7 +461,7 @@ struct Link {
 
 // A benchmark replaces these two, to leave out what is below them.
 PyMemberDef direct_members[] = {
-    {"slow", T_OBJECT, offsetof(Boxed<Direct>, value.slow)},
+    {"slow", T_OBJECT, offsetof(Boxed<Direct>, value.layers.slow)},
     {"partitions", T_OBJECT, offsetof(Boxed<Direct>, value.partitions)},
     {}};
 PyMethodDef functions[] = {
