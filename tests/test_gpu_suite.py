@@ -63,6 +63,10 @@ def _case(**overrides):
 # timing
 
 
+def _timing(samples_us, host_us):
+    return Timing.of(dict(enumerate(samples_us)), host_us)
+
+
 class Device:
     """A clock, and a device that works behind the host."""
 
@@ -165,6 +169,33 @@ def test_rounds_are_interleaved():
     assert len({*rounds}) > 3
 
 
+def test_a_slow_loop_is_timed_in_fewer_rounds():
+    device = Device()
+    loops = {name: device.loop(name, host, 0) for name, host in (("fast", 1e-3), ("slow", 4e-3), ("slower", 2e-3))}
+    timings = _time(device, loops)
+    assert [len(timings[name].samples_us) for name in loops] == [21, 7, 21]
+    # A ratio is of the rounds in which both were timed.
+    assert ratio(timings["slow"], timings["fast"]) == pytest.approx((4, 4, 4))
+    # Of few rounds, it is timed in all.
+    assert [len(timing.samples_us) for timing in _time(device, loops, rounds=9).values()] == [9, 9, 9]
+
+
+def test_loops_of_a_round_draw_the_same():
+    device, drawn, work = Device(), [], {"a": [], "b": []}
+
+    def loop(name):
+        def run(calls):
+            device.now += 1e-3 * calls
+            work[name].append((drawn[-1:], calls))
+
+        return run
+
+    found = _time(device, {name: loop(name) for name in work}, rounds=4, fixed_calls=6, draw=drawn.append)
+    assert drawn == [0, 0, 1, 1, 2, 2, 3, 3] and {*found["a"].samples_us} == {0, 1, 2, 3}
+    timed = {name: [numbers for numbers, calls in made if calls == 6] for name, made in work.items()}
+    assert timed["a"] == timed["b"] == [[0], [1], [2], [3]]
+
+
 def test_the_host_time_leaves_out_what_a_loop_sets_up():
     device = Device()
 
@@ -177,17 +208,17 @@ def test_the_host_time_leaves_out_what_a_loop_sets_up():
 
 def test_what_slows_a_round_is_in_no_ratio():
     slow = [1.0 + 0.5 * (i % 3) for i in range(21)]
-    ours = Timing.of([0.9 * s for s in slow], [1.0])
-    assert ratio(ours, Timing.of(slow, [1.0])) == pytest.approx((0.9, 0.9, 0.9))
+    ours = _timing([0.9 * s for s in slow], [1.0])
+    assert ratio(ours, _timing(slow, [1.0])) == pytest.approx((0.9, 0.9, 0.9))
 
 
 def test_the_interval_of_a_ratio():
-    one = Timing.of([1.0] * 21, [1.0])
-    found = ratio(Timing.of([float(i) for i in range(1, 22)], [1.0]), one)
+    one = _timing([1.0] * 21, [1.0])
+    found = ratio(_timing([float(i) for i in range(1, 22)], [1.0]), one)
     # As in tables of the sign test: the 6th from either end, of 21.
     assert found == (6.0, 11.0, 16.0)
     # Of few rounds, all of them.
-    assert ratio(Timing.of([1.0, 2.0, 3.0], [1.0]), Timing.of([1.0] * 3, [1.0])) == (1.0, 2.0, 3.0)
+    assert ratio(_timing([1.0, 2.0, 3.0], [1.0]), _timing([1.0] * 3, [1.0])) == (1.0, 2.0, 3.0)
 
 
 def test_slow_calls_still_get_a_few_and_the_collector_comes_back():
@@ -209,8 +240,8 @@ def test_a_loop_that_fails_is_named():
 
 
 def test_median_and_spread():
-    assert Timing.of([1.0, 2.0, 3.0, 4.0, 100.0], [1.0]).median_us == 3.0
-    assert Timing.of([5.0] * 8, [1.0, 2.0, 9.0]) == Timing(5.0, 0.0, 2.0, [])
+    assert _timing([1.0, 2.0, 3.0, 4.0, 100.0], [1.0]).median_us == 3.0
+    assert _timing([5.0] * 8, [1.0, 2.0, 9.0]) == Timing(5.0, 0.0, 2.0, {})
 
 
 # comparison
@@ -659,7 +690,7 @@ def test_a_noisy_case_is_timed_again_and_then_marked(spreads, monkeypatch):
 
     def timed(loops, *args, **options):
         spread = left.pop(0) if len(loops) > 1 else 0.0
-        return {name: Timing.of([10 - 10 * spread, 10.0, 10 + 10 * spread], [1.0]) for name in loops}
+        return {name: _timing([10 - 10 * spread, 10.0, 10 + 10 * spread], [1.0]) for name in loops}
 
     monkeypatch.setattr(worker, "time_interleaved", timed)
     quiet = []
@@ -709,7 +740,7 @@ def test_a_variant_that_selects_makes_fewer_calls_once_its_time_is_over(monkeypa
 
 
 def test_what_took_long_is_not_timed_again(monkeypatch):
-    noisy = Timing.of([5.0, 10.0, 15.0], [1.0])
+    noisy = _timing([5.0, 10.0, 15.0], [1.0])
     monkeypatch.setattr(worker, "time_interleaved", lambda loops, *args, **options: dict.fromkeys(loops, noisy))
     monkeypatch.setattr(worker, "AGAIN", 0.0)
     row = _measure(_tiny(), {name: EAGER[name] for name in ("no_cg", "stock_cg")})

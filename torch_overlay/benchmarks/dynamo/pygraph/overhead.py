@@ -198,7 +198,7 @@ class Case:
         counted = all(sample["instructions"] is not None for own in self.samples.values() for sample in own)
         key, unit, scale = ("instructions", "M instructions", 1e-6) if counted else ("cpu_s", "ms CPU", 1e3)
         # Timings of any unit, and of no host.
-        timings = {build: Timing.of([s[key] * scale for s in own], [0.0]) for build, own in self.samples.items()}
+        timings = {build: Timing.of({i: s[key] * scale for i, s in enumerate(own)}, [0.0]) for build, own in self.samples.items()}
         interval = ratio(timings["flag_off"], timings["stock"])
         pairs = len(self.samples["stock"])
         return {

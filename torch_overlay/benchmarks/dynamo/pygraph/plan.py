@@ -37,7 +37,7 @@ CORES = 16
 # Seconds until the processes that run random programs have imported torch. An estimate
 PROGRAMS_START_S = 40.0
 # Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
-SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (120.0, 12.0), 1.0
+SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (250.0, 12.0), 1.0
 # Suites whose cases are small
 SMALL = {"pi", "cgct", "scg", "bindings"}
 # Seconds of a case of another program, beside which nothing runs

@@ -104,10 +104,10 @@ def build(case: Case, device: torch.device, small: bool) -> nn.Module:
     return module.to(device, case.dtype) if case.mode == "inference" else module.to(device)
 
 
-def seed() -> None:
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
+def seed(number: int = 0) -> None:
+    random.seed(number)
+    np.random.seed(number)
+    torch.manual_seed(number)
 
 
 class Events:

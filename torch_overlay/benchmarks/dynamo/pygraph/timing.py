@@ -30,6 +30,9 @@ MAX_AGAIN_S = 12.0
 MIN_CALLS, LEAD_IN = 5, 3
 LONG_CALL_S = 0.02
 MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
+# A loop that takes so many times as long as the fastest is timed in one of so many rounds, if there are enough rounds. It
+# would take most of the time, and its median is clear from fewer.
+MUCH_SLOWER, SELDOM, ENOUGH_ROUNDS = 3.0, 3, 5
 
 # What one may take of another's time, in the median of the rounds. It is slower where the
 # whole of the median's confidence interval is above, which noise is not likely to do, and
@@ -56,17 +59,17 @@ class Timing:
     iqr_us: float
     # Of one call, until it returns, with an idle device.
     host_us: float
-    # Of each round.
-    samples_us: list[float] = field(compare=False, repr=False)
+    # By round
+    samples_us: dict[int, float] = field(compare=False, repr=False)
 
     @property
     def noise(self) -> float:
         return self.iqr_us / self.median_us
 
     @classmethod
-    def of(cls, samples_us: list[float], host_us: list[float]) -> Timing:
-        low, _, high = statistics.quantiles(samples_us, n=4)
-        return cls(statistics.median(samples_us), high - low, statistics.median(host_us), samples_us)
+    def of(cls, samples_us: dict[int, float], host_us: list[float]) -> Timing:
+        low, median, high = statistics.quantiles(samples_us.values(), n=4)
+        return cls(median, high - low, statistics.median(host_us), samples_us)
 
 
 def fields(timings: dict[str, Timing]) -> dict[str, Any]:
@@ -92,10 +95,11 @@ class Interval(NamedTuple):
 
 def ratio(ours: Timing, theirs: Timing) -> Interval:
     """
-    Of our time to theirs, of loops that were timed in turns: what slows a round slows both.
+    Of our time to theirs, in the rounds in which both were timed: what slows a round slows both.
     The bounds are order statistics, which hold for any distribution.
     """
-    ratios = sorted(a / b for a, b in zip(ours.samples_us, theirs.samples_us, strict=True))
+    both = ours.samples_us.keys() & theirs.samples_us.keys()
+    ratios = sorted(ours.samples_us[i] / theirs.samples_us[i] for i in both)
     n = len(ratios)
     outside, below = 0, 1 / 2**n
     while below <= 0.025:
@@ -126,6 +130,7 @@ def time_interleaved(
     marks: Marks | None = None,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
+    draw: Callable[[int], None] = lambda i: None,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
@@ -134,7 +139,9 @@ def time_interleaved(
     tells when the call before them ended, and when the last of them ended. The host launches a call while the device works
     on the one before. Without ``marks``, the device is idle when the first call begins, and waits for the host. There are
     ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
-    times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round.
+    times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round. A loop that
+    takes much longer than the fastest is timed in fewer rounds. ``draw`` gets the number of the round before the calls that
+    are timed: with the same random numbers, all loops of a round do the same work.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
@@ -162,16 +169,19 @@ def time_interleaved(
         synchronize()
         return clock() - start
 
-    calls, lead_in = {}, {}
+    calls, lead_in, estimates = {}, {}, {}
     for name in loops:
         run(name, LEAD_IN)
-        per_call = agree(seconds(name, LEAD_IN)) / LEAD_IN
+        per_call = estimates[name] = agree(seconds(name, LEAD_IN)) / LEAD_IN
         is_long = per_call > LONG_CALL_S
         lead_in[name] = LONG_LEAD_IN if is_long else LEAD_IN
         least = MIN_LONG_CALLS if is_long else MIN_CALLS
         calls[name] = fixed_calls or max(least, min(max_calls, int(round_s / max(per_call, 1e-9))))
 
-    samples: dict[str, list[float]] = {name: [] for name in loops}
+    limit = MUCH_SLOWER * min(estimates.values(), default=0.0)
+    seldom = {name for name in loops if estimates[name] > limit and rounds >= SELDOM * ENOUGH_ROUNDS}
+
+    samples: dict[str, dict[int, float]] = {name: {} for name in loops}
     host: dict[str, list[float]] = {name: [] for name in loops}
     collecting = gc.isenabled()
     gc.collect()
@@ -181,15 +191,18 @@ def time_interleaved(
     begin = clock()
     try:
         for times in range(1, MAX_TIMES + 1):
-            for _ in range(rounds):
+            for i in range((times - 1) * rounds, times * rounds):
                 for name in order.sample([*loops], len(loops)):
+                    if name in seldom and i % SELDOM:
+                        continue
                     # The first calls after another variant refill caches and restart the
                     # path through the recorded graphs.
                     run(name, lead_in[name])
                     synchronize()
                     # A loop sets up more than its calls, settings that a variant has.
                     host[name].append((run(name, 1) - run(name, 0)) * 1e6)
-                    samples[name].append(seconds(name, calls[name]) / calls[name] * 1e6)
+                    draw(i)
+                    samples[name][i] = seconds(name, calls[name]) / calls[name] * 1e6
             timings = {name: Timing.of(samples[name], host[name]) for name in loops}
             if fixed_calls or is_clear(timings) or agree(clock() - begin) * (times + 1) / times > MAX_AGAIN_S:
                 break

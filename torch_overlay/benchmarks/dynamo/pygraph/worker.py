@@ -36,7 +36,7 @@ from .catalogue import SUITES
 from .compare import compare, Difference
 from .frames import Frames
 from .launches import counting_copies, profiled
-from .program import build, clone, Events, HandWritten, in_double_precision, Program, Variant, VARIANTS
+from .program import build, clone, Events, HandWritten, in_double_precision, Program, seed, Variant, VARIANTS
 from .report import as_choice
 from .timing import ENOUGH, fields, LoopFailed, MAX_NOISE, ratio, time_interleaved
 
@@ -683,6 +683,7 @@ class CaseRun:
                         round_s=self.round_s,
                         fixed_calls=self.case.ring if self.suite.dynamic else None,
                         marks=Events.of(self.device),
+                        draw=seed,
                         is_clear=self._is_clear,
                     )
                     self.eager_loop_us += [before, eager_loop_us(self.device)]
