@@ -166,10 +166,21 @@ class SizedModel:
         return all(at.numbers[e.is_launched] for e in launches) and all(map(at.extent, self.memory.values()))
 
     def top(self, at: Sequence[int]) -> tuple[int, ...]:
-        """Return the largest sizes of the bucket: the next powers of two, if the guards admit them."""
-        tops = [1 << max(n - 1, 0).bit_length() for n in at]
+        """Return the largest sizes of the bucket, if the guards admit them."""
+        tops = [end_of_bucket(n) for n in at]
         uppers = [size.upper for size in self.function.size_map.sizes]
         return tuple(n if upper is None else min(n, upper) for n, upper in zip(tops, uppers))
+
+
+def end_of_bucket(n: int) -> int:
+    """
+    Return the next size that is a power of two, or one and a half times one. With powers of two alone, memory would be for up to
+    twice the size. With more buckets, a program whose sizes grow would record more often.
+    """
+    n = max(n, 1)
+    power = 1 << (n - 1).bit_length()
+    between = power * 3 // 4
+    return between if between >= n else power
 
 
 def alone_of(model: SizedModel, blocks: Sequence[Block]) -> list[str]:
