@@ -383,7 +383,7 @@ class CopyGraphNodeTest(TestCase):
         node.output_storage_alias = [
             aliases.get(i, trees.UnaliasedStorage) for i in range(len(outputs))
         ]
-        node.returned_inputs, node.empty_outputs = {}, {}
+        node.returned_inputs, node.made_outputs = {}, {}
         node.static_output_tensors = [
             t
             if isinstance(t, torch.Tensor) and i in aliases and aliases[i] is None

@@ -93,7 +93,7 @@ def shapes(draw: Any) -> Shape:
         kinds=tuple(
             draw(
                 st.lists(
-                    st.sampled_from(("bound", "input", "constant", "empty", "cached", "number")),
+                    st.sampled_from(("bound", "input", "constant", "made", "cached", "number")),
                     max_size=5,
                 )
             )
@@ -234,8 +234,8 @@ class World:
             return Output("number", i % len(shape.numbers))
         if kind == "input" and shape.statics > 0:
             return Output("input", i % shape.statics)
-        if kind == "empty":
-            return Output("empty", lambda: f"empty{i}")
+        if kind == "made":
+            return Output("made", lambda: f"made{i}")
         if kind == "cached":
             address = self.cached[i].data_ptr()  # type: ignore[union-attr]
             return Output("cached", CachedTensor(address, (8,), (1,), torch.float32))
@@ -465,7 +465,7 @@ class PlanTest(TestCase):
         allocators=1,
         words=(5,),
         pending=True,
-        kinds=("bound", "cached", "input", "empty", "constant"),
+        kinds=("bound", "cached", "input", "made", "constant"),
     )
     BACKWARD = dataclasses.replace(FORWARD, managed=(True, False), others=1, pending=False)
 

@@ -262,6 +262,25 @@ class RecordTest(CollectiveTestCase):
         self.assertIs(outputs[0], x)
         self.assertIs(outputs[1], outputs[2])
 
+    @parametrize("mode", ("inference", "backward"))
+    @parametrize("view", ("w[4:]", "w.view(2, 4)"))
+    def test_view_of_a_static_input(self, mode, view):
+        """Each call returns a tensor of its own: autograd gives it a history, and the program may change it."""
+        w = self.randn()
+        names = ["tangents_1" if mode == "backward" else "arg0_1", "primals_2"]
+        body = f"x, w = args; args.clear(); a = new(); launch(sin, a, x); return (a, {view})"
+        fn = self.deploy(body, [self.randn(), w], static=[1], mode=mode, returned=[0, 1], names=names)
+        seen = []
+        for _ in range(6):
+            new_generation()
+            x = self.randn()
+            a, v = fn.call([x, w])
+            self.assertEqual((on_host(a), on_host(v)), (on_host(x).sin(), eval(view, {"w": on_host(w)})))
+            self.assertFalse(any(v is other for other in seen) or v.requires_grad or v.__dict__)
+            seen.append(v.requires_grad_())
+            v.changed = True
+        self.assertEqual(counters["pygraph"]["unbound"], 0, str(report()))
+
     def test_allocated_by_an_operator(self):
         self.check(
             "x, y = args; args.clear(); a = empty(); launch(add, a, x, y); b = new(); launch(sin, b, a); return (a, b)",

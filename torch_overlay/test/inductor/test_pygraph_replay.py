@@ -88,7 +88,7 @@ class ReplayTest(ReplayTestCase):
     def test_output_without_elements(self):
         self.node.outputs_metadata[3] = {"size": (0,)}
         self.node.static_output_tensors[3] = torch.empty(0)
-        self.node.empty_outputs = {3: lambda: torch.empty(0, 3)}
+        self.node.made_outputs = {3: lambda: torch.empty(0, 3)}
         replay = self.steady(CompilationMode.INFERENCE)
         made = []
         for _ in range(2):

@@ -77,7 +77,7 @@ class Node(bound.BoundGraphNode):
         self.expected_dead_indices_after_graph = []
         self.returned_from_pool = []
         self.returned_inputs = {4: 0}
-        self.empty_outputs = {}
+        self.made_outputs = {}
         self.values = CapturedValues([], is_bound=True)
         self.bound_input_idxs = [1]
         self.alignment = 16

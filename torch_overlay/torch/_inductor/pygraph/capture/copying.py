@@ -50,7 +50,7 @@ class CopyGraphNode(CUDAGraphNode):
         returned_from_pool: outputs in the pool that each call copies: (output, first output that is the same tensor) in
             one list for each storage
         returned_inputs: the static input that an output is, by output
-        empty_outputs: what makes outputs without elements, by output
+        made_outputs: what makes views of static inputs, and outputs without elements, by output
         managed_metadata: (input, metadata) of inputs that earlier graphs of the path left in the pool
         thread_of_values: the only thread that may replay the graph, which reads memory that this thread packs
     """
@@ -60,7 +60,7 @@ class CopyGraphNode(CUDAGraphNode):
     call_inputs: list[InputType]
     returned_from_pool: list[list[tuple[int, int]]]
     returned_inputs: dict[int, int]
-    empty_outputs: dict[int, Callable[[], torch.Tensor]]
+    made_outputs: dict[int, Callable[[], torch.Tensor]]
     managed_metadata: list[tuple[int, dict[str, Any]]]
     values: CapturedValues
     thread_of_values: int | None = None
@@ -286,17 +286,19 @@ class CopyGraphNode(CUDAGraphNode):
     ) -> None:
         """Take note of outputs that lie in a static input, or nowhere."""
         # Trees return the recorded object for these. Autograd watches the version counter of a parameter that is saved,
-        # and gives a history to a tensor without elements.
+        # and gives a history to a tensor without elements, or to a view of a parameter.
         super()._add_first_outputs(outputs, static_input_persistent_storage_ptrs)
-        self.returned_inputs, self.empty_outputs = {}, {}
+        self.returned_inputs, self.made_outputs = {}, {}
         for i, t in enumerate(self.static_output_tensors):
-            same = [j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t]
-            if t is None or (not same and t.numel() > 0):
+            if t is None:
                 continue
-            if same:
+            if same := [j for j in self.non_managed_static_input_idxs if self.call_inputs[j] is t]:
                 self.returned_inputs[i] = same[0]
+            elif t.numel() > 0:
+                # The program may change the sizes of ``t``, and give it a history.
+                self.made_outputs[i] = t.detach().detach
             else:
-                self.empty_outputs[i] = Allocation.of(t).allocator(self.device)
+                self.made_outputs[i] = Allocation.of(t).allocator(self.device)
             # A stand-in, so that the recording does not keep the tensor alive.
             self.static_output_tensors[i] = torch.empty(0, device="cpu")
 
@@ -357,7 +359,7 @@ class CopyGraphNode(CUDAGraphNode):
         if self.facts.copied_bytes:
             self.policy.copied(self.facts.copied_bytes)
         own = {i: new_inputs[j] for i, j in self.returned_inputs.items()}
-        own |= {i: make() for i, make in self.empty_outputs.items()}
+        own |= {i: make() for i, make in self.made_outputs.items()}
         outputs = super().run(new_inputs)
         for i, t in own.items():
             outputs[i] = t

@@ -145,7 +145,7 @@ class Replay:
                 outputs[i] = inputs[value]  # type: ignore[call-overload]
             elif kind == "number":
                 outputs[i] = numbers[value]
-            elif kind == "empty":
+            elif kind == "made":
                 outputs[i] = value()
             elif kind == "constant":
                 outputs[i] = value

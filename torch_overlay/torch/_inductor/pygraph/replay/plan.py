@@ -48,13 +48,13 @@ class Output(NamedTuple):
 
     - bound: the position of the tensor: bound inputs first, then allocations, then views
     - cached: the CachedTensor that lies at the output's position in ``cached``
-    - constant: the output, the same in each call: a number, a view of a weight, None
+    - constant: the output, the same in each call: a number, None
     - input: the position of the static input that the output is
-    - empty: a function that makes a tensor without elements
+    - made: a function that makes a view of a static input, or a tensor without elements
     - number: the position among the numbers of the call
     """
 
-    kind: Literal["bound", "cached", "constant", "input", "empty", "number"]
+    kind: Literal["bound", "cached", "constant", "input", "made", "number"]
     value: Any
 
 
@@ -209,16 +209,15 @@ def sized_plan(
 def outputs_of(node: BoundGraphNode) -> tuple[Output, ...]:
     """Return what a replay returns, of a node for which is_steady holds."""
 
-    def output(i: int, alias: Any, metadata: Any, static: Any) -> Output:
+    def output(i: int, alias: Any, metadata: Any) -> Output:
         if i in node.returned_inputs:
             return Output("input", node.returned_inputs[i])
-        if i in node.empty_outputs:
-            return Output("empty", node.empty_outputs[i])
-        if static is not None or not isinstance(metadata, dict):
-            return Output("constant", metadata if static is None else static)
+        if i in node.made_outputs:
+            return Output("made", node.made_outputs[i])
+        if not isinstance(metadata, dict):
+            return Output("constant", metadata)
         if isinstance(alias, AliasesBoundMemory):
             return Output("bound", alias.index)
         return Output("cached", CachedTensor.of(metadata))
 
-    facts = node.output_storage_alias, node.outputs_metadata, node.static_output_tensors
-    return tuple(map(output, itertools.count(), *facts))
+    return tuple(map(output, itertools.count(), node.output_storage_alias, node.outputs_metadata))

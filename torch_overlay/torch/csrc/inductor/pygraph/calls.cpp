@@ -192,10 +192,11 @@ struct Direct {
       bool has_dropped = false;
       if (static_cast<Py_ssize_t>(recording.outputs.size()) == num_outputs &&
           recording.fits(list.get())) {
-        // The slow path may do it again.
-        layers.mutated.increment_versions(args, num_args);
         try {
-          return in_order(recording.run(list.get(), has_dropped, given));
+          Ref outputs(recording.run(list.get(), has_dropped, given));
+          // The slow path does it itself.
+          layers.mutated.increment_versions(args, num_args);
+          return in_order(outputs.release());
         } catch (const Unusual&) {
         }
       }

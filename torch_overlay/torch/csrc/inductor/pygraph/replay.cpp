@@ -181,9 +181,9 @@ void Replay::add_output(PyObject* output) {
              : is("input") ? Output::INPUT
                            : Output::NUMBER,
          as_word(value)});
-  } else if (is("constant") || is("empty")) {
+  } else if (is("constant") || is("made")) {
     outputs.push_back(
-        {is("empty") ? Output::EMPTY : Output::CONSTANT, 0, Ref::share(value)});
+        {is("made") ? Output::MADE : Output::CONSTANT, 0, Ref::share(value)});
   } else {
     auto [address, sizes, strides, dtype] = members<4>(value);
     outputs.push_back(
@@ -399,7 +399,7 @@ Ref Replay::collect(
   Ref result = checked(PyList_New(outputs.size()));
   for (size_t i = 0; i < outputs.size(); ++i) {
     const Output& output = outputs[i];
-    if (output.kind == Output::EMPTY) {
+    if (output.kind == Output::MADE) {
       Ref made = checked(PyObject_CallNoArgs(output.value.get()));
       PyList_SET_ITEM(result.get(), i, made.release());
       continue;

@@ -163,7 +163,7 @@ struct View {
 
 // What a replay returns; see replay/plan.py for the kinds.
 struct Output {
-  enum Kind { BOUND, CACHED, CONSTANT, INPUT, EMPTY, NUMBER } kind;
+  enum Kind { BOUND, CACHED, CONSTANT, INPUT, MADE, NUMBER } kind;
   size_t index = 0;
   // The constant, or the function that makes an empty tensor.
   Ref value = Ref();
