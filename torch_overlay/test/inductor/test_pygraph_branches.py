@@ -437,6 +437,20 @@ class AtBreakTest(BranchTestCase):
         self.check(fn, self.calls(grad), graphs=graphs)
         self.assertEqual(len(counters["resumes"]), breaks)
 
+    def test_inputs_that_share_memory(self):
+        """They need not share a version. The join of one is what it was when the other is written."""
+
+        def fn(a, b):
+            z = a if a.sum() > 0 else a * 2
+            b.add_(1)
+            return z + 0
+
+        self.without_hosts()
+        compiled = torch.compile(fn, options={"pygraph": True})
+        for _ in range(3):
+            x, y = torch.ones(4), torch.ones(4)
+            self.assertEqual(compiled(x, x.detach()), fn(y, y.detach()))
+
     @parametrize("fn", [subtest(f, name=f.__name__) for f in BREAKS])
     def test_breaks(self, fn):
         self.check(fn, self.calls(True), graphs=None)

@@ -94,6 +94,26 @@ def raises_either(x):
     return x + 1
 
 
+def asserts_a_range(x):
+    assert 0 < x.min() <= 5, "too small"
+    return x + 1
+
+
+def raises_out_of_range(x):
+    y = x * 2
+    if not (0 <= y[-1] < 9):
+        raise ValueError("range", y.shape)
+    return y
+
+
+def raises_without_a_variable(x):
+    y = x * 2
+    if is_bad(y):
+        del y
+        raise ValueError("negative")
+    return y
+
+
 def raises_own(x):
     y = x * 2
     if is_bad(x):
@@ -306,6 +326,7 @@ def before_divisions(x):
 
 ONE_GRAPH = [raises, raises_if_not, raises_last, raises_either, raises_own, raises_from, raises_by_case]
 ONE_GRAPH += [asserts, asserts_without_text, asserts_with_text, asserts_function]
+ONE_GRAPH += [asserts_a_range, raises_out_of_range, raises_without_a_variable]
 ONE_GRAPH += [checks_all, checks_all_with_text, checks_all_with, checks_inline, checks_in_calls, checks_in_loop]
 ONE_GRAPH += [between_prints, with_closure, values_of_the_call, indexes, indexes_after_two, scatters, scatters_too_much]
 ONE_GRAPH += [sets_a_mode_back, makes_tensors, classes, changes_later, under_no_grad, flag_of_nan, before_divisions]

@@ -253,13 +253,43 @@ class Other(UserWarning):
     pass
 
 
+def prints_short(x):
+    torch.set_printoptions(precision=2)
+    print(x / 3)
+    torch.set_printoptions(precision=4)
+    return x + 1
+
+
+class Numbering(logging.Filter):
+    def filter(self, record):
+        record.msg = f"[{BOX.step}] {record.msg}"
+        return True
+
+
+def logs_behind_a_change(x):
+    BOX.step += 1
+    log.info("trained")
+    return x + 1
+
+
+DATA = torch.zeros(4)
+SAME = DATA.detach()
+
+
+def written_through_another_input(x):
+    view = DATA.view(-1)
+    print(view, x.sum())
+    SAME.add_(1)
+    return x + 1
+
+
 def warning_of_another_kind(x):
     warnings.warn("w", Other)
     warnings.warn("w", stacklevel=2)
     return x + 1
 
 
-BREAKS = [logger_of_another_class, warning_behind_a_change, warning_before_a_write, warning_of_another_kind, to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
+BREAKS = [logger_of_another_class, prints_short, warning_behind_a_change, warning_before_a_write, warning_of_another_kind, to_stderr, prints_object, in_try, index_later, embedding_later, history, log_with_keywords]
 
 
 def around_a_break(x):
@@ -311,7 +341,7 @@ class EffectTest(MendTestCase):
     def test_breaks(self, fn):
         self.assertEqual(self.observe_compiled(fn), self.observe_compiled(fn, pygraph_mend=False))
 
-    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, counted, raises, raises_in_a_call)])
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, counted, raises, raises_in_a_call, prints_short)])
     def test_order(self, fn):
         self.check(fn)
 
@@ -325,6 +355,24 @@ class EffectTest(MendTestCase):
         seen, _ = self.observe_compiled(fn)
         self.assertEqual(seen, expected)
         self.assertEqual(isinstance(seen[1][0][0], tuple), action == "error")
+
+    def test_filter_of_a_logger(self):
+        """It finds what the program changed before."""
+        # Those of pytest
+        patch = mock.patch.object(log, "handlers", [])
+        patch.start()
+        self.addCleanup(patch.stop)
+        self.assertEqual(self.check(logs_behind_a_change)["breaks"], 0)
+        numbering = Numbering()
+        log.addFilter(numbering)
+        self.addCleanup(log.removeFilter, numbering)
+        self.check(logs_behind_a_change)
+
+    def test_inputs_that_share_memory(self):
+        """They need not share a version."""
+        seen, _ = self.observe_compiled(written_through_another_input)
+        DATA.zero_()
+        self.assertEqual(seen, self.observe(written_through_another_input))
 
     def test_gradients(self):
         """A tensor that is only printed has no part in the backward."""

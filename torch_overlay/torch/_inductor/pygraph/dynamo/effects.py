@@ -10,7 +10,9 @@ graph break is such a point, too. Eager mode cannot be told from this if
 - the rest of the graph does not raise for the values of its tensors: the text would be lost
 - no with statement or handler of exceptions is around the call
 - a warning that a filter makes an error finds what it would find: no object was changed before the call, since bytecode
-  changes objects last, and no input is written after it
+  changes objects last, and no input is written after it. A filter or a handler of the program's finds no object changed
+  either
+- the frame does not change how tensors are printed
 
 At other calls the graph breaks.
 """
@@ -38,8 +40,9 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of
-from torch._inductor.pygraph.dynamo.operators import indices_of, is_total, name_of, writes_statistics
+from torch._inductor.pygraph.dynamo.operators import indices_of, is_of_input, is_total, name_of, writes_statistics
 from torch._inductor.pygraph.types.reason import Code, Reason
+from torch._tensor_str import PRINT_OPTS
 from torch.utils._ordered_set import OrderedSet
 
 
@@ -56,6 +59,9 @@ if TYPE_CHECKING:
 
 LOGGERS = (logging.Logger, logging.RootLogger)
 METHODS = frozenset(("debug", "info", "warning", "error", "critical"))
+
+# Modules of handlers and formatters that read nothing of the program's. None has the type's.
+PYTHONS = ("logging", "logging.handlers", "builtins")
 
 # Arguments of print that are no text. With a file, another object gets the text.
 OPTIONS = frozenset(("sep", "end", "flush"))
@@ -114,8 +120,9 @@ class Text:
     def value(self, has_written_inputs: bool) -> variables.TensorVariable:
         """Return what has the values of the call behind the graph."""
         tensor = self.tensor
-        is_same = self.version == version_of(tensor) and (tensor.source is None or not has_written_inputs)
-        return tensor if is_same else self.copy
+        # Inputs that share memory need not share a version.
+        may_differ = has_written_inputs and (tensor.source is not None or is_of_input(tensor.as_proxy().node))
+        return self.copy if may_differ or self.version != version_of(tensor) else tensor
 
 
 @dataclasses.dataclass
@@ -181,7 +188,7 @@ class Effects(Breaks):
     def call_behind(self, tx: InstructionTranslatorBase, call: Call) -> VariableTracker | None:
         """Return what the call returns, or None if it cannot be made behind the graph."""
         warns = is_warning(call)
-        if not warns and not is_effect(call) or not may_defer(tx, may_raise=warns):
+        if not warns and not is_effect(call) or not may_defer(tx, may_raise=warns or runs_own_code(call.fn)):
             return None
         if not all(has_text(tx, value) for value in call.values):
             refuse(tx, Code.NOT_PLAIN)
@@ -237,7 +244,12 @@ class Effects(Breaks):
         """Decide what bytecode passes. Raises RestartAnalysis: a call cannot be made behind the complete graph."""
         graph = tx.output.graph
         copies = self._copies()
+        side_effects = tx.output.side_effects
+        options = side_effects.id_to_variable.get(id(PRINT_OPTS))
+        changes_options = options is not None and side_effects.is_modified(options)
         for effect in self.queue:
+            if changes_options and effect.texts:
+                break_before(effect, Reason.of(Code.BEHIND_A_CHANGE))
             written = versions_of(graph) != effect.versions
             if (written and effect.may_raise) or any(t.is_named and t.value(written) is t.copy for t in effect.texts):
                 break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
@@ -311,6 +323,18 @@ def is_effect(call: Call) -> bool:
             and not call.kwargs
             and not torch._dynamo.config.ignore_logging_functions
         )
+    return False
+
+
+def runs_own_code(fn: VariableTracker) -> bool:
+    """Return whether a logger has filters, or handlers or formatters that are not Python's."""
+    logger = fn.obj.value if isinstance(fn, GetAttrVariable) else None
+    while logger is not None:
+        of_handlers = [part for handler in logger.handlers for part in (handler, handler.formatter)]
+        filters = [f for owner in (logger, *logger.handlers) for f in owner.filters]
+        if filters or any(type(part).__module__ not in PYTHONS for part in of_handlers):
+            return True
+        logger = logger.parent if logger.propagate else None
     return False
 
 

@@ -22,7 +22,8 @@ from torch._dynamo.current_scope_id import current_scope_id
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import NullVariable
-from torch._inductor.pygraph.dynamo.operators import CONSTRUCTORS, is_pure, name_of, plain_name, VIEWS
+from torch._inductor.pygraph.dynamo.effects import versions_of
+from torch._inductor.pygraph.dynamo.operators import CONSTRUCTORS, is_of_input, is_pure, name_of, plain_name, VIEWS
 from torch._inductor.pygraph.dynamo.paths import Truth
 from torch._inductor.pygraph.dynamo.stores import (
     check_order,
@@ -74,12 +75,17 @@ class Join:
     other: torch.fx.Node
     own: OrderedSet[torch.fx.Node]
     site: tuple[Any, int]
-    versions: tuple[int, int] = (0, 0)
+    versions: tuple[int, int, int] = (0, 0, 0)
     # Bytecode takes the join only if it is not for the older tensor.
     is_chosen: bool = False
 
     def __post_init__(self) -> None:
-        self.versions = (version(self.node), version(self.other))
+        self.versions = self.versions_now()
+
+    def versions_now(self) -> tuple[int, int, int]:
+        # Inputs that share memory need not share a version.
+        of_inputs = versions_of(self.node.graph) if is_of_input(self.other) else 0
+        return version(self.node), version(self.other), of_inputs
 
 
 @dataclasses.dataclass
@@ -431,7 +437,7 @@ def told_apart(graph: torch.fx.Graph, joins: Sequence[Join]) -> list[Join]:
                 yield from stands_for(j.other)
 
     def is_told(j: Join) -> bool:
-        if j.versions != (version(j.node), version(j.other)):
+        if j.versions != j.versions_now():
             return True
         same, others = by_storage[storage(j.node)], [*stands_for(j.other)]
         users = [user for node in (*same, *others) for user in node.users]

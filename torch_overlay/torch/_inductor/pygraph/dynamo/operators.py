@@ -201,6 +201,12 @@ def storage_of(node: torch.fx.Node) -> int | None:
     return example.untyped_storage()._cdata if is_strided else None
 
 
+def is_of_input(node: torch.fx.Node) -> bool:
+    """Return whether a tensor shares memory with an input of the graph, which may share it with other inputs."""
+    inputs = (n for n in node.graph.nodes if n.op in ("placeholder", "get_attr"))
+    return storage_of(node) in map(storage_of, inputs)
+
+
 def may_write(node: torch.fx.Node) -> list[torch.fx.Node]:
     """Return the operands that a node may write."""
     writes = is_in_place(node)

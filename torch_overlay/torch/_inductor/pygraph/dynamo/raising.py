@@ -78,6 +78,9 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
     handler = flow.handlers[tx.indexof[tx.current_instruction]]
     indices = sorted(flow.reached([first]))
     path = [flow.instructions[i] for i in indices]
+    # A chained comparison leaves a value for the path to remove. The function's stack is empty.
+    left = next(k for k, inst in enumerate(path) if inst.opname != "POP_TOP")
+    least = flow.depths[first] - left
     if (
         tx.f_code.co_flags & GENERATOR
         or indices[0] < first
@@ -85,9 +88,12 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
         or any(inst.opcode in dis.hasfree and inst.opname != "LOAD_DEREF" for inst in path)
         or not all(flow.handlers[i] == handler or flow.is_comprehension(i) for i in indices)
         or not any(inst.opname == "RAISE_VARARGS" for inst in path)
+        or any(flow.depths[s] < least for i in indices[left:] for s in flow.successors[i])
     ):
         return None
-    loads = [inst for inst in path if inst.opname.startswith("LOAD_")]
+    indices, path = indices[left:], path[left:]
+    # To delete a variable reads it, too.
+    loads = [inst for inst in path if inst.opname.startswith(("LOAD_", "DELETE_"))]
     variables = OrderedSet(inst.argval for inst in loads if inst.opcode in HASLOCAL)
     cells = OrderedSet(inst.argval for inst in loads if inst.opcode in dis.hasfree)
     return RaisingPath(indices, path, variables, cells)
