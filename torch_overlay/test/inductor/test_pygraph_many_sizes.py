@@ -324,6 +324,13 @@ class ManySizesTest(ManySizesTestCase):
         self.assertEqual((entry.buckets, entry.num_sizes), ([[64]], 7))
         self.assertEqual(counters["pygraph"]["proven_sizes"], 4)
 
+    def test_view_of_another_dtype(self) -> None:
+        """Without graph partition, functions return views of inputs. A replay would return them with the input's dtype."""
+        with config.patch(graph_partition=False):
+            program = self.program(lambda x: (x.view(torch.int32), x + 1), (37, 8))
+        self.check(program, (37, 37, 5, 33))
+        self.assertEqual(len(self.refused), 1)
+
     def test_larger_bucket(self) -> None:
         """A recording for larger sizes takes the place of the others."""
         program = self.program(mlp)

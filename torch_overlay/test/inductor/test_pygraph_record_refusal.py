@@ -558,6 +558,54 @@ class RefusalTest(CollectiveTestCase):
         self.assertEqual(entry.choice, "no_graph")
         self.assertIn("not captured", entry.reason)
 
+    @parametrize("force", ("node_update", None))
+    def test_number_of_an_operator_that_is_not_captured(self, force):
+        """It looks like an attention's seed, which may be unwritten."""
+
+        def operator(x: torch.Tensor) -> torch.Tensor:
+            out = self.device.empty_strided((), (), torch.int64)
+            on_host(out).fill_((on_host(x) > 0).sum())
+            return out
+
+        body = "x, y = args; args.clear(); a = new(); launch(sin, a, x); return (a, operator(y))"
+        fn = self.deploy(body, [self.randn(), self.randn()], returned=[0, 1], custom=True, force=force)
+        fn.model.__globals__.update(operator=operator)
+        for _ in range(6 if force else 130):
+            x, y = self.randn(), self.randn()
+            _, count = fn(x, y)
+            self.assertEqual(on_host(count), (on_host(y) > 0).sum())
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @parametrize("force", ("node_update", "prelude", None))
+    @parametrize("is_static", (True, False))
+    def test_operator_that_writes_and_is_not_captured(self, force, is_static):
+        """While the graph is captured, it writes the static input of the call: as much as one call should."""
+        w = self.device.tensor(torch.ones(8))
+        expected = torch.ones(8)
+        body = "x, w = args; args.clear(); a = new(); launch(sin, a, x); operator(w); return (a,)"
+        static = [1] if is_static else []
+        fn = self.deploy(body, [self.randn(), w], mutated=(1,), static=static, custom=True, force=force)
+        fn.model.__globals__.update(operator=lambda t: on_host(t).mul_(0.5))
+        for _ in range(6 if force else 130):
+            expected *= 0.5
+            fn(self.randn(), w)
+            self.assertEqual(on_host(w), expected, atol=0, rtol=0)
+        self.assertEqual(report()[0].choice, "no_graph")
+
+    @parametrize("force", ("node_update", "prelude", None))
+    def test_operator_that_may_write_and_is_not_captured(self, force):
+        """It leaves the input of the first calls as it is."""
+        body = "x, y = args; args.clear(); a = new(); launch(sin, a, x); operator(y); return (a,)"
+        fn = self.deploy(body, [self.randn(), self.randn()], mutated=(1,), custom=True, force=force)
+        fn.model.__globals__.update(operator=lambda t: on_host(t).clamp_(max=0.5))
+        calls = 8 if force else 130
+        for call in range(calls):
+            y = self.device.tensor(torch.full((8,), 0.25 if call < calls - 5 else 2.0))
+            expected = on_host(y).clamp(max=0.5)
+            fn(self.randn(), y)
+            self.assertEqual(on_host(y), expected)
+        self.assertEqual(report()[0].choice, "no_graph")
+
     def test_operator_that_returns_what_it_keeps(self):
         "A table, for instance, that it computed in its first call."
         table = self.randn()

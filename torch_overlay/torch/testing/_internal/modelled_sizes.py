@@ -485,6 +485,17 @@ class _Torch:
         return getattr(torch, name)
 
 
+@dataclasses.dataclass
+class Whole:
+    """Generated code without partitions, as a Runner has them."""
+
+    partitions: list[Callable[[list[Any]], Any]]
+    objects: dict[str, Any]
+
+    def call(self, args: list[Any]) -> Any:
+        return self.partitions[0](args)
+
+
 class SizedProgram:
     """
     Generated code of a graph on a device, which is deployed as the code of a compiled function is.
@@ -501,7 +512,7 @@ class SizedProgram:
         self.mutated: tuple[int, ...] = ()
         scope = program.execute(lambda name, _: ModelledTriton(device, name, program.autotuners[name]))
         scope.update(torch=_Torch(), empty_strided_cuda=device.empty_strided, get_raw_stream=lambda device: 0)
-        self.runner = scope["runner"]
+        self.runner = scope["runner"] if "runner" in scope else Whole([scope["call"]], scope["call"].objects)
         self.uncaptured = [*self.runner.partitions]
         for fn in scope.values():
             if isinstance(fn, types.FunctionType) and fn.__code__.co_varnames[1:2] == ("empty_strided_cuda",):

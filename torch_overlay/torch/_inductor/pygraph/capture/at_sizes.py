@@ -133,6 +133,10 @@ class SizedModel:
         self.returned = [*OrderedSet(o.owner for o in outputs)]
         if any(o.owner not in self.memory or o.dtype != self.memory[o.owner].dtype for o in outputs):
             raise unknown("an output")
+        # A replay returns views with the dtype of the input.
+        dtypes = {name: inputs[i].dtype for i, name in self.inputs.items()}  # type: ignore[union-attr]
+        if any(isinstance(o, TensorOf) and o.dtype != dtypes.get(o.owner, o.dtype) for o in self.function.outputs):
+            raise unknown("an output")
         for event in self.function.events:
             # Each of its values has a place in the memory of the graph.
             if isinstance(event, DeliverOf):

@@ -24,9 +24,9 @@ from torch._inductor.pygraph.capture.branches import CapturedBranches, with_bran
 from torch._inductor.pygraph.capture.collectives import Collectives
 from torch._inductor.pygraph.capture.copying import CopyGraphNode
 from torch._inductor.pygraph.capture.library import Scratch
-from torch._inductor.pygraph.graph.binding import NodeUpdateBinding
+from torch._inductor.pygraph.graph.binding import kernels_that_read, NodeUpdateBinding
 from torch._inductor.pygraph.graph.copies import replace_copies
-from torch._inductor.pygraph.graph.driver import DriverError
+from torch._inductor.pygraph.graph.driver import bindings, DriverError
 from torch._inductor.pygraph.graph.memory import FreeMemory, PoolRanges, room, zero_free
 from torch._inductor.pygraph.graph.placeholder import PlaceholderMap, storage_extent, take_damage, tensor_at
 from torch._inductor.pygraph.graph.prelude import Prelude, prelude_pays, PreludeUnavailable
@@ -292,11 +292,25 @@ class BoundGraphNode(CopyGraphNode):
         words = range(len(self.call_tensors), len(placeholders.placeholders))
         if not all(self.binding.nodes_of[k] for k in words):
             raise RefusedError(Reason.of(Code.CPU_VALUE_NOT_FOUND))
+        if self.request.spec.info.calls_custom:
+            self._check_written(graph, placeholders)
         if self.collectives is not None:
             self.collectives.set_aside(graph.raw_cuda_graph_exec(), bound)
         # Forget the damage of others.
         take_damage(self.device)
         self.binding.update([t.data_ptr() for t in self.call_tensors] + self.values.words())
+
+    def _check_written(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> None:
+        """
+        Raise RefusedError: no node has an input that the function writes. An operator that is not captured may have left it
+        as it was in this call, which no comparison shows.
+        """
+        readers = kernels_that_read(bindings().CUgraph(graph.raw_cuda_graph()), placeholders)
+        held = OrderedSet(word.input for reader in readers for *_, word in reader.words)
+        held |= (k for k, nodes in enumerate(self.binding.nodes_of) if nodes)
+        for k, i in enumerate(self.bound_input_idxs):
+            if i in self.wrapped_function.mutated_input_idxs and self.call_tensors[k].numel() and k not in held:
+                raise RefusedError(Reason.of(Code.KERNELS_NOT_CAPTURED), is_capturable=False)
 
     @property
     def _bodies(self) -> Mapping[int, Sequence[Any]]:
@@ -429,9 +443,11 @@ class BoundGraphNode(CopyGraphNode):
         for t in self.call_tensors[len(self.bound_input_idxs) :]:
             mark_unwritten(t)
         if self.request.spec.info.calls_custom:
-            # While the graph was captured, an operator may have written its results there, on another stream. That stream
-            # may still run. The graph may read the memory as indices, and zero is always in bounds.
+            # While the graph was captured, an operator may have written its results there, and static inputs, on another
+            # stream. That stream may still run. The graph may read the memory as indices, and zero is always in bounds.
             torch.cuda.synchronize()
+            if self.rehearsal.can_rerun:
+                self.rehearsal.restore()
             zero_free(self.cuda_graphs_pool, self.device)
         # An output may lie in the memory of a managed input, which the graph has yet to read. If there are copies,
         # _run_again writes the inputs back.

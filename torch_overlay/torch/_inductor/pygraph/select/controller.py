@@ -244,7 +244,7 @@ class Controller:
             _leave_recording(manager)
             return
         self.state.is_capturable &= refused.is_capturable
-        if refused.facts.has_prelude:
+        if refused.facts.has_prelude and refused.is_capturable:
             self._bind_by_host(Reason.of(Code.NO_PRELUDE, binding=self.state.binding, error=error))
         else:
             self._unbind(refused.reason)

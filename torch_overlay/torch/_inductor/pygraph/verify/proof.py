@@ -266,12 +266,20 @@ class Proof:
         inputs: the inputs of the call; those at ``mutated`` are fingerprinted
         outputs: what the function returned; only CUDA tensors are fingerprinted
         unmarked: outputs of a graph whose memory was not marked before the uncaptured run
+        has_seeds: whether some of these may be an attention's, which are not compared
     """
 
     def __init__(
-        self, inputs: Sequence[Any], outputs: Sequence[Any], mutated: Sequence[int], unmarked: Sequence[int] = ()
+        self,
+        inputs: Sequence[Any],
+        outputs: Sequence[Any],
+        mutated: Sequence[int],
+        unmarked: Sequence[int] = (),
+        *,
+        has_seeds: bool = True,
     ) -> None:
         self.mutated = list(mutated)
+        self.has_seeds = has_seeds
         self.unmarked = {i: outputs[i] for i in unmarked}
         self.kinds = [f"{o.dtype} {list(o.shape)}" if isinstance(o, torch.Tensor) else "" for o in outputs]
         on_device = [i for i, o in enumerate(outputs) if is_on_device(o)]
@@ -282,7 +290,8 @@ class Proof:
 
     def seeds(self) -> list[int]:
         """Return the unmarked outputs that may be an attention's seed or offset, which it may leave unwritten."""
-        return [i for i, t in self.unmarked.items() if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)]
+        scalars = [i for i, t in self.unmarked.items() if t.dim() == 0 and t.dtype in (torch.int64, torch.uint64)]
+        return scalars if self.has_seeds else []
 
     def unwritten(self) -> list[int]:
         """Return the other unmarked outputs that the run did not write."""

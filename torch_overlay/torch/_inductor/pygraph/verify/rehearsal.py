@@ -204,9 +204,9 @@ class Rehearsal:
         (host if draws else seen).restore()
         return draws
 
-    def results(self, outputs: Sequence[Any], unmarked: Sequence[int] = ()) -> Proof:
+    def results(self, outputs: Sequence[Any], unmarked: Sequence[int] = (), *, has_seeds: bool = True) -> Proof:
         """Return the fingerprints of a run on ``inputs``, which may have been a graph's."""
-        return Proof(self.inputs, outputs, self.mutated, unmarked)
+        return Proof(self.inputs, outputs, self.mutated, unmarked, has_seeds=has_seeds)
 
     def _run_again(self, inputs: Sequence[Any], unmarked: Sequence[int] = ()) -> Proof:
         # The outputs have no name, so that they are freed before the next run.
@@ -251,7 +251,7 @@ class Rehearsal:
             found: list[torch.Tensor] = [outputs[i] for i in idxs]  # type: ignore[misc]
             addresses = [t.data_ptr() for t in found]
             if addresses == before:
-                return len(self.results(outputs, idxs).unwritten()) < len(idxs)
+                return len(self.results(outputs, idxs, has_seeds=False).unwritten()) < len(idxs)
             before = addresses
             for t in found:
                 mark_unwritten(t)
