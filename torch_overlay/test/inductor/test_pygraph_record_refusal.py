@@ -606,6 +606,23 @@ class RefusalTest(CollectiveTestCase):
             self.assertEqual(on_host(y), expected)
         self.assertEqual(report()[0].choice, "no_graph")
 
+    @parametrize("force", ("node_update", "copy", None))
+    def test_table_of_an_operator_that_is_not_captured(self, force):
+        """It computes the table anew from a weight, in the same memory: no comparison shows that the graph does not."""
+        weight, table = self.randn(), self.randn()
+        with torch.library._scoped_library("pygraph_test", "FRAGMENT") as library:
+            library.define("tabulate(Tensor weight) -> Tensor")
+            library.impl("tabulate", lambda w: (on_host(table).copy_(on_host(w) * 2), table)[1], "CUDA")
+            body = "x, w = args; args.clear(); a = new(); launch(mul, a, x, operator(w)); return (a,)"
+            fn = self.deploy(body, [self.randn(), weight], static=[1], custom=True, force=force)
+            fn.model.__globals__.update(operator=torch.ops.pygraph_test.tabulate.default)
+            for _ in range(6 if force else 130):
+                x = self.randn()
+                on_host(weight).add_(1)
+                (a,) = fn(x, weight)
+                self.assertEqual(on_host(a), on_host(x) * on_host(weight) * 2)
+            self.assertEqual(report()[0].choice, "no_graph")
+
     def test_operator_that_returns_what_it_keeps(self):
         "A table, for instance, that it computed in its first call."
         table = self.randn()

@@ -18,6 +18,7 @@ from torch._inductor.pygraph.capture.agreement import Steps
 from torch._inductor.pygraph.capture.allocation import Allocation
 from torch._inductor.pygraph.capture.branches import CapturedBranches, RehearsedBranches, with_branches
 from torch._inductor.pygraph.capture.collectives import captured_together
+from torch._inductor.pygraph.capture.custom import with_custom_operators
 from torch._inductor.pygraph.graph.memory import lack_of_memory
 from torch._inductor.pygraph.graph.placeholder import storage_extent
 from torch._inductor.pygraph.trees.cached import CachedTensor, is_lazy, NotReplayed, renew
@@ -220,6 +221,8 @@ class CopyGraphNode(CUDAGraphNode):
         # A rehearsal has seen already whether the function draws on the host.
         is_rehearsed = self.request.state.needed_bytes or self.facts.needed_bytes
         host = None if is_rehearsed else HostGenerators()
+        if spec.info.calls_custom:
+            model = with_custom_operators(model)
         if not self.binds_values:
             model = self._with_branches(model)
             if self._ranks_decide():

@@ -10,6 +10,7 @@ from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutpu
 from torch._inductor import config, ir
 from torch._inductor.codegen import wrapper as codegen
 from torch._inductor.pygraph.capture.collectives import NAMESPACES
+from torch._inductor.pygraph.capture.custom import SHIPPED
 from torch._inductor.pygraph.compile.blockers import or_uncaptured
 from torch._inductor.pygraph.compile.calls import describe_calls
 from torch._inductor.pygraph.compile.conditionals import paths_through
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
 
     from torch._inductor.scheduler import BaseSchedulerNode
 
-
-# Namespaces of operators that launch on the current stream, the same in each call.
-SHIPPED = ("aten", "prims", "inductor", *NAMESPACES)
 
 # Lines that do nothing in a call, or only delete names.
 IDLE_LINES = (
