@@ -184,6 +184,15 @@ def f(x):
             x = torch.randn(3)
             self.assertEqual(torch.compile(scope["f"])(x), scope["f"](x))
 
+    def test_rest_of_a_sequence(self) -> None:
+        def fn(x, values):
+            first, *rest = values
+            rest.append(x + first)
+            return rest
+
+        values = (1, 2, 3)
+        self.assertEqual(torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2), values), fn(torch.ones(2), values))
+
     def test_raise_of_argument(self) -> None:
         def plain(x, error):
             x.add_(1)

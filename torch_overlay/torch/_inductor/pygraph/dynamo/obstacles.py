@@ -69,7 +69,7 @@ OPAQUE_NAMES = frozenset(
 )
 
 # Instructions that are never an obstacle. Missing are those that of_instruction looks at, and
-# those that handle exceptions, unpack to a list, merge dictionaries, make sets or import.
+# those that handle exceptions, merge dictionaries, make sets or import.
 PLAIN_OPNAMES = frozenset(
     """
     BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY BINARY_MODULO BINARY_MULTIPLY
@@ -86,7 +86,7 @@ PLAIN_OPNAMES = frozenset(
     POP_JUMP_IF_NOT_NONE POP_JUMP_IF_TRUE POP_TOP PRECALL PUSH_NULL RESUME RETURN_CONST RETURN_GENERATOR RETURN_VALUE
     ROT_FOUR ROT_N ROT_THREE ROT_TWO SET_FUNCTION_ATTRIBUTE STORE_ATTR STORE_DEREF STORE_FAST STORE_FAST_LOAD_FAST
     STORE_FAST_STORE_FAST STORE_SLICE STORE_SUBSCR SWAP TO_BOOL UNARY_INVERT UNARY_NEGATIVE UNARY_NOT UNARY_POSITIVE
-    UNPACK_SEQUENCE YIELD_VALUE
+    UNPACK_EX UNPACK_SEQUENCE YIELD_VALUE
     """.split()
 )
 
