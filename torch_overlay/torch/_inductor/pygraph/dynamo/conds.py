@@ -148,7 +148,7 @@ class CondJoiner(Joiner):
         joins = [j for j in self.tx.output.extension.joins if j.node in own]
         left = OrderedSet(storage(n) for key in self.pairs for n in key)
         for j in joins:
-            if j.versions != (j.node.meta["example_value"]._version, j.other.meta["example_value"]._version):
+            if j.versions != j.versions_now():
                 raise RefusedError("a path writes a join")
             if j.other in own and storage(j.node) in left and storage(j.other) in left:
                 raise RefusedError("a path leaves one tensor under several names")
