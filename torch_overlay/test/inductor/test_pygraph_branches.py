@@ -438,7 +438,7 @@ class AtBreakTest(BranchTestCase):
         self.assertEqual(len(counters["resumes"]), breaks)
 
     def test_inputs_that_share_memory(self):
-        """They need not share a version. The join of one is what it was when the other is written."""
+        """Two inputs in the same memory have no common version. Writing one does not change a join of the other."""
 
         def fn(a, b):
             z = a if a.sum() > 0 else a * 2

@@ -357,8 +357,8 @@ class EffectTest(MendTestCase):
         self.assertEqual(isinstance(seen[1][0][0], tuple), action == "error")
 
     def test_filter_of_a_logger(self):
-        """It finds what the program changed before."""
-        # Those of pytest
+        """The filter sees what the program changed before the call."""
+        # Without the handlers that pytest adds
         patch = mock.patch.object(log, "handlers", [])
         patch.start()
         self.addCleanup(patch.stop)
@@ -369,7 +369,7 @@ class EffectTest(MendTestCase):
         self.check(logs_behind_a_change)
 
     def test_inputs_that_share_memory(self):
-        """They need not share a version."""
+        """Two inputs in the same memory have no common version. A print shows the values before a write of the other one."""
         seen, _ = self.observe_compiled(written_through_another_input)
         DATA.zero_()
         self.assertEqual(seen, self.observe(written_through_another_input))

@@ -265,7 +265,7 @@ class RecordTest(CollectiveTestCase):
     @parametrize("mode", ("inference", "backward"))
     @parametrize("view", ("w[4:]", "w.view(2, 4)"))
     def test_view_of_a_static_input(self, mode, view):
-        """Each call returns a tensor of its own: autograd gives it a history, and the program may change it."""
+        """Each call returns a new tensor. Autograd gives it a history, and the program may set attributes."""
         w = self.randn()
         names = ["tangents_1" if mode == "backward" else "arg0_1", "primals_2"]
         body = f"x, w = args; args.clear(); a = new(); launch(sin, a, x); return (a, {view})"

@@ -560,7 +560,7 @@ class RefusalTest(CollectiveTestCase):
 
     @parametrize("force", ("node_update", None))
     def test_number_of_an_operator_that_is_not_captured(self, force):
-        """It looks like an attention's seed, which may be unwritten."""
+        """A single integer may be an attention's seed, which is not compared. An operator of another library returns none."""
 
         def operator(x: torch.Tensor) -> torch.Tensor:
             out = self.device.empty_strided((), (), torch.int64)
@@ -579,7 +579,10 @@ class RefusalTest(CollectiveTestCase):
     @parametrize("force", ("node_update", "prelude", None))
     @parametrize("is_static", (True, False))
     def test_operator_that_writes_and_is_not_captured(self, force, is_static):
-        """While the graph is captured, it writes the static input of the call: as much as one call should."""
+        """
+        While the graph is captured, the operator writes the input itself, if that is static. The input then is what the graph
+        should leave.
+        """
         w = self.device.tensor(torch.ones(8))
         expected = torch.ones(8)
         body = "x, w = args; args.clear(); a = new(); launch(sin, a, x); operator(w); return (a,)"
@@ -594,7 +597,7 @@ class RefusalTest(CollectiveTestCase):
 
     @parametrize("force", ("node_update", "prelude", None))
     def test_operator_that_may_write_and_is_not_captured(self, force):
-        """It leaves the input of the first calls as it is."""
+        """The operator changes nothing in the call that is recorded, so that results are equal."""
         body = "x, y = args; args.clear(); a = new(); launch(sin, a, x); operator(y); return (a,)"
         fn = self.deploy(body, [self.randn(), self.randn()], mutated=(1,), custom=True, force=force)
         fn.model.__globals__.update(operator=lambda t: on_host(t).clamp_(max=0.5))
@@ -608,7 +611,10 @@ class RefusalTest(CollectiveTestCase):
 
     @parametrize("force", ("node_update", "copy", None))
     def test_table_of_an_operator_that_is_not_captured(self, force):
-        """It computes the table anew from a weight, in the same memory: no comparison shows that the graph does not."""
+        """
+        The operator computes a table from a weight, in memory of its own. The graph reads what the operator computed while it
+        was captured, so that the proof finds no difference.
+        """
         weight, table = self.randn(), self.randn()
         with torch.library._scoped_library("pygraph_test", "FRAGMENT") as library:
             library.define("tabulate(Tensor weight) -> Tensor")

@@ -37,6 +37,7 @@ CORES = 16
 # Seconds until the processes that run random programs have imported torch. An estimate
 PROGRAMS_START_S = 40.0
 # Seconds of a small case and of a workload: to compile, and for which all other processes stop, the latter and for each GiB
+# A workload that never ran takes more than APART_S, so that its variants compile side by side.
 SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (250.0, 12.0), 1.0
 # Suites whose cases are small
 SMALL = {"pi", "cgct", "scg", "bindings"}
@@ -182,8 +183,8 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
 
 def longest_first(units: list[Unit], record: Row) -> list[Unit]:
     """
-    Return units in the order in which they begin. A command loses what it does not finish, so that short units come last. A
-    workload that never ran may be long.
+    Return units in the order in which they begin. A command that is over loses the units that it has not finished. So short
+    units come last, and workloads that never ran, which may take long, come first.
     """
     cases = {(case["suite"], case["name"]): case for case in record.get("cases", ())}
 

@@ -30,8 +30,8 @@ MAX_AGAIN_S = 12.0
 MIN_CALLS, LEAD_IN = 5, 3
 LONG_CALL_S = 0.02
 MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
-# A loop that takes so many times as long as the fastest is timed in one of so many rounds, if there are enough rounds. It
-# would take most of the time, and its median is clear from fewer.
+# A loop that takes MUCH_SLOWER times as long as the fastest is timed in one of SELDOM rounds, if that leaves ENOUGH_ROUNDS.
+# Otherwise slow loops would take most of the time.
 MUCH_SLOWER, SELDOM, ENOUGH_ROUNDS = 3.0, 3, 5
 
 # What one may take of another's time, in the median of the rounds. It is slower where the

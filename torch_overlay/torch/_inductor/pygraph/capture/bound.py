@@ -302,9 +302,10 @@ class BoundGraphNode(CopyGraphNode):
 
     def _check_written(self, graph: torch.cuda.CUDAGraph, placeholders: PlaceholderMap) -> None:
         """
-        Raise RefusedError: no node has an input that the function writes. An operator that is not captured may have left it
-        as it was in this call, which no comparison shows.
+        Raise RefusedError if no node has an input that the function writes. In this call, an operator that is not captured may
+        have written what was there before: no comparison shows that.
         """
+        # The binding lacks nodes that the graph sets itself.
         readers = kernels_that_read(bindings().CUgraph(graph.raw_cuda_graph()), placeholders)
         held = OrderedSet(word.input for reader in readers for *_, word in reader.words)
         held |= (k for k, nodes in enumerate(self.binding.nodes_of) if nodes)

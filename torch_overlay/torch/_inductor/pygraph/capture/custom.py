@@ -23,8 +23,8 @@ SHIPPED = ("aten", "prims", "inductor", *NAMESPACES)
 
 class CustomOperators(TorchDispatchMode):
     """
-    Raises RefusedError at an operator of another library that adds nothing to the graph: it launches on a stream of its own,
-    or works on the host. A replay would not do that.
+    Raises RefusedError if an operator of another library adds no node to the graph that is captured. Such an operator launches
+    on a stream that is not captured, or works on the host. A replay would leave that out.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +41,7 @@ class CustomOperators(TorchDispatchMode):
 
 
 def with_custom_operators(model: ModelType) -> ModelType:
-    """Return ``model``, which is captured and calls operators of other libraries."""
+    """Return what runs ``model`` while it is captured, with its operators of other libraries watched."""
 
     def run(inputs: list[InputType]) -> OutputType:
         with CustomOperators():

@@ -10,8 +10,9 @@ graph break is such a point, too. Eager mode cannot be told from this if
 - the rest of the graph does not raise for the values of its tensors: the text would be lost
 - no with statement or handler of exceptions is around the call
 - a warning that a filter makes an error finds what it would find: no object was changed before the call, since bytecode
-  changes objects last, and no input is written after it. A filter or a handler of the program's finds no object changed
-  either
+  changes objects last, and no input is written after it
+- a filter or a handler of the program's own finds what it would find: no object was changed before the call. What a handler
+  changes, the frame may have read before
 - the frame does not change how tensors are printed
 
 At other calls the graph breaks.
@@ -60,7 +61,7 @@ if TYPE_CHECKING:
 LOGGERS = (logging.Logger, logging.RootLogger)
 METHODS = frozenset(("debug", "info", "warning", "error", "critical"))
 
-# Modules of handlers and formatters that read nothing of the program's. None has the type's.
+# Modules whose handlers and formatters read no state of the program. A handler without a formatter has None, of builtins.
 PYTHONS = ("logging", "logging.handlers", "builtins")
 
 # Arguments of print that are no text. With a file, another object gets the text.

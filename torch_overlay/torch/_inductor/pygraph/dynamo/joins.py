@@ -75,7 +75,7 @@ class Join:
     other: torch.fx.Node
     own: OrderedSet[torch.fx.Node]
     site: tuple[Any, int]
-    versions: tuple[int, int, int] = (0, 0, 0)
+    versions: tuple[int, int, int] = dataclasses.field(init=False)
     # Bytecode takes the join only if it is not for the older tensor.
     is_chosen: bool = False
 

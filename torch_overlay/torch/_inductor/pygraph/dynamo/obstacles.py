@@ -68,8 +68,8 @@ OPAQUE_NAMES = frozenset(
     + ("_base", "_version", "grad_fn", "move_to_end")
 )
 
-# Instructions that are never an obstacle. Missing are those that of_instruction looks at, and
-# those that handle exceptions, merge dictionaries, make sets or import.
+# Instructions that are never an obstacle. of_instruction decides on some others. The rest are obstacles: they handle
+# exceptions, merge dictionaries, make sets or import.
 PLAIN_OPNAMES = frozenset(
     """
     BINARY_ADD BINARY_AND BINARY_FLOOR_DIVIDE BINARY_LSHIFT BINARY_MATRIX_MULTIPLY BINARY_MODULO BINARY_MULTIPLY

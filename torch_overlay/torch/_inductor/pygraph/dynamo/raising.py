@@ -78,7 +78,7 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
     handler = flow.handlers[tx.indexof[tx.current_instruction]]
     indices = sorted(flow.reached([first]))
     path = [flow.instructions[i] for i in indices]
-    # A chained comparison leaves a value for the path to remove. The function's stack is empty.
+    # Behind a chained comparison, the path begins by removing an operand from the frame's stack. The function's stack has none.
     left = next(k for k, inst in enumerate(path) if inst.opname != "POP_TOP")
     least = flow.depths[first] - left
     if (
@@ -92,7 +92,7 @@ def raising_path(tx: InstructionTranslatorBase, start: Instruction) -> RaisingPa
     ):
         return None
     indices, path = indices[left:], path[left:]
-    # To delete a variable reads it, too.
+    # DELETE_FAST raises if there is no value.
     loads = [inst for inst in path if inst.opname.startswith(("LOAD_", "DELETE_"))]
     variables = OrderedSet(inst.argval for inst in loads if inst.opcode in HASLOCAL)
     cells = OrderedSet(inst.argval for inst in loads if inst.opcode in dis.hasfree)
