@@ -39,6 +39,7 @@ from torch._inductor.pygraph.capture.at_sizes import not_for_many_sizes, SizedMo
 from torch._inductor.pygraph.graph import sized as graph_sized
 from torch._inductor.pygraph.report import text
 from torch._inductor.pygraph.select import by_size, many_sizes, proofs, store, timing
+from torch._inductor.pygraph.select.controller import Controller
 from torch._inductor.pygraph.select.preparation import ALLOWED, Preparation, SAVED, SPENT
 from torch._inductor.pygraph.trees.manager import manager_of
 from torch._inductor.pygraph.types.candidate import NO_GRAPH
@@ -383,6 +384,19 @@ class ManySizesTest(ManySizesTestCase):
         self.check_captured(program, (127, 127, 128, 120, 8, 9, 7, 128, 9, 126))
         (entry,) = report()
         self.assertGreater(len(entry.buckets), 1)
+
+    def test_new_sizes_of_topologies_that_take_turns(self) -> None:
+        """A call that prepares a size is not timed as a replay, whichever recording does it."""
+        program = self.program(mlp)
+        self.check_captured(program, (127, 127, 128, 120, 8, 9, 7, 128, 9, 126))
+        (entry,) = report()
+        self.assertGreater(len(entry.buckets), 1)
+        for n in (125, 11, 124, 12, 123, 13):
+            with mock.patch.object(Controller, "prepared_size") as prepared:
+                self.check(program, (n,))
+                self.check(program, (n,))
+            self.assertEqual(prepared.call_count, 1, n)
+        self.assertEqual(len(entry.buckets), 2)
 
     def test_clusters(self) -> None:
         """Kernels that need other clusters have an executable graph of their own, over the memory of the recording."""

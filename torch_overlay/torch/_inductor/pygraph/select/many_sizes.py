@@ -264,20 +264,23 @@ class ManySizes:
         return uncaptured(inputs) if outputs is None else outputs
 
     def _trusted(self, inputs: list[InputType]) -> tuple[Any, tuple[int, ...], Any] | None:
-        """Return what replays these sizes without a proof, if the recording that was used last does."""
+        """Return what replays these sizes without a proof, if a recording does."""
         sizes = self._sizes(inputs)
-        if not self.recordings or not self.proofs.has_proven_first or sizes in self.refused:
+        if not self.proofs.has_proven_first or sizes in self.refused:
             return None
-        recording = self.recordings[-1]
-        try:
-            kept = recording.at_sizes(sizes)
-        except RefusedError:
-            # The general path notes the refusal.
-            return None
-        if kept is None or not self.proofs.is_trusted(recording, kept):
-            return None
-        self.deployment.controller.prepared_size()
-        return self._know(recording, kept, self.sizes_of(inputs))
+        for recording in reversed(self.recordings):
+            try:
+                kept = recording.at_sizes(sizes)
+            except RefusedError:
+                # The general path notes the refusal.
+                return None
+            if kept is not None:
+                if not self.proofs.is_trusted(recording, kept):
+                    return None
+                self.deployment.controller.prepared_size()
+                self._used(recording)
+                return self._know(recording, kept, self.sizes_of(inputs))
+        return None
 
     def _run_call(self, inputs: list[InputType]) -> OutputType:
         self.may_have_run = True
@@ -324,9 +327,7 @@ class ManySizes:
                 self._refuse(sizes, e.reason)
                 return None
             if outputs is not None:
-                if recording is not self.recordings[-1]:
-                    self.recordings.remove(recording)
-                    self.recordings.append(recording)
+                self._used(recording)
                 if kept.launches.is_trusted:
                     self._know(recording, kept, self.sizes_of(inputs))
                 self.report.captured_calls += 1
@@ -335,6 +336,11 @@ class ManySizes:
         # A recording that is dropped is to die.
         recording = kept = None
         return self._record(inputs)
+
+    def _used(self, recording: SizedRecording) -> None:
+        if recording is not self.recordings[-1]:
+            self.recordings.remove(recording)
+            self.recordings.append(recording)
 
     def _know(self, recording: SizedRecording, kept: KeptSizes, sizes: Any) -> tuple[Any, tuple[int, ...], Any]:
         """Replay further calls at these sizes without this object."""
