@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from operator import itemgetter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +26,16 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from pygraph import outcomes, report  # noqa: E402
 from pygraph.report import format_table  # noqa: E402
-from pygraph.timing import LoopFailed, MAX_TIMES, ratio, time_interleaved, Timing  # noqa: E402
+from pygraph.timing import (  # noqa: E402
+    DRAWS,
+    FEWEST_ROUNDS,
+    LoopFailed,
+    MAX_TIMES,
+    ratio,
+    time_interleaved,
+    TIMES_DRAWN,
+    Timing,
+)
 
 
 torch = pytest.importorskip("torch")
@@ -190,10 +200,23 @@ def test_loops_of_a_round_draw_the_same():
 
         return run
 
-    found = _time(device, {name: loop(name) for name in work}, rounds=4, fixed_calls=6, draw=drawn.append)
-    assert drawn == [0, 0, 1, 1, 2, 2, 3, 3] and {*found["a"].samples_us} == {0, 1, 2, 3}
-    timed = {name: [numbers for numbers, calls in made if calls == 6] for name, made in work.items()}
-    assert timed["a"] == timed["b"] == [[0], [1], [2], [3]]
+    rounds = DRAWS + 2
+    found = _time(device, {name: loop(name) for name in work}, rounds=rounds, fixed_calls=6, draw=drawn.append)
+    assert len(found["a"].samples_us) == rounds
+    timed = {name: [seed for (seed,), calls in filter(itemgetter(0), made) if calls == 6] for name, made in work.items()}
+    assert timed["a"] == timed["b"] and [*timed["a"]][-rounds:] == [*range(DRAWS), 0, 1]
+    # Each path was taken before the rounds, and no calls before those that are timed take another one.
+    assert len(timed["a"]) == rounds + TIMES_DRAWN * DRAWS
+    assert all(drawn for drawn, calls in work["a"][2:])
+
+
+def test_rounds_that_take_long_are_fewer():
+    device = Device()
+    loops = {name: device.loop(name, 0.1, 0) for name in "abcdef"}
+    assert {len(timing.samples_us) for timing in _time(device, loops).values()} == {8}
+    # A few are made in any case.
+    loops = {name: device.loop(name, 1.0, 0) for name in "abcdef"}
+    assert {len(timing.samples_us) for timing in _time(device, loops).values()} == {FEWEST_ROUNDS}
 
 
 def test_the_host_time_leaves_out_what_a_loop_sets_up():
@@ -981,6 +1004,7 @@ class FakeWorker:
     def __init__(self, case, options, logs, threads, machine, cold=False):
         self.case, self.options, self.machine, self.cold = case, options, machine, cold
         self.at = ""
+        self.spent = {}
         self.started.append(self)
 
     def forget_decisions(self):
@@ -1136,7 +1160,7 @@ def test_a_case_that_hangs_is_a_row_and_one_that_the_budget_ends_is_none(is_late
     assert skipped == ["a"] * is_late and all("late" not in row for row in rows)
     if not is_late:
         (row,) = (row for row in rows if row["name"] == "a")
-        assert row["note"] == "with all variants after 0 s alone on the device and 0 s in all"
+        assert row["note"] == "with all variants after 0 s alone on the device () and 0 s in all"
 
 
 def test_regret_is_what_is_beyond_the_noise():
@@ -1225,6 +1249,7 @@ def test_what_a_worker_answers_and_what_it_was_at(script, seconds, answer):
 # Counts while it may, and is quiet where it is asked to be, until a file is there.
 COUNTS = """
 import json, sys, threading, time
+from operator import itemgetter
 from pathlib import Path
 file = Path(sys.argv[1])
 def count():
@@ -1904,6 +1929,7 @@ def test_the_last_line_counts_programs():
 
 ROWS_THEN_HANGS = """
 import json, sys, time
+from operator import itemgetter
 from pathlib import Path
 file = Path(sys.argv[sys.argv.index("--output") + 1])
 for n in (1, 2):

@@ -76,7 +76,9 @@ class Machine:
         with self.changed:
             if self.quiet is not process:
                 return
-            process.quiet_s += time.monotonic() - self.since
+            seconds = time.monotonic() - self.since
+            process.quiet_s += seconds
+            process.spent[process.at] = process.spent.get(process.at, 0.0) + seconds
             self.quiet = None
             self.stopped_s += time.monotonic() - self.stopped_at
             for other in self.processes - {process}:
@@ -101,8 +103,9 @@ class Answering:
     def __init__(
         self, command: list[str], environment: dict[str, str], errors: Any = None, machine: Machine | None = None
     ) -> None:
-        # The work that the process named last
+        # The work that the process named last, and for how many seconds each work had the machine to itself
         self.at = ""
+        self.spent: dict[str, float] = {}
         self.machine = machine or Machine()
         with self.machine.running():
             self.process = subprocess.Popen(

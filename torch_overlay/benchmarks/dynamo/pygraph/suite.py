@@ -326,7 +326,9 @@ class _Run:
         culprit = worker.at
         if row.get("error") == "out of time":
             where = f"with {culprit}" if culprit else "with all variants"
-            _note(row, f"{where} after {worker.quiet_s:.0f} s alone on the device and {worker.clock() - start:.0f} s in all")
+            spent = ", ".join(f"{seconds:.0f} s {at or 'all variants'}" for at, seconds in worker.spent.items())
+            alone = f"{worker.quiet_s:.0f} s alone on the device ({spent})"
+            _note(row, f"{where} after {alone} and {worker.clock() - start:.0f} s in all")
         if "error" not in row or culprit in ("", "eager", "no_cg") or "late" in row:
             return row
         worker.close()

@@ -34,6 +34,12 @@ MIN_LONG_CALLS, LONG_LEAD_IN = 2, 1
 # Otherwise slow loops would take most of the time.
 MUCH_SLOWER, SELDOM, ENOUGH_ROUNDS = 3.0, 3, 5
 
+# Random numbers of so many seeds are drawn by rounds in turns. A program that draws its path records a new path when it meets
+# one. Before the rounds, each loop takes the paths of all seeds so many times, if that takes no more seconds.
+DRAWS, TIMES_DRAWN, MAX_DRAWING_S = 6, 3, 8.0
+# Rounds that would take more seconds in all are fewer.
+MAX_ROUNDS_S, FEWEST_ROUNDS = 20.0, 5
+
 # What one may take of another's time, in the median of the rounds. It is slower where the
 # whole of the median's confidence interval is above, which noise is not likely to do, and
 # nothing is known where the interval is so wide that this would let anything pass.
@@ -130,7 +136,7 @@ def time_interleaved(
     marks: Marks | None = None,
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
-    draw: Callable[[int], None] = lambda i: None,
+    draw: Callable[[int], None] | None = None,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
@@ -140,8 +146,9 @@ def time_interleaved(
     on the one before. Without ``marks``, the device is idle when the first call begins, and waits for the host. There are
     ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
     times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round. A loop that
-    takes much longer than the fastest is timed in fewer rounds. ``draw`` gets the number of the round before the calls that
-    are timed: with the same random numbers, all loops of a round do the same work.
+    takes much longer than the fastest is timed in fewer rounds. If the rounds would take more than MAX_ROUNDS_S seconds, there
+    are fewer, FEWEST_ROUNDS at least. ``draw`` gets a seed before the calls that are timed: with the same random numbers, all
+    loops of a round do the same work. Rounds take DRAWS seeds in turns, and each loop ran with each seed before the rounds.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
     ``agree`` makes one estimate of those of several processes that have to make the same
     calls. Raises LoopFailed.
@@ -181,6 +188,25 @@ def time_interleaved(
     limit = MUCH_SLOWER * min(estimates.values(), default=0.0)
     seldom = {name for name in loops if estimates[name] > limit and rounds >= SELDOM * ENOUGH_ROUNDS}
 
+    def draw_again(i: int) -> None:
+        if draw is not None:
+            draw(i % DRAWS)
+
+    def round_s_of(name: str) -> float:
+        return estimates[name] * (lead_in[name] + 1 + calls[name]) / (SELDOM if name in seldom else 1)
+
+    if not fixed_calls:
+        all_s = max(sum(map(round_s_of, loops)), 1e-9)
+        rounds = min(rounds, max(FEWEST_ROUNDS, int(MAX_ROUNDS_S / all_s)))
+
+    begin = clock()
+    for i in range(TIMES_DRAWN * DRAWS if draw is not None else 0):
+        if agree(clock() - begin) > MAX_DRAWING_S:
+            break
+        for name in loops:
+            draw_again(i)
+            run(name, calls[name])
+
     samples: dict[str, dict[int, float]] = {name: {} for name in loops}
     host: dict[str, list[float]] = {name: [] for name in loops}
     collecting = gc.isenabled()
@@ -197,11 +223,12 @@ def time_interleaved(
                         continue
                     # The first calls after another variant refill caches and restart the
                     # path through the recorded graphs.
+                    draw_again(i)
                     run(name, lead_in[name])
                     synchronize()
                     # A loop sets up more than its calls, settings that a variant has.
                     host[name].append((run(name, 1) - run(name, 0)) * 1e6)
-                    draw(i)
+                    draw_again(i)
                     samples[name][i] = seconds(name, calls[name]) / calls[name] * 1e6
             timings = {name: Timing.of(samples[name], host[name]) for name in loops}
             if fixed_calls or is_clear(timings) or agree(clock() - begin) * (times + 1) / times > MAX_AGAIN_S:

@@ -683,7 +683,7 @@ class CaseRun:
                         round_s=self.round_s,
                         fixed_calls=self.case.ring if self.suite.dynamic else None,
                         marks=Events.of(self.device),
-                        draw=seed,
+                        draw=seed if self.suite.breaks_graphs else None,
                         is_clear=self._is_clear,
                     )
                     self.eager_loop_us += [before, eager_loop_us(self.device)]
