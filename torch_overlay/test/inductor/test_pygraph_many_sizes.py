@@ -673,7 +673,7 @@ class ManySizesTest(ManySizesTestCase):
         self.check(program, (37, 37, 5))
         memo = self.memo()
         before = len(memo.known)
-        with mock.patch.object(memo, "_run", side_effect=memo._run) as run:
+        with mock.patch.object(memo, "_operands", side_effect=memo._operands) as run:
             self.check(program, (9, 10, 9, 10))
         self.assertEqual((len(memo.known) - before, run.call_count), (2, 2 + 2))
         self.assertEqual([str(r) for r in self.refused], [])

@@ -33,13 +33,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from torch._inductor.cudagraph_trees import CUDAGraphTreeManager
     from torch._inductor.pygraph.capture.compared import Place
     from torch._inductor.pygraph.graph.captured import CapturedNode
+    from torch._inductor.pygraph.graph.placeholder import Placeholder
     from torch.cuda import _POOL_HANDLE
-    from torch.utils._pytree import TreeSpec
 
 
 log = logging.getLogger(__name__)
@@ -78,16 +78,46 @@ def operator_name(call: str) -> str:
 MAX_MEMO_BYTES = 64 << 20
 
 
+class _Tensor:
+    """In the place of a tensor."""
+
+
+class Arguments(NamedTuple):
+    """
+    What a call passes, without the tensors.
+
+    Attributes:
+        values: of positional arguments, then of keyword ones
+        names: of the latter
+    """
+
+    values: tuple[Any, ...]
+    names: tuple[str, ...]
+
+    @classmethod
+    def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Arguments, list[torch.Tensor]]:
+        """Return them, and the tensors in their order."""
+        given = [*args, *kwargs.values()]
+        tensors = [value for value in given if isinstance(value, torch.Tensor)]
+        values = (_Tensor if isinstance(v, torch.Tensor) else tuple(v) if isinstance(v, list) else v for v in given)
+        return cls(tuple(values), tuple(kwargs)), tensors
+
+    def call(self, op: Any, tensors: Iterable[torch.Tensor]) -> Any:
+        rest = iter(tensors)
+        values = [next(rest) if value is _Tensor else value for value in self.values]
+        first = len(values) - len(self.names)
+        return op(*values[:first], **dict(zip(self.names, values[first:])))
+
+
 class Signature(NamedTuple):
     """
-    What an operator's launches depend on: metadata and alignment in bytes of each tensor, other ``arguments``, by their
-    place, their structure, and settings of the process.
+    What an operator's launches depend on: metadata and alignment in bytes of each tensor, other arguments, and settings of
+    the process.
     """
 
     op: Any
     operands: tuple[tuple[Allocation, int], ...]
-    arguments: tuple[tuple[int, Any], ...]
-    structure: str
+    arguments: Arguments
     settings: tuple[Any, ...]
 
 
@@ -180,22 +210,19 @@ class Memo(Scratch):
                     torch._C._cuda_releasePool(self.device, self.pool)
             yield
 
-    def entry(self, signature: Signature, spec: TreeSpec) -> Entry:
+    def entry(self, signature: Signature) -> Entry:
         """As ``entries``, of one call."""
-        (entry,) = self.entries({signature: spec})
+        (entry,) = self.entries([signature])
         return entry
 
-    def entries(self, calls: dict[Signature, TreeSpec]) -> list[Entry]:
-        """
-        Return the entry of each call. ``calls`` has the structure of a call's arguments, by signature. Raises
-        RefusedError: a call cannot be captured.
-        """
-        missing = {signature: spec for signature, spec in calls.items() if signature not in self.known}
+    def entries(self, calls: Sequence[Signature]) -> list[Entry]:
+        """Return the entry of each call. Raises RefusedError: a call cannot be captured."""
+        missing = [*OrderedSet(calls) - self.known.keys()]
         try:
             made = self.captured(missing)
         except RefusedError:
             # Others may be captured.
-            made = [entry for signature, spec in missing.items() for entry in self.captured({signature: spec})]
+            made = [entry for signature in missing for entry in self.captured([signature])]
         self.known.update(zip(missing, made))
         self.nbytes += sum(entry.nbytes for entry in made)
         found = [self.known[signature] for signature in calls]
@@ -206,44 +233,41 @@ class Memo(Scratch):
             self.nbytes -= dropped.nbytes
         return found
 
-    def undefined(
-        self, entry: Entry, signature: Signature, spec: TreeSpec, captures: bool
-    ) -> OrderedSet[Place]:
+    def undefined(self, entry: Entry, signature: Signature, captures: bool) -> OrderedSet[Place]:
         """
         Return the bytes of an entry that the library leaves undefined. The forms of the entry have them. ``captures``:
         whether to capture the call again first, to find more.
         """
         if captures:
-            self._find_undefined({signature: (entry, spec)})
+            self._find_undefined({signature: entry})
         return OrderedSet((k, *place) for k, form in enumerate(entry.forms) for place in form.undefined)
 
-    def _find_undefined(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> None:
-        specs = {signature: spec for signature, (_, spec) in calls.items()}
+    def _find_undefined(self, calls: dict[Signature, Entry]) -> None:
         captures = undefined_bytes(
-            [entry for entry, _ in calls.values()],
-            lambda around: self.captured(specs, around=around),
+            [*calls.values()],
+            lambda around: self.captured([*calls], around=around),
             PoolRanges(self.pool),
         )
-        for (entry, _), undefined in zip(calls.values(), captures):
+        for entry, undefined in zip(calls.values(), captures):
             for node, buffer, byte in undefined:
                 entry.forms[node].undefined.add((buffer, byte))
 
-    def confirm(self, calls: dict[Signature, tuple[Entry, TreeSpec]]) -> bool:
+    def confirm(self, calls: dict[Signature, Entry]) -> bool:
         """
         Capture the calls once more, with operands at other addresses. Return whether the library passes the parameters that
         the entries have for these addresses. If so, mark the forms of the entries as compared.
         """
-        others = self.captured({s: spec for s, (_, spec) in calls.items()}, poison=placeholder.UNWRITTEN)
+        others = self.captured([*calls], poison=placeholder.UNWRITTEN)
         self._find_undefined(calls)
         memory = PoolRanges(self.pool)
-        for (signature, (entry, spec)), other in zip(calls.items(), others):
+        for (signature, entry), other in zip(calls.items(), others):
             comparison = CallComparison(
                 entry=entry,
                 nodes=other.nodes,
                 address=lambda slot, other=other: other.addresses[slot.tensor] + slot.delta,
                 is_temporary=memory,
                 is_elsewhere=memory,
-                undefined=functools.partial(self.undefined, entry, signature, spec),
+                undefined=functools.partial(self.undefined, entry, signature),
             )
             if (difference := comparison.difference()) is not None:
                 log.info("%s %s", signature.op, difference)
@@ -260,11 +284,7 @@ class Memo(Scratch):
 
         def run() -> None:
             for call in calls:
-                others = dict(call.arguments)
-                operands = (o.layout.allocator(self.device)() for o in call.operands)
-                leaves = [others[i] if i in others else next(operands) for i in range(call.spec.num_leaves)]
-                args, kwargs = pytree.tree_unflatten(leaves, call.spec)
-                call.op(*args, **kwargs)
+                call.arguments.call(call.op, (o.layout.allocator(self.device)() for o in call.operands))
 
         with cudagraph_trees.preserve_rng_state():
             graph, _ = self.capture(run, self.pool)
@@ -273,10 +293,10 @@ class Memo(Scratch):
 
     def captured(
         self,
-        calls: dict[Signature, TreeSpec],
+        calls: Sequence[Signature],
         *,
         poison: int = placeholder.ZERO,
-        around: Callable[[Callable[[], Any]], Any] | None = None,
+        around: Callable[[Callable[[], Any]], Any] = lambda run: run(),
     ) -> list[Entry]:
         """
         Return entries of calls, captured in a row.
@@ -287,56 +307,45 @@ class Memo(Scratch):
         """
         if not calls:
             return []
-        runs = [self._run(signature, spec, poison, around) for signature, spec in calls.items()]
+        given = [self._operands(signature, poison) for signature in calls]
         ends = [0]
 
         def run() -> list[list[tuple[int, int]]]:
             results = []
-            for _, call in runs:
-                results.append(call())
-                ends.append(count_nodes(capturing_graph()))
+            graph = capturing_graph()
+            for signature, (_, operands) in zip(calls, given):
+                made = around(functools.partial(signature.arguments.call, signature.op, operands))
+                results.append([(t.data_ptr(), placeholder.storage_extent(t)) for t in new_tensors(made, operands)])
+                ends.append(count_nodes(graph))
             return results
 
         with cublas_workspaces():
             graph, results = self.capture(run, self.pool)
         nodes = read_graph(bindings().CUgraph(graph.raw_cuda_graph()), self.shared)
-        each = zip(calls, runs, results, itertools.pairwise(ends))
+        each = zip(given, results, itertools.pairwise(ends))
         return [
-            self._entry(signature, places, of_call, _without_edge(nodes[first:end]), graph)
-            for signature, (places, _), of_call, (first, end) in each
+            self._entry(places, of_call, _without_edge(nodes[first:end]), graph)
+            for (places, _), of_call, (first, end) in each
         ]
 
-    def _run(
-        self, signature: Signature, spec: TreeSpec, poison: int, around: Callable[[Callable[[], Any]], Any] | None
-    ) -> tuple[list[placeholder.Placeholder], Callable[[], list[tuple[int, int]]]]:
-        """Return placeholders of operands, and what calls the operator, which returns where results are."""
-        sizes = [(placeholder.extent(*operand), alignment) for operand, alignment in signature.operands]
-        places = placeholder.arena(self.device, poison).place(sizes)
-        operands = [
-            placeholder.tensor_of(place.address, *operand, self.device)
-            for place, (operand, _) in zip(places, signature.operands)
-        ]
-        others, rest = dict(signature.arguments), iter(operands)
-        leaves = [others[i] if i in others else next(rest) for i in range(spec.num_leaves)]
-        args, kwargs = pytree.tree_unflatten(leaves, spec)
-
-        def run() -> list[tuple[int, int]]:
-            call = functools.partial(signature.op, *args, **kwargs)
-            results = new_tensors(call() if around is None else around(call), leaves)
-            return [(t.data_ptr(), placeholder.storage_extent(t)) for t in results]
-
-        return places, run
+    def _operands(self, signature: Signature, poison: int) -> tuple[list[tuple[Placeholder, int]], list[torch.Tensor]]:
+        """Return placeholders of operands with the bytes that each takes, and tensors there."""
+        layouts = [layout for layout, _ in signature.operands]
+        nbytes = [placeholder.extent(*layout) for layout in layouts]
+        alignments = (alignment for _, alignment in signature.operands)
+        places = placeholder.arena(self.device, poison).place([*zip(nbytes, alignments)])
+        operands = [placeholder.tensor_of(p.address, *layout, self.device) for p, layout in zip(places, layouts)]
+        return [*zip(places, nbytes)], operands
 
     def _entry(
         self,
-        signature: Signature,
-        places: Sequence[placeholder.Placeholder],
+        operands: Sequence[tuple[Placeholder, int]],
         results: Sequence[tuple[int, int]],
         nodes: tuple[CapturedNode, ...],
         graph: torch.cuda.CUDAGraph,
     ) -> Entry:
-        placeholders = placeholder.PlaceholderMap(places)
-        addresses = *(place.address for place in places), *(address for address, _ in results)
+        placeholders = placeholder.PlaceholderMap([place for place, _ in operands])
+        addresses = *(place.address for place, _ in operands), *(address for address, _ in results)
         lowest = min((*placeholders.starts, *addresses), default=0)
         slots: list[tuple[Slot, ...]] = []
         for node in nodes:
@@ -345,13 +354,12 @@ class Memo(Scratch):
                 hit = placeholders.find(value)
                 if hit is not None and placeholders.is_better_aligned(*hit):
                     raise RefusedError(Reason.of(Code.HIDDEN_ALIGNMENT))
-                if (hit := hit or _find(results, len(places), value)) is not None:
+                if (hit := hit or _find(results, len(operands), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
             slots.append(self.shared.same(tuple(of_node)))
         forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
-        nbytes = [*(placeholder.extent(*operand) for operand, _ in signature.operands), *(n for _, n in results[:1])]
         met = OrderedSet(slot.tensor for of_node in slots for slot in of_node)
-        is_whole = all(i in met for i, n in enumerate(nbytes) if n)
+        is_whole = all(i in met for i, (_, nbytes) in enumerate([*operands, *results[:1]]) if nbytes)
         return Entry(nodes, self.shared.same(tuple(slots)), graph, self.shared.same(forms), addresses, is_whole)
 
 
@@ -367,10 +375,10 @@ def _find(results: Sequence[tuple[int, int]], first: int, address: int) -> tuple
     return None
 
 
-def new_tensors(results: Any, leaves: Sequence[Any]) -> list[torch.Tensor]:
-    """Return the tensors among the results of an operator that are none of its arguments."""
-    found = [t for t in pytree.tree_leaves(results) if isinstance(t, torch.Tensor) and t.is_cuda]
-    return [t for t in found if not any(t is leaf for leaf in leaves)]
+def new_tensors(results: Any, operands: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors among the results of an operator that are none of its operands."""
+    found = results if isinstance(results, (tuple, list)) else (results,)
+    return [t for t in found if isinstance(t, torch.Tensor) and t.is_cuda and not any(t is o for o in operands)]
 
 
 class Operand(NamedTuple):
@@ -386,13 +394,12 @@ class Operand(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class TracedCall:
-    """A call that was captured as the nodes from ``first`` to before ``last``. ``arguments`` are no tensors."""
+    """A call that was captured as the nodes from ``first`` to before ``last``."""
 
     op: Any
     operands: list[Operand]
     results: list[Operand]
-    arguments: tuple[tuple[int, Any], ...]
-    spec: TreeSpec
+    arguments: Arguments
     first: int
     last: int
 
@@ -418,19 +425,10 @@ class CallTrace(TorchDispatchMode):
             if first != last:
                 self.unknown = self.unknown or str(func)
             return results
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        made = new_tensors(results, leaves)
-        self.calls.append(
-            TracedCall(
-                func,
-                [Operand.of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
-                [Operand.of(t) for t in made],
-                tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)),
-                spec,
-                first,
-                last,
-            )
-        )
+        arguments, tensors = Arguments.of(args, kwargs)
+        made = new_tensors(results, tensors)
+        operands = [*map(Operand.of, tensors)]
+        self.calls.append(TracedCall(func, operands, [*map(Operand.of, made)], arguments, first, last))
         placed = dict(zip(map(id, made), self.place(len(self.calls) - 1, made)))
         return pytree.tree_map(lambda leaf: placed.get(id(leaf), leaf), results)
 

@@ -77,10 +77,6 @@ class LibraryCall:
     sources: tuple[Source | None, ...]
     nodes: list[CapturedNode]
 
-    @functools.cached_property
-    def structure(self) -> str:
-        return str(self.call.spec)
-
     @property
     def kinds(self) -> list[Any]:
         return [node.kind for node in self.nodes]
@@ -314,10 +310,9 @@ class SizedRecording:
 
     def _entries(self, at: AtSizes) -> tuple[Entry, ...]:
         """Return what each library call launches. Calls with one signature at all sizes share an entry."""
-        signatures = {like: self._signature(self.calls[like], at) for like in OrderedSet(self.alike)}
-        calls = {signature: self.calls[like].call.spec for like, signature in signatures.items()}
-        by_signature = dict(zip(calls, self.memo.entries(calls)))
-        return tuple(by_signature[signatures[like]] for like in self.alike)
+        signatures = self._signatures(OrderedSet(self.alike), at)
+        by_call = dict(zip(signatures, self.memo.entries([*signatures.values()])))
+        return tuple(by_call[like] for like in self.alike)
 
     @functools.cached_property
     def alike(self) -> list[int]:
@@ -328,15 +323,20 @@ class SizedRecording:
     def _identity(self, call: LibraryCall) -> tuple[Any, ...]:
         operands = (t for t in call.tensors[: len(call.call.operands)] if t is not None)
         layouts = tuple((t.size, t.stride, t.offset, t.dtype, self.alignments[t.owner]) for t in operands)
-        return call.call.op, layouts, call.call.arguments, call.structure
+        return call.call.op, layouts, call.call.arguments
 
-    def _signature(self, call: LibraryCall, at: AtSizes) -> Signature:
-        operands = [
-            (Allocation(*at.layout(t)), min(self.alignments[t.owner], alignment_of(at.offset(t))))
-            for t in call.tensors[: len(call.call.operands)]
-            if t is not None
-        ]
-        return Signature(call.call.op, tuple(operands), call.call.arguments, call.structure, settings())
+    def _signatures(self, calls: Iterable[int], at: AtSizes) -> dict[int, Signature]:
+        """Return the signature of each of these library calls."""
+        found, chosen_by = {}, settings()
+        for i in calls:
+            call = self.calls[i].call
+            operands = [
+                (Allocation(*at.layout(t)), min(self.alignments[t.owner], alignment_of(at.offset(t))))
+                for t in self.calls[i].tensors[: len(call.operands)]
+                if t is not None
+            ]
+            found[i] = Signature(call.op, tuple(operands), call.arguments, chosen_by)
+        return found
 
     # Outputs
 
@@ -378,12 +378,8 @@ class SizedRecording:
 
     def confirm(self, kept: KeptSizes) -> bool:
         """Capture the calls whose forms were not compared once more. Return whether all forms are compared then."""
-        entries = {like: kept.launches.calls[like] for like in OrderedSet(self.alike)}
-        calls = {
-            self._signature(self.calls[like], kept.at): (entry, self.calls[like].call.spec)
-            for like, entry in entries.items()
-            if not entry.is_compared
-        }
+        new = [like for like in OrderedSet(self.alike) if not kept.launches.calls[like].is_compared]
+        calls = {signature: kept.launches.calls[i] for i, signature in self._signatures(new, kept.at).items()}
         return not calls or self.memo.confirm(calls)
 
     def compare(self, capture: FunctionCapture, at: AtSizes) -> None:
@@ -392,7 +388,7 @@ class SizedRecording:
         units = [*capture.pairs()]
         addresses = [capture.addresses.get(o, a) for o, a in zip(self.owners, self.addresses)]
         numbers = [*addresses, *at.numbers, *self.values.all_tokens()]
-        launches, calls = iter(self.launches), iter(self.calls)
+        launches, calls = iter(self.launches), iter(self._signatures(range(len(self.calls)), at).items())
         temporary = PoolRanges(self.memo.pool)
         for _, traced, nodes in units:
             if traced is None:
@@ -402,14 +398,16 @@ class SizedRecording:
                 if nodes and not launches_same(launch.node, nodes[0]):
                     raise differs(at, f"a kernel is expected to be {launch.node} and is {nodes[0]}")
             else:
-                self._compare_call(next(calls), traced, nodes, numbers, capture, at, temporary)
+                i, signature = next(calls)
+                self._compare_call(self.calls[i], signature, traced, nodes, numbers, capture, at, temporary)
         for form in itertools.chain(*(entry.forms for entry in self._entries(at))):
             form.is_compared = True
 
     def _compare_call(
         self,
         call: LibraryCall,
-        traced: TracedCall | None,
+        signature: Signature,
+        traced: TracedCall,
         nodes: list[CapturedNode],
         numbers: list[int],
         capture: FunctionCapture,
@@ -426,15 +424,14 @@ class SizedRecording:
             word, offset, plus = call.sources[slot.tensor]
             return numbers[word] + offset + slot.delta + (0 if plus is None else numbers[plus])
 
-        signature, spec = self._signature(call, at), call.call.spec
-        entry = self.memo.entry(signature, spec)
+        entry = self.memo.entry(signature)
         comparison = CallComparison(
             entry=entry,
             nodes=nodes,
             address=address,
             is_temporary=temporary,
             is_elsewhere=capture.temporary,
-            undefined=functools.partial(self.memo.undefined, entry, signature, spec),
+            undefined=functools.partial(self.memo.undefined, entry, signature),
         )
         if (difference := comparison.difference()) is not None:
             raise differs(at, f"{traced.op} {difference}")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import struct
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph import native
@@ -56,9 +57,8 @@ class Word(NamedTuple):
         return self.value.value != before
 
 
-def aligned_words(buffer: Any) -> memoryview:
-    whole = len(buffer) // WORD_BYTES * WORD_BYTES
-    return memoryview(bytes(buffer))[:whole].cast("Q")
+def aligned_words(buffer: Any) -> tuple[int, ...]:
+    return struct.unpack_from(f"={len(buffer) // WORD_BYTES}Q", buffer)
 
 
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:

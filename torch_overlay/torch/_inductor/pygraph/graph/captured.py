@@ -205,7 +205,7 @@ def read_node(node: Any, kind: Any, edge: tuple[int, int, int], shared: Shared |
         block = params.blockDimX, params.blockDimY, params.blockDimZ
         launch = shared.same((True, int(function), block, params.sharedMemBytes))
         params.kernelParams = params.extra = 0
-        struct = bytes(binding.struct_buffer(params, KERNEL_BYTES))
+        struct = ctypes.string_at(int(params.getPtr()), KERNEL_BYTES)
         attributes = shared.same((*_attributes(node), *known.attributes))
         return CapturedNode(node, edge, struct, grid, launch, attributes, captured)
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
@@ -225,7 +225,7 @@ def _attributes(node: Any) -> tuple[Any, ...]:
     found = []
     for which in _attribute_ids()[0]:
         status, value = bindings().cuGraphKernelNodeGetAttribute(node, which)
-        found.append(None if int(status) else bytes(binding.struct_buffer(value, ATTRIBUTE_BYTES)))
+        found.append(None if int(status) else ctypes.string_at(int(value.getPtr()), ATTRIBUTE_BYTES))
     return tuple(found)
 
 
