@@ -18,6 +18,7 @@ from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 from torch._inductor.pygraph.graph import binding, conditional, driver, placeholder, zeros
+from torch._inductor.pygraph.graph.captured import ATTRIBUTE_BYTES
 from torch._inductor.pygraph.graph.placeholder import PAGE_BYTES
 from torch._inductor.pygraph.graph.prelude import CAPACITIES
 from torch.testing._internal.modelled_clones import Clones
@@ -494,6 +495,7 @@ class ModelledDriver(Clones):
             b"cuGraphExecMemsetNodeSetParams": (int, int, cu.CUDA_MEMSET_NODE_PARAMS, cu.CUcontext),
             b"cuGraphNodeSetEnabled": (int, int, int),
             b"cuGraphLaunch": (int, int),
+            b"cuGraphKernelNodeGetAttribute": (int, int, None),
         }.get(name)
         if found is None:
             return self.success, 0, cu.CUdriverProcAddressQueryResult.CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND
@@ -501,7 +503,9 @@ class ModelledDriver(Clones):
 
         def called(*arguments: int | None) -> int:
             # ctypes turns a null pointer into None.
-            status, *_ = function(*(type_(a or 0) for type_, a in zip(found, arguments)))
+            status, *values = function(*(type_(a or 0) for type_, a in zip(found, arguments) if type_))
+            for value in values:
+                ctypes.memmove(arguments[-1], int(value.getPtr()), ATTRIBUTE_BYTES)
             return int(status)
 
         pointer = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * len(found))(called)

@@ -334,7 +334,8 @@ class Memo(Scratch):
         nbytes = [placeholder.extent(*layout) for layout in layouts]
         alignments = (alignment for _, alignment in signature.operands)
         places = placeholder.arena(self.device, poison).place([*zip(nbytes, alignments)])
-        operands = [placeholder.tensor_of(p.address, *layout, self.device) for p, layout in zip(places, layouts)]
+        each = zip(places, layouts, nbytes)
+        operands = [placeholder.tensor_of(p.address, *layout, self.device, n) for p, layout, n in each]
         return [*zip(places, nbytes)], operands
 
     def _entry(
@@ -357,10 +358,16 @@ class Memo(Scratch):
                 if (hit := hit or _find(results, len(operands), value)) is not None:
                     of_node.append(Slot(buffer, offset, *hit))
             slots.append(self.shared.same(tuple(of_node)))
-        forms = tuple(self.forms.setdefault(form_key(*both), Form()) for both in zip(nodes, slots))
-        met = OrderedSet(slot.tensor for of_node in slots for slot in of_node)
+        forms = tuple(map(self._form, nodes, slots))
+        met = [slot.tensor for of_node in slots for slot in of_node]
         is_whole = all(i in met for i, (_, nbytes) in enumerate([*operands, *results[:1]]) if nbytes)
         return Entry(nodes, self.shared.same(tuple(slots)), graph, self.shared.same(forms), addresses, is_whole)
+
+    def _form(self, node: CapturedNode, slots: Sequence[Slot]) -> Form:
+        key = form_key(node, slots)
+        if (known := self.forms.get(key)) is None:
+            known = self.forms[key] = Form()
+        return known
 
 
 def _without_edge(nodes: Sequence[CapturedNode]) -> tuple[CapturedNode, ...]:

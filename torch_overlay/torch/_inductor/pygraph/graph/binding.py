@@ -10,6 +10,7 @@ their parameters.
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import os
 import struct
@@ -57,8 +58,13 @@ class Word(NamedTuple):
         return self.value.value != before
 
 
+@functools.cache
+def _words(count: int) -> struct.Struct:
+    return struct.Struct(f"={count}Q")
+
+
 def aligned_words(buffer: Any) -> tuple[int, ...]:
-    return struct.unpack_from(f"={len(buffer) // WORD_BYTES}Q", buffer)
+    return _words(len(buffer) // WORD_BYTES).unpack_from(buffer)
 
 
 def find_words(buffer: ctypes.Array[Any], placeholders: PlaceholderMap) -> list[Word]:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
+import struct
 from typing import Any, NamedTuple, TYPE_CHECKING
 
 from torch._inductor.pygraph.graph import binding
-from torch._inductor.pygraph.graph.driver import bindings, check
+from torch._inductor.pygraph.graph.driver import bindings, check, function as driver_function
 from torch._inductor.pygraph.types.reason import Code, Reason, RefusedError
 
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable
 
 
 # CU_LAUNCH_ATTRIBUTE_* of a kernel node, and CU_FUNC_ATTRIBUTE_* of its function.
@@ -45,6 +46,10 @@ STRUCTS = {
 }
 # Where CUDA_KERNEL_NODE_PARAMS has gridDimX, gridDimY and gridDimZ.
 GRID_OFFSETS = (8, 12, 16)
+# Format and offset of the grid, of the block, and of sharedMemBytes.
+KERNEL_FIELDS = (("=3I", 8), ("=3I", 20), ("=I", 32))
+# The bytes of kernelParams and extra.
+POINTERS = range(40, 56)
 
 
 # Type and ports of an edge whose node waits for the end of the node before.
@@ -114,12 +119,14 @@ class CapturedNode:
             f"shared memory, {len(self.buffers)} parameters)"
         )
 
-    def words(self, lowest: int = 0) -> Iterator[tuple[int, int, int]]:
-        """Yield (buffer, offset, value) of each aligned word at capture that is not below ``lowest``."""
-        for i, content in enumerate(self.captured):
-            for k, value in enumerate(binding.aligned_words(content)):
-                if value >= lowest:
-                    yield i, binding.WORD_BYTES * k, value
+    def words(self, lowest: int = 0) -> list[tuple[int, int, int]]:
+        """Return (buffer, offset, value) of each aligned word at capture that is not below ``lowest``."""
+        return [
+            (i, binding.WORD_BYTES * k, value)
+            for i, content in enumerate(self.captured)
+            for k, value in enumerate(binding.aligned_words(content))
+            if value >= lowest
+        ]
 
     def grid_places(self) -> list[ctypes.c_uint32]:
         address = int(self.params.getPtr())
@@ -155,19 +162,23 @@ class Function(NamedTuple):
     @classmethod
     def of(cls, function: Any) -> Function:
         found = []
-        for which in _attribute_ids()[1]:
+        for which in _function_attribute_ids():
             status, value = bindings().cuFuncGetAttribute(which, function)
             found.append(None if int(status) else value)
         return cls(binding.parameter_layout(function), tuple(found))
 
 
 @functools.cache
-def _attribute_ids() -> tuple[list[Any], list[Any]]:
-    cu = bindings()
-    # Older drivers and bindings lack some.
-    ids = (getattr(cu.CUlaunchAttributeID, f"CU_LAUNCH_ATTRIBUTE_{name}", None) for name in NODE_ATTRIBUTES)
-    of_functions = [getattr(cu.CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}") for name in FUNCTION_ATTRIBUTES]
-    return [which for which in ids if which is not None], of_functions
+def _function_attribute_ids() -> list[Any]:
+    return [getattr(bindings().CUfunction_attribute, f"CU_FUNC_ATTRIBUTE_{name}") for name in FUNCTION_ATTRIBUTES]
+
+
+@functools.cache
+def _node_attribute_ids() -> list[int]:
+    # Older bindings lack some.
+    of_nodes = bindings().CUlaunchAttributeID
+    ids = (getattr(of_nodes, f"CU_LAUNCH_ATTRIBUTE_{name}", None) for name in NODE_ATTRIBUTES)
+    return [int(which) for which in ids if which is not None]
 
 
 class Shared:
@@ -182,6 +193,10 @@ class Shared:
     def __init__(self) -> None:
         self.functions: dict[int, Function] = {}
         self.tuples: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    @functools.cached_property
+    def get_attribute(self) -> Callable[[int, int, Any], int]:
+        return driver_function("cuGraphKernelNodeGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
     def function(self, function: Any) -> Function:
         if (known := self.functions.get(int(function))) is None:
@@ -201,31 +216,32 @@ def read_node(node: Any, kind: Any, edge: tuple[int, int, int], shared: Shared |
         function = binding.kernel_function(params)
         known = shared.function(function)
         captured = tuple(content for _, content in binding.read_parameters(params, known.layout))
-        grid = params.gridDimX, params.gridDimY, params.gridDimZ
-        block = params.blockDimX, params.blockDimY, params.blockDimZ
-        launch = shared.same((True, int(function), block, params.sharedMemBytes))
-        params.kernelParams = params.extra = 0
-        struct = ctypes.string_at(int(params.getPtr()), KERNEL_BYTES)
-        attributes = shared.same((*_attributes(node), *known.attributes))
-        return CapturedNode(node, edge, struct, grid, launch, attributes, captured)
+        content = ctypes.string_at(int(params.getPtr()), KERNEL_BYTES)
+        grid, block, (shared_bytes,) = (struct.unpack_from(f, content, n) for f, n in KERNEL_FIELDS)
+        launch = shared.same((True, int(function), block, shared_bytes))
+        without_parameters = content[: POINTERS.start] + bytes(len(POINTERS)) + content[POINTERS.stop :]
+        attributes = shared.same((*_attributes(node, shared), *known.attributes))
+        return CapturedNode(node, edge, without_parameters, grid, launch, attributes, captured)
     if kind == cu.CUgraphNodeType.CU_GRAPH_NODE_TYPE_MEMSET:
         params = check(cu.cuGraphMemsetNodeGetParams(node))
-        struct = bytes(binding.struct_buffer(params, binding.MEMSET_BYTES))
-        return CapturedNode(node, edge, struct, (1, 1, 1), (False,), (), (struct,))
+        content = bytes(binding.struct_buffer(params, binding.MEMSET_BYTES))
+        return CapturedNode(node, edge, content, (1, 1, 1), (False,), (), (content,))
     raise RefusedError(Reason.of(Code.UNKNOWN_NODE, kind=kind.name))
 
 
 def read_copy(node: Any) -> CapturedNode:
     """Return a copy node, to compare it with others. No node is set to launch it."""
-    struct = bytes(binding.struct_buffer(check(bindings().cuGraphMemcpyNodeGetParams(node)), binding.MEMCPY_BYTES))
-    return CapturedNode(node, PLAIN_EDGE, struct, (1, 1, 1), (False,), (), (struct,))
+    content = bytes(binding.struct_buffer(check(bindings().cuGraphMemcpyNodeGetParams(node)), binding.MEMCPY_BYTES))
+    return CapturedNode(node, PLAIN_EDGE, content, (1, 1, 1), (False,), (), (content,))
 
 
-def _attributes(node: Any) -> tuple[Any, ...]:
+def _attributes(node: Any, shared: Shared) -> tuple[Any, ...]:
     found = []
-    for which in _attribute_ids()[0]:
-        status, value = bindings().cuGraphKernelNodeGetAttribute(node, which)
-        found.append(None if int(status) else ctypes.string_at(int(value.getPtr()), ATTRIBUTE_BYTES))
+    for which in _node_attribute_ids():
+        # The driver writes the bytes that the attribute has.
+        value = ctypes.create_string_buffer(ATTRIBUTE_BYTES)
+        # Older drivers lack some.
+        found.append(None if shared.get_attribute(int(node), which, value) else value.raw)
     return tuple(found)
 
 

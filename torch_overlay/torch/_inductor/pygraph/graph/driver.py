@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
-from typing import Any
+from typing import Any, TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 @functools.cache
@@ -28,6 +33,14 @@ def entry_point(name: str) -> int:
     if not address:
         raise DriverError(f"CUDA driver: {name}: {status.name}")
     return int(address)
+
+
+def function(name: str, *arguments: Any) -> Callable[..., int]:
+    """
+    Return a driver function that takes arguments of these ctypes, and returns its status. cuda.bindings makes objects of
+    what a call returns, which takes several times as long as the call. Raises DriverError if there is none.
+    """
+    return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(entry_point(name))
 
 
 def edge_data() -> list[None]:

@@ -159,11 +159,16 @@ def tensor_at(address: int, like: torch.Tensor, device_index: int) -> torch.Tens
 
 
 def tensor_of(
-    address: int, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device_index: int
+    address: int,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device_index: int,
+    nbytes: int | None = None,
 ) -> torch.Tensor:
-    """Return a tensor at a device address. Not owned."""
-    device = torch.device("cuda", device_index)
-    storage = torch._C._construct_storage_from_data_pointer(address, device, extent(size, stride, dtype))
+    """Return a tensor at a device address. Not owned. ``nbytes``: its extent, if it is known."""
+    nbytes = extent(size, stride, dtype) if nbytes is None else nbytes
+    storage = torch._C._construct_storage_from_data_pointer(address, torch.device("cuda", device_index), nbytes)
     return _tensor_in(storage, size, stride, dtype)
 
 
