@@ -77,7 +77,7 @@ class LibraryCall:
     sources: tuple[Source | None, ...]
     nodes: list[CapturedNode]
 
-    @property
+    @functools.cached_property
     def kinds(self) -> list[Any]:
         return [node.kind for node in self.nodes]
 
@@ -199,8 +199,10 @@ class SizedRecording:
         self.fixed = self.addresses[bound:]
         self.alignments.update((o, alignment_of(a)) for o, a in zip(self.owners[bound:], self.fixed))
         self.alignments.update((owner, MAX_ALIGNMENT) for owner in model.returned)
-        own = [o for o in (*self.owners[bound:], *self.within) if o in model.memory and self._varies(model.memory[o])]
-        self.reserved = {o: max(reserve.extent(model.memory[o]), capture.at.extent(model.memory[o])) for o in own}
+        own = (model.memory[o] for o in (*self.owners[bound:], *self.within) if o in model.memory)
+        # Layers have memory of the same layouts.
+        layouts = {(t.size, t.stride, t.dtype): t for t in own if self._varies(t)}
+        self.reserved = [(t, max(reserve.extent(t), capture.at.extent(t))) for t in layouts.values()]
         self.bound_alignments = tuple(self.alignments[owner] for owner in model.inputs.values())
 
     def _numbers_of_blocks(self) -> OrderedSet[int]:
@@ -289,7 +291,7 @@ class SizedRecording:
             at = self.model.function.at(sizes)
         except ZeroDivisionError:
             return None
-        if any(at.extent(self.model.memory[owner]) > nbytes for owner, nbytes in self.reserved.items()):
+        if any(at.extent(t) > nbytes for t, nbytes in self.reserved):
             return None
         key = tuple(at.numbers[n] for n in self.of_libraries)
         if key not in self.rows or ((known := self.rows[key]) is not None and known.was_dropped):
@@ -301,16 +303,16 @@ class SizedRecording:
 
     def _launches(self, at: AtSizes, row: tuple[int, ...]) -> Launches | None:
         entries = self._entries(at)
-        if any(entry.kinds != call.kinds for entry, call in zip(entries, self.calls)):
+        if any(entries[like].kinds != self.calls[like].kinds for like in self.distinct):
             # The nodes of a graph are its own.
             return None
         count = self._number(self.num_numbers) + self.values.num_words
         launches = Launches(count, row, entries)
-        return None if launches.kernels in self.refused else launches
+        return None if self.refused and launches.kernels in self.refused else launches
 
     def _entries(self, at: AtSizes) -> tuple[Entry, ...]:
         """Return what each library call launches. Calls with one signature at all sizes share an entry."""
-        signatures = self._signatures(OrderedSet(self.alike), at)
+        signatures = self._signatures(self.distinct, at)
         by_call = dict(zip(signatures, self.memo.entries([*signatures.values()])))
         return tuple(by_call[like] for like in self.alike)
 
@@ -319,6 +321,10 @@ class SizedRecording:
         """For each library call the first one that has the same signature at all sizes."""
         first: dict[Any, int] = {}
         return [first.setdefault(self._identity(call), i) for i, call in enumerate(self.calls)]
+
+    @functools.cached_property
+    def distinct(self) -> list[int]:
+        return [*OrderedSet(self.alike)]
 
     def _identity(self, call: LibraryCall) -> tuple[Any, ...]:
         operands = (t for t in call.tensors[: len(call.call.operands)] if t is not None)
@@ -374,11 +380,11 @@ class SizedRecording:
 
     def is_compared(self, kept: KeptSizes) -> bool:
         """Return whether what each library call launches has forms that were compared."""
-        return all(entry.is_compared for entry in kept.launches.calls)
+        return all(kept.launches.calls[like].is_compared for like in self.distinct)
 
     def confirm(self, kept: KeptSizes) -> bool:
         """Capture the calls whose forms were not compared once more. Return whether all forms are compared then."""
-        new = [like for like in OrderedSet(self.alike) if not kept.launches.calls[like].is_compared]
+        new = [like for like in self.distinct if not kept.launches.calls[like].is_compared]
         calls = {signature: kept.launches.calls[i] for i, signature in self._signatures(new, kept.at).items()}
         return not calls or self.memo.confirm(calls)
 
