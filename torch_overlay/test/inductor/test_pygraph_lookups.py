@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import torch
+import torch.utils.checkpoint
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.types.reason import Code
 from torch._inductor.test_case import run_tests
@@ -125,6 +126,15 @@ class LookupTest(BranchTestCase):
             self.check(row_of_two, [*calls(row_of_two)[:1], call, *calls(row_of_two)], graphs=None)
             torch._dynamo.reset()
             self.check(row_of_two, [call, *calls(row_of_two)], graphs=None)
+
+    def test_in_a_checkpoint(self):
+        """The function has a graph of its own, of whose inputs no guard knows."""
+
+        def fn(x, t, table):
+            return torch.utils.checkpoint.checkpoint(row_of_two, x * 2, t, table, use_reentrant=False)
+
+        of_two = [(torch.randn(2, requires_grad=True), t, table) for _, t, table in calls(row_of_two)]
+        self.check(fn, of_two, graphs=None)
 
     def test_gradient(self):
         table = TABLE.clone().requires_grad_()

@@ -18,7 +18,7 @@ from torch._dynamo import variables
 from torch._dynamo.exc import unimplemented
 from torch._inductor.pygraph.dynamo.branches import Branches
 from torch._inductor.pygraph.dynamo.breaks import is_broken
-from torch._inductor.pygraph.dynamo.effects import last_node, nodes_after
+from torch._inductor.pygraph.dynamo.effects import is_traced_alone, last_node, nodes_after
 from torch._inductor.pygraph.dynamo.hosts import is_known, MAX_ELEMENTS
 from torch._inductor.pygraph.dynamo.joins import Join, requires_grad
 from torch._inductor.pygraph.dynamo.operators import INTEGERS
@@ -41,7 +41,8 @@ class Lookups(Branches):
     def look_up(self, tx: InstructionTranslatorBase, of: Any, index: Any) -> None:
         """Let the instruction index a copy of the row with 0, if that is exact."""
         site = (tx.f_code, tx.indexof[tx.current_instruction])
-        if not is_lookup(of, index) or is_broken(tx, site):
+        # A guard knows the inputs of the frame's own graph alone.
+        if not is_traced_alone(tx) or not is_lookup(of, index) or is_broken(tx, site):
             return
         last = last_node(tx.output.graph)
         number = of.as_proxy().node.meta["example_value"].shape[0]
