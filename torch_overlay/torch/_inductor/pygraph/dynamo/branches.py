@@ -24,6 +24,7 @@ import torch
 from torch._dynamo import variables
 from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, is_broken, refuse, restart
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
@@ -127,7 +128,7 @@ class Branches(Drops, Breaks):
         fn = call.fn
         if self.joins and asks_identity(tx, call, self.joins):
             restart([j.site for j in self.joins], Code.JOIN_IS_SEEN, "a function asks for the identity of a tensor")
-        if self.truths and any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
+        if self.truths and reads_truth_in_call(call):
             restart(self.truths, Code.BOOL_IS_READ, "a builtin function")
         if isinstance(fn, variables.BuiltinVariable) and fn.fn is bool and len(call.args) == 1 and not call.kwargs:
             value = plain_tensor(tx, call.args[0])
@@ -391,7 +392,29 @@ def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
     operands = next((tx.stack[-n:] for names, n in groups if inst.opname.startswith(names)), [])
     if inst.opname == "IS_OP" and any(v.is_constant_none() for v in operands):
         return False
-    return any(isinstance(v, Truth) for v in operands)
+    if any(isinstance(v, Truth) for v in operands):
+        return True
+    return inst.opname == "CONTAINS_OP" and holds_truth(operands[-1])
+
+
+def reads_truth_in_call(call: Call) -> bool:
+    """Return whether a call needs a bool of a tensor as a value, or searches a value in a sequence of them."""
+    fn = call.fn
+    # It makes values that the frame has not looked at.
+    if any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
+        return True
+    if isinstance(fn, GetAttrVariable) and fn.name == "__contains__":
+        return holds_truth(fn.obj)
+    is_contains = isinstance(fn, variables.BuiltinVariable) and fn.fn is operator.contains
+    return is_contains and any(map(holds_truth, call.args[:1]))
+
+
+def holds_truth(value: VariableTracker) -> bool:
+    """Return whether a sequence has bools of tensors. Dynamo compares its constants alone with one that it searches."""
+    if isinstance(value, LazyVariableTracker) and not value.is_realized():
+        return False
+    items = getattr(value.realize(), "items", ())
+    return isinstance(items, (list, tuple)) and any(isinstance(v, Truth) or holds_truth(v) for v in items)
 
 
 def is_inlined(fn: VariableTracker) -> bool:
