@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import logging
+import random
 import re
 import threading
 import traceback
@@ -438,10 +439,19 @@ def flag_of_many(x):
     return x + 1
 
 
+def before_a_write_to_data(x):
+    data = x.data
+    if is_bad(x):
+        raise ValueError("negative", x)
+    data.add_(1)
+    return x * 2
+
+
 BREAKS = [
     in_try,
     in_finally,
     before_a_write,
+    before_a_write_to_data,
     before_statistics,
     before_an_operator_that_raises,
 ]
@@ -674,6 +684,24 @@ class CheckTest(MendTestCase):
         with self.assertRaises(ValueError):
             compiled(-torch.ones(4))
         self.assertEqual(torch.get_rng_state(), state)
+
+    def test_random_numbers_of_python(self):
+        """Bytecode draws Python's numbers in front of the graph, too."""
+
+        def fn(x):
+            number = random.randint(0, 9)
+            if is_bad(x):
+                raise ValueError("negative")
+            return x * number * random.randint(1, 9)
+
+        outcomes = []
+        for f in (fn, torch.compile(fn, options={"pygraph": True})):
+            random.seed(0)
+            found = f(torch.ones(4))
+            with self.assertRaises(ValueError):
+                f(-torch.ones(4))
+            outcomes.append((found, f(torch.ones(4)), random.getstate()))
+        self.assertEqual(*outcomes)
 
     def test_fullgraph(self):
         compiled = torch.compile(raises_own, options={"pygraph": True}, fullgraph=True)

@@ -167,7 +167,18 @@ def result_of_print(x):
     return x + 1, r
 
 
+def data_written_later(x):
+    y = x * 2
+    data, other = x.data, y.data
+    print(x, y, x.sum())
+    data.add_(1)
+    print(x, y)
+    other.mul_(2)
+    return x + y
+
+
 ONE_GRAPH = [plain, tensors, options, formatted, written_later, input_written_later, alias_written_later]
+ONE_GRAPH += [data_written_later]
 ONE_GRAPH += [list_changed_later, inlined, in_loop, number_that_varies, under_no_grad, logged, logged_inline, result_of_print]
 ONE_GRAPH += [warns, warns_inline, logs_once, values_and_end]
 

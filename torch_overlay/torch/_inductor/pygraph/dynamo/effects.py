@@ -14,6 +14,7 @@ graph break is such a point, too. Eager mode cannot be told from this if
 - a filter or a handler of the program's own finds what it would find: no object was changed before the call. What a handler
   changes, the frame may have read before
 - the frame does not change how tensors are printed
+- Python's generator of random numbers is where the program finds it after an error: bytecode draws all numbers first
 
 At other calls the graph breaks.
 """
@@ -24,6 +25,7 @@ import dataclasses
 import dis
 import functools
 import logging
+import random
 import types
 import warnings
 from typing import Any, NoReturn, TYPE_CHECKING
@@ -41,7 +43,15 @@ from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of
-from torch._inductor.pygraph.dynamo.operators import indices_of, is_of_input, is_total, name_of, writes_statistics
+from torch._inductor.pygraph.dynamo.operators import (
+    indices_of,
+    is_of_input,
+    is_total,
+    may_write,
+    name_of,
+    storage_of,
+    writes_statistics,
+)
 from torch._inductor.pygraph.types.reason import Code, Reason
 from torch._tensor_str import PRINT_OPTS
 from torch.utils._ordered_set import OrderedSet
@@ -105,6 +115,20 @@ class Rebuilt(VariableTracker):
 
 
 @dataclasses.dataclass
+class Written:
+    """
+    What the graph writes behind a call.
+
+    Attributes:
+        inputs: whether it writes inputs
+        unversioned: memory that it writes by a tensor with a version of its own, as ``x.data`` is
+    """
+
+    inputs: bool
+    unversioned: OrderedSet[int | None]
+
+
+@dataclasses.dataclass
 class Text:
     """A tensor whose text is wanted. ``copy`` has its values at the call. Without ``version`` only that is read."""
 
@@ -118,11 +142,13 @@ class Text:
         tensor = self.tensor
         return tensor.source is not None and (tensor.requires_grad or tensor.class_type is not torch.Tensor)
 
-    def value(self, has_written_inputs: bool) -> variables.TensorVariable:
+    def value(self, written: Written) -> variables.TensorVariable:
         """Return what has the values of the call behind the graph."""
         tensor = self.tensor
+        node = tensor.as_proxy().node
         # Inputs that share memory need not share a version.
-        may_differ = has_written_inputs and (tensor.source is not None or is_of_input(tensor.as_proxy().node))
+        may_differ = written.inputs and (tensor.source is not None or is_of_input(node))
+        may_differ |= storage_of(node) in written.unversioned
         return self.copy if may_differ or self.version != version_of(tensor) else tensor
 
 
@@ -133,24 +159,26 @@ class Effect:
         code, instruction: where the call is
         last: the graph's last node before the call
         versions: of the graph's inputs at the call
+        num_drawn: how many of Python's random numbers the frame had drawn at the call
         values: what bytecode passes, complete when the graph is
         texts: the tensors among the values
-        makers: each returns a value, given whether inputs were written since the call
+        makers: each returns a value, given what was written since the call
     """
 
     code: types.CodeType
     instruction: int
     last: torch.fx.Node
     versions: int
+    num_drawn: int
     may_raise: bool
     values: list[VariableTracker]
     texts: list[Text] = dataclasses.field(default_factory=list)
-    makers: list[Callable[[bool], VariableTracker]] = dataclasses.field(default_factory=list)
+    makers: list[Callable[[Written], VariableTracker]] = dataclasses.field(default_factory=list)
 
     @classmethod
     def at(cls, tx: InstructionTranslatorBase, *args: Any, **kwargs: Any) -> Self:
-        graph = tx.output.graph
-        return cls(tx.f_code, tx.instruction_pointer, last_node(graph), versions_of(graph), *args, **kwargs)
+        graph, num_drawn = tx.output.graph, len(tx.output.random_calls)
+        return cls(tx.f_code, tx.instruction_pointer, last_node(graph), versions_of(graph), num_drawn, *args, **kwargs)
 
     def allows(self, node: torch.fx.Node) -> bool:
         """Return whether a node may follow the call in the graph."""
@@ -213,7 +241,7 @@ class Effects(Breaks):
 
     def _snapshot(
         self, tx: InstructionTranslatorBase, value: VariableTracker, texts: list[Text]
-    ) -> Callable[[bool], VariableTracker]:
+    ) -> Callable[[Written], VariableTracker]:
         """Keep the text that a value has now."""
         if is_unread(value):
             source = value.source
@@ -251,14 +279,17 @@ class Effects(Breaks):
         for effect in self.queue:
             if changes_options and effect.texts:
                 break_before(effect, Reason.of(Code.BEHIND_A_CHANGE))
-            written = versions_of(graph) != effect.versions
-            if (written and effect.may_raise) or any(t.is_named and t.value(written) is t.copy for t in effect.texts):
+            written = written_behind(effect, graph)
+            if (written.inputs and effect.may_raise) or any(t.is_named and t.value(written) is t.copy for t in effect.texts):
                 break_before(effect, Reason.of(Code.BEFORE_A_WRITE))
             following = [*nodes_after(effect.last)]
             check_nodes(effect, following, copies)
             if effect.may_raise and has_changed_objects(tx) and (node := next(filter(may_raise, following), None)):
                 # If the operator raises, bytecode does not make these changes. A break at the check puts the operator into a later graph.
                 break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=name_of(node)))
+            # Where the call raises, eager mode has not drawn.
+            if effect.may_raise and (number := drawn_by_python(tx, effect)) is not None:
+                break_before(effect, Reason.of(Code.BEFORE_AN_ERROR, op=number))
             drawn = [node for node in following if node in drawn_in_front]
             # Where the call raises, eager mode draws no number.
             if effect.may_raise and drawn and (len(drawn) < len(drawn_in_front) or not effect.undo_draws(tx, drawn)):
@@ -267,7 +298,7 @@ class Effects(Breaks):
         for effect in self.queue:
             effect.complete(tx, copies)
         for effect in self.queue:
-            written = versions_of(graph) != effect.versions
+            written = written_behind(effect, graph)
             for text in effect.texts:
                 node = text.copy.as_proxy().node
                 if text.value(written) is text.tensor and not node.users:
@@ -489,6 +520,23 @@ def versions_of(graph: torch.fx.Graph) -> int:
     inputs = (node.meta.get("example_value") for node in graph.nodes if node.op == "placeholder")
     versions = (t._version for t in inputs if isinstance(t, torch.Tensor))
     return sum(versions) + sum(map(writes_statistics, graph.nodes))
+
+
+def written_behind(effect: Effect, graph: torch.fx.Graph) -> Written:
+    """Return what the graph writes behind a call."""
+    of_data = OrderedSet(storage_of(node) for node in graph.nodes if name_of(node) == "_get_data_attr")
+    if not of_data:
+        return Written(versions_of(graph) != effect.versions, OrderedSet())
+    memory = OrderedSet(storage_of(operand) for node in nodes_after(effect.last) for operand in may_write(node))
+    unversioned = memory & of_data
+    inputs = (storage_of(node) for node in graph.nodes if node.op in ("placeholder", "get_attr"))
+    return Written(versions_of(graph) != effect.versions or any(i in unversioned for i in inputs), unversioned)
+
+
+def drawn_by_python(tx: InstructionTranslatorBase, effect: Effect) -> str | None:
+    """Return a function of Python's generator that the frame calls behind an effect, by its name, or None."""
+    functions = (function for function, *_ in tx.output.random_calls[effect.num_drawn :])
+    return next((f.__name__ for f in functions if isinstance(getattr(f, "__self__", None), random.Random)), None)
 
 
 def last_node(graph: torch.fx.Graph) -> torch.fx.Node:
