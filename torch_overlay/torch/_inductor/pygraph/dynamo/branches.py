@@ -398,9 +398,11 @@ def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:
 
 
 def reads_truth_in_call(call: Call) -> bool:
-    """Return whether a call needs a bool of a tensor as a value, or searches a value in a sequence of them."""
+    """
+    Return whether a call needs a bool of a tensor as a value, or searches a value in a sequence of them. It reads lazy values,
+    so it is asked only where there are such bools.
+    """
     fn = call.fn
-    # It makes values that the frame has not looked at.
     if any(isinstance(v, Truth) for v in call.values) and not is_inlined(fn):
         return True
     if isinstance(fn, GetAttrVariable) and fn.name == "__contains__":
