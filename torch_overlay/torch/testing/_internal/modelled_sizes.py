@@ -363,18 +363,33 @@ class SizedDevice(ModelledDevice):
         compute(*(on_host(tensor_at(address, like, 0)) for address, like in zip(addresses, likes)))
 
 
+class _Torch:
+    """The module torch, with some names of its own."""
+
+    def __init__(self, **names: Any) -> None:
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+# There is no device to choose.
+_NO_DEVICES = types.SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
+
+
 @contextlib.contextmanager
-def delivering(device: SizedDevice) -> Iterator[None]:
-    """The kernel of a Deliver runs on the device."""
-    empty = torch.empty
+def delivering(modelled: SizedDevice) -> Iterator[None]:
+    """The kernel of a Deliver runs on the device, which has the memory of every CPU value's copy."""
     kept = []
 
-    def device_empty(size: Any, **kwargs: Any) -> torch.Tensor:
-        if "cuda" in str(kwargs.get("device")):
-            # Each buffer lies elsewhere.
-            kept.append(t := device.empty_strided((size,), (1,), kwargs["dtype"], is_counted=False))
-            return t
-        return empty(size, **kwargs)
+    def empty(size: Any, *, dtype: torch.dtype, device: torch.device | str, pin_memory: bool = False) -> torch.Tensor:
+        if torch.device(device).type != "cuda":
+            # No memory is pinned.
+            return torch.empty(size, dtype=dtype, device=device)
+        like = torch.empty(size, dtype=dtype, device="meta")
+        # Each buffer lies elsewhere.
+        kept.append(t := modelled.empty_strided(like.shape, like.stride(), dtype, is_counted=False))
+        return t
 
     def kernel(sizes: tuple[int, ...]) -> SizedKernel:
         *starts, _ = deliver.offsets(sizes, deliver.MAX_ALIGNMENT)
@@ -386,18 +401,18 @@ def delivering(device: SizedDevice) -> Iterator[None]:
                 memory(to + start, size)[:] = parameters[1][piece : piece + size]
 
         layout = [(0, 8), (deliver.PIECE_BYTES, nbytes)]
-        return device.driver.add_sized_kernel(f"deliver_{'_'.join(map(str, sizes))}", layout, execute)
+        return modelled.driver.add_sized_kernel(f"deliver_{'_'.join(map(str, sizes))}", layout, execute)
 
     def launch(kernel: SizedKernel, *args: Any) -> tuple[int]:
         pointers = (ctypes.c_void_p * 2).from_address(args[-2])
         content = [ctypes.string_at(pointer, size) for pointer, (_, size) in zip(pointers, kernel.layout)]
-        device.launch_kernel(kernel, args[:3], content)
+        modelled.launch_kernel(kernel, args[:3], content)
         return (0,)
 
     with (
-        mock.patch.object(torch, "empty", device_empty),
+        mock.patch.object(deliver, "torch", _Torch(empty=empty)),
         mock.patch.object(deliver, "_kernel", kernel),
-        mock.patch.object(device.driver, "cuLaunchKernel", launch, create=True),
+        mock.patch.object(modelled.driver, "cuLaunchKernel", launch, create=True),
     ):
         yield
 
@@ -476,15 +491,6 @@ def compiled(program: Callable[[], None], **options: Any) -> list[CompiledProgra
         return programs
 
 
-class _Torch:
-    """The module torch, without a device to choose."""
-
-    cuda = types.SimpleNamespace(_DeviceGuard=lambda index: contextlib.nullcontext(), set_device=lambda index: None)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 @dataclasses.dataclass
 class Whole:
     """Generated code without partitions, as a Runner has them."""
@@ -511,7 +517,7 @@ class SizedProgram:
         self.info = program.graph.info
         self.mutated: tuple[int, ...] = ()
         scope = program.execute(lambda name, _: ModelledTriton(device, name, program.autotuners[name]))
-        scope.update(torch=_Torch(), empty_strided_cuda=device.empty_strided, get_raw_stream=lambda device: 0)
+        scope.update(torch=_Torch(cuda=_NO_DEVICES), empty_strided_cuda=device.empty_strided, get_raw_stream=lambda device: 0)
         self.runner = scope["runner"] if "runner" in scope else Whole([scope["call"]], scope["call"].objects)
         self.uncaptured = [*self.runner.partitions]
         for fn in scope.values():

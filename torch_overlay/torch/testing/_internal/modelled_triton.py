@@ -55,8 +55,9 @@ class Pointer:
 class Triton:
     """The module triton.language, as far as generated code uses it. Another name raises AttributeError."""
 
-    int1, int8, int32, int64, uint32 = np.bool_, np.int8, np.int32, np.int64, np.uint32
-    float32, float64 = np.float32, np.float64
+    int1, int8, int16, int32, int64 = np.bool_, np.int8, np.int16, np.int32, np.int64
+    uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
+    float16, float32, float64 = np.float16, np.float32, np.float64
     range = static_range = staticmethod(range)
     constexpr = int
     full = staticmethod(lambda shape, value, dtype: block(np.full(shape, value, dtype)))
@@ -68,6 +69,9 @@ class Triton:
     device_assert = debug_barrier = staticmethod(lambda *args: None)
     sigmoid = staticmethod(lambda x: block((1 / (1 + np.exp(-x))).astype(x.dtype)))
     fma = staticmethod(lambda x, y, z: block(x * y + z))
+    exp = staticmethod(lambda x: block(np.exp(x)))
+    sqrt_rn = staticmethod(lambda x: block(np.sqrt(x)))
+    div_rn = staticmethod(lambda x, y: block(x / y))
     # Not Philox, but a function of the same arguments.
     rand = staticmethod(lambda seed, i: block((np.sin(i + seed % 1009) * 1009 % 1).astype(np.float32)))
 
@@ -107,12 +111,34 @@ def _floats(function: Callable[..., Any]) -> Callable[..., Block]:
 
 
 _erf = np.vectorize(math.erf, otypes=[np.float32])
+_SAME_NAMES = "sin", "cos", "exp", "log", "sqrt", "tanh", "floor", "ceil", "log1p", "exp2", "log2"
 MATH = types.SimpleNamespace(
-    **{n: _floats(getattr(np, n)) for n in ("sin", "cos", "exp", "log", "sqrt", "tanh", "floor", "log1p", "exp2")},
+    **{n: _floats(getattr(np, n)) for n in _SAME_NAMES},
     abs=_floats(np.abs),
     rsqrt=_floats(lambda x: (1 / np.sqrt(x)).astype(x.dtype)),
     erf=_floats(_erf),
+    pow=_floats(lambda x, y: np.power(x, y, dtype=np.result_type(x))),
+    sqrt_rn=_floats(np.sqrt),
 )
+
+
+def _welford_reduce(value: Any, mean: Any, m2: Any, weight: Any, is_first: bool) -> tuple[Any, ...]:
+    """Take one more value into means, sums of squares of differences from these, and weights."""
+    if is_first:
+        return block(value), block(np.zeros_like(m2)), block(np.ones_like(weight))
+    delta = value - mean
+    mean = mean + delta / (weight + 1)
+    return block(mean), block(m2 + delta * (value - mean)), block(weight + 1)
+
+
+def _welford(mean: Any, m2: Any, weight: Any, axis: int) -> tuple[Any, ...]:
+    """Combine these along an axis."""
+    total = np.sum(weight, axis, dtype=weight.dtype, keepdims=True)
+    combined = np.sum(mean * weight, axis, dtype=mean.dtype, keepdims=True) / np.maximum(total, 1)
+    squares = np.sum(m2 + weight * (mean - combined) ** 2, axis, dtype=m2.dtype)
+    return block(combined.squeeze(axis)), block(squares), block(total.squeeze(axis))
+
+
 HELPERS = types.SimpleNamespace(
     maximum=_floats(np.maximum),
     minimum=_floats(np.minimum),
@@ -121,13 +147,18 @@ HELPERS = types.SimpleNamespace(
     min2=lambda x, axis: block(np.min(x, axis)),
     any=lambda x, axis: block(np.any(x, axis)),
     promote_to_tensor=block,
+    welford=_welford,
+    welford_reduce=_welford_reduce,
 )
 DTYPES = {
+    "fp16": np.float16,
     "fp32": np.float32,
     "fp64": np.float64,
     "i1": np.bool_,
     "i8": np.int8,
     "u8": np.uint8,
+    "i16": np.int16,
+    "u16": np.uint16,
     "i32": np.int32,
     "i64": np.int64,
     "u32": np.uint32,

@@ -2,7 +2,7 @@
 The autograd engine in Python, for machines without a driver: the C++ engine asks it for the streams of CUDA nodes.
 
 Order (latest node first), sums, reductions and casts are those of the C++ engine. Hooks of tensors and nodes do not run,
-and no graph is freed.
+and no graph is freed. :func:`run_backward_in_task` lets compiled functions free what they saved.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from __future__ import annotations
 import collections
 import heapq
 import itertools
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 from unittest import mock
 
 import torch
 import torch.fx.traceback as fx_traceback
-from torch.autograd.function import BackwardCFunction
+from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import _get_grad_fn_or_grad_acc, GradientEdge, Node
 
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
 
 def run_backward(
@@ -108,6 +108,43 @@ def run_backward(
     if not allow_unreachable and None in result:
         raise RuntimeError("One of the differentiated Tensors appears to not have been used in the graph.")
     return result
+
+
+class _Task(Function):
+    """A node on the CPU, in whose backward something runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+        ctx.run = run
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, None]:
+        ctx.run()
+        return None, None
+
+
+def run_backward_in_task(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    grads: Sequence[torch.Tensor | None],
+    retain_graph: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor | None, ...]:
+    """
+    Run :func:`run_backward` in a task of the C++ engine. A compiled function asks the task whether the graph is retained,
+    and else frees what it saved. Nodes of operators still keep theirs.
+    """
+    results: list[tuple[torch.Tensor | None, ...]] = []
+
+    def run() -> None:
+        results.append(run_backward(outputs, grads, retain_graph, *args, **kwargs))
+
+    with torch.enable_grad():
+        root = _Task.apply(torch.zeros((), device="cpu", requires_grad=True), run)
+    engine = torch.autograd.Variable._execution_engine
+    engine.run_backward((root,), (torch.ones((), device="cpu"),), retain_graph, False, (), True, True)
+    return results[0]
 
 
 def _call_node(node: Node, grads: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
