@@ -18,6 +18,7 @@ from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_common import opaque
 from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
 
@@ -310,6 +311,19 @@ def around_a_break(x):
     return x + 1
 
 
+def printed_rows(x):
+    for i in range(3):
+        print("row", i)
+        yield x * i
+
+
+def in_a_generator(x):
+    rows = printed_rows(x)
+    y = next(rows)
+    opaque(y)
+    return y + next(rows)
+
+
 def counted(x):
     BOX.step += 1
     print("step", BOX.step)
@@ -352,7 +366,7 @@ class EffectTest(MendTestCase):
     def test_breaks(self, fn):
         self.assertEqual(self.observe_compiled(fn), self.observe_compiled(fn, pygraph_mend=False))
 
-    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, counted, raises, raises_in_a_call, prints_short)])
+    @parametrize("fn", [subtest(fn, name=fn.__name__) for fn in (around_a_break, in_a_generator, counted, raises, raises_in_a_call, prints_short)])
     def test_order(self, fn):
         self.check(fn)
 

@@ -13,6 +13,7 @@ import torch._dynamo
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize, subtest
 from torch.testing._internal.inductor_utils import HAS_CPU
+from torch.testing._internal.pygraph_common import opaque
 from torch.testing._internal.pygraph_mend import BranchTestCase, number_of_graphs, VALUES
 
 
@@ -204,6 +205,100 @@ TOLD += (by_attribute_from_outside, by_attribute_of_view)
 HANDLED = (index_in_try, bool_in_try, called_in_try, suppressed, assertion_in_try)
 HANDLED += (slice_of_a_bool, on_meta)
 
+
+class Rows:
+    """Turns of a generator, which notes where it is closed."""
+
+    def __init__(self, x):
+        self.x = x
+        self.seen = []
+
+    def __iter__(self):
+        try:
+            for i in range(4):
+                yield self.x * i
+        finally:
+            self.seen.append("closed")
+
+
+def left_by_break(x):
+    rows = Rows(x)
+    for row in rows:
+        if row.sum() > 5:
+            break
+    return row, [*rows.seen, "behind"]
+
+
+def left_by_return(x):
+    rows = Rows(x)
+
+    def find():
+        for row in rows:
+            if row.sum() > 5:
+                return row
+        return x
+
+    return find(), rows.seen
+
+
+def left_by_any(x):
+    rows = Rows(x)
+    found = any(row.sum() > 5 for row in rows)
+    return x + 1 if found else x - 1, rows.seen
+
+
+def left_by_an_error(x):
+    rows = Rows(x)
+    try:
+        for row in rows:
+            if row.sum() > 5:
+                raise ValueError
+    except ValueError:
+        rows.seen.append("handled")
+    return x + 1, rows.seen
+
+
+def asking_rows(x):
+    for i in range(3):
+        if (x + i).sum() > 6:
+            yield x * i
+        else:
+            yield x - i
+
+
+def goes_on_behind_a_break(x):
+    rows = asking_rows(x)
+    y = next(rows)
+    opaque(y)
+    return y + next(rows)
+
+
+GENERATORS = (left_by_break, left_by_return, left_by_any, left_by_an_error, goes_on_behind_a_break)
+
+
+def hook_of_older(x):
+    y = x * 2
+    if x.sum() > 0:
+        y.register_hook(lambda grad: grad * 3)
+    return y * y
+
+
+def hook_of_input(x):
+    if x.sum() > 0:
+        x.register_hook(lambda grad: grad * 3)
+    return x * x
+
+
+def behind_grad(x):
+    grad = torch.func.grad(lambda t: (t * t).sum())(x)
+    return torch.func.grad(lambda t: (t**3).sum())(x) if grad.sum() > 0 else grad
+
+
+def behind_jvp(x):
+    _, tangent = torch.func.jvp(lambda t: t * t, (x,), (torch.ones(4),))
+    return tangent * 2 if tangent.sum() > 0 else tangent + 1
+
+
 ADVANCED = (advanced_in_a_list, advanced_by_a_closure, advanced_by_an_object)
 
 
@@ -233,6 +328,11 @@ class PathTest(BranchTestCase):
     @parametrize("fn", [subtest(f, name=f.__name__) for f in ADVANCED])
     def test_iterator_by_way_of(self, fn):
         self.check(fn, self.calls, graphs=None)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (hook_of_older, hook_of_input)])
+    def test_hook_in_a_path(self, fn):
+        """Dynamo puts a hook of a tensor of the graph in front of the branch."""
+        self.check(fn, [(torch.tensor(v, requires_grad=True),) for v in VALUES], graphs=None)
 
     def test_iterator_of_a_comprehension(self):
         """Its own loop is not one that a path could advance."""
@@ -314,7 +414,29 @@ class PathTest(BranchTestCase):
         self.check(unknown_attribute, self.calls, graphs=None)
 
 
+class ProgramTest(BranchTestCase):
+    """A guard decides in front of the graph, or both paths run."""
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in GENERATORS])
+    @parametrize("without_hosts", (False, True))
+    def test_generator(self, fn, without_hosts):
+        """It is closed where a loop leaves it, and a generator that goes on behind a graph break asks in each call."""
+        if without_hosts:
+            self.without_hosts()
+        self.check(fn, [(torch.tensor(v),) for v in VALUES], graphs=None)
+
+    @parametrize("fn", [subtest(f, name=f.__name__) for f in (behind_grad, behind_jvp)])
+    @parametrize("without_hosts", (False, True))
+    def test_behind_a_transform(self, fn, without_hosts):
+        """The graph has tensors that torch.func wraps."""
+        if without_hosts:
+            self.without_hosts()
+        self.check(fn, [(torch.tensor(v),) for v in VALUES], graphs=None)
+        self.assertGreater(number_of_graphs(), 0)
+
+
 instantiate_parametrized_tests(PathTest)
+instantiate_parametrized_tests(ProgramTest)
 
 
 if __name__ == "__main__":

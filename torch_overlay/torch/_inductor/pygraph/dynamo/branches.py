@@ -29,7 +29,7 @@ from torch._dynamo.variables.misc import GetAttrVariable
 from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, is_broken, refuse, restart
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.drops import DropJoiner, Drops
-from torch._inductor.pygraph.dynamo.effects import is_handled, last_node, may_raise, nodes_after
+from torch._inductor.pygraph.dynamo.effects import has_generator, is_handled, last_node, may_raise, nodes_after
 from torch._inductor.pygraph.dynamo.flow import flow_of, is_branch
 from torch._inductor.pygraph.dynamo.joins import Chosen, IDENTITY, Join, join, Joiner, settle, told_apart
 from torch._inductor.pygraph.dynamo.operators import name_of, storage_of
@@ -505,6 +505,7 @@ def is_plain(tx: InstructionTranslatorBase, value: VariableTracker) -> bool:
         and not (is_handled(tx) and output.extension.breaks_in_try(tx))
         and torch._C._functorch.peek_interpreter_stack() is None
         and not tx.symbolic_torch_function_state.in_torch_function_mode()
+        and not has_generator(tx)
     )
 
 

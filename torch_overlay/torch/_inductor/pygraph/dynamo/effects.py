@@ -38,6 +38,7 @@ from torch._dynamo.guards import GuardBuilder, install_guard
 from torch._dynamo.source import AttrSource
 from torch._dynamo.variables.base import AttributeMutationNew, ValueMutationNew, VariableTracker
 from torch._dynamo.variables.ctx_manager import ContextWrappingVariable, GradModeVariable
+from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
@@ -76,6 +77,9 @@ PYTHONS = ("logging", "logging.handlers", "builtins")
 
 # Arguments of print that are no text. With a file, another object gets the text.
 OPTIONS = frozenset(("sep", "end", "flush"))
+
+# Instructions of code that handles exceptions, in one of the versions of Python
+HANDLERS = ("PUSH_EXC_INFO", "SETUP_FINALLY", "SETUP_WITH")
 
 # Values whose text no program can change.
 PLAIN = (int, float, bool, str, type(None))
@@ -445,7 +449,33 @@ def is_traced_alone(tx: InstructionTranslatorBase) -> bool:
         or output.current_tracer is not output.root_tracer
         or torch._dynamo.config.nested_graph_breaks
         or torch._C._functorch.peek_interpreter_stack() is not None
+        or has_generator(tx)
     )
+
+
+def has_generator(tx: InstructionTranslatorBase) -> bool:
+    """
+    Return whether Dynamo runs a generator otherwise than eager mode: to its end where bytecode has to make it, behind
+    the graph; and not its handlers, as ``finally``, where a loop leaves it. Stock skips the frame at a graph break.
+    """
+    frames = frames_of(tx)
+    return tx.output.current_tracer.is_reconstructing_generator or any(handles_in_generator(f) for f in frames)
+
+
+def handles_in_generator(frame: InstructionTranslatorBase) -> bool:
+    """Return whether a frame has a generator that has not ended, and that has a handler of exceptions."""
+    found: list[VariableTracker] = []
+    VariableTracker.visit(found.append, [frame.stack, frame.symbolic_locals])
+    # isinstance would read lazy values.
+    tracers = [v.inline_tracer for v in found if issubclass(type(v), LocalGeneratorObjectVariable)]
+    return any(
+        not tracer.generator_exhausted and (has_handler(tracer.f_code) or handles_in_generator(tracer))
+        for tracer in tracers
+    )
+
+
+def has_handler(code: types.CodeType) -> bool:
+    return any(inst.opname in HANDLERS for inst in dis.get_instructions(code))
 
 
 def is_free(tx: InstructionTranslatorBase) -> bool:

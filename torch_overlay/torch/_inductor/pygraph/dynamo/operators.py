@@ -6,6 +6,7 @@ from typing import Any, TYPE_CHECKING
 
 import torch
 import torch.fx
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.nn import functional
 from torch.utils._pytree import tree_iter
 
@@ -197,6 +198,9 @@ def writes_statistics(node: torch.fx.Node) -> bool:
 def storage_of(node: torch.fx.Node) -> int | None:
     """Return what tells which tensors of a graph share memory."""
     example = node.meta.get("example_value")
+    # That of a node in torch.func.grad wraps the tensor.
+    while isinstance(example, torch.Tensor) and is_functorch_wrapped_tensor(example):
+        example = get_unwrapped(example)
     is_strided = isinstance(example, torch.Tensor) and example.layout == torch.strided
     return example.untyped_storage()._cdata if is_strided else None
 

@@ -29,6 +29,8 @@ from torch.utils._ordered_set import OrderedSet
 
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
@@ -137,6 +139,7 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     if reads_iterator(tx, fork):
         raise RefusedError("a path may advance an iterator")
     last, before, versions = last_node(output.graph), state_of(tx), versions_of(output.graph)
+    num_calls = count_calls(output.graph.nodes)
     line = tx.lineno
     kept = (tx.stack, tx.symbolic_locals, tx.instruction_pointer, tx.current_instruction, tx.one_graph)
     tx.stack, tx.symbolic_locals = [*stack], dict(tx.symbolic_locals)
@@ -163,6 +166,9 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     after = versions_of(output.graph)
     if state_of(tx) != before or any(after[node] != version for node, version in versions.items()):
         raise RefusedError("a path changes what existed before")
+    if count_calls(output.graph.nodes) != num_calls + count_calls(path.nodes):
+        # Dynamo puts a hook next to its tensor, and a new input in front.
+        raise RefusedError("a path registers a hook")
     return path
 
 
@@ -198,6 +204,10 @@ def versions_of(graph: torch.fx.Graph) -> dict[torch.fx.Node, int]:
     """Return how often each tensor was written."""
     examples = ((node, node.meta.get("example_value")) for node in graph.nodes)
     return {node: value._version for node, value in examples if isinstance(value, torch.Tensor)}
+
+
+def count_calls(nodes: Iterable[torch.fx.Node]) -> int:
+    return sum(node.op.startswith("call_") for node in nodes)
 
 
 def state_of(tx: InstructionTranslatorBase) -> tuple[Any, ...]:
