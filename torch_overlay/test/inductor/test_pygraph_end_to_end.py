@@ -54,6 +54,9 @@ RANDOM_PROGRAMS = 3
 # Buckets end at powers of two, and at one and a half times these.
 SIZES = (5, 9, 2, 33, 17, 37, 3, 7, 16, 12, 31, 8)
 
+# What autograd says of a saved tensor that was written since.
+OF_ANOTHER_VERSION = "one of the variables needed for gradient"
+
 # Of CPU values.
 NUMBERS = (0.0, -0.0, float("nan"), float("inf"), -1.5, 1e-40, 3.0)
 
@@ -688,7 +691,7 @@ class RandomProgram:
         try:
             draw.choice(outputs).sum().backward(retain_graph=draw.random() < 0.2)
         except RuntimeError as e:
-            run.see(str(e)[:40])
+            run.see(str(e)[: len(OF_ANOTHER_VERSION)])
         run.see(w.grad)
         kind = draw.random()
         if kind < 0.2 and w.grad is not None:
@@ -828,6 +831,9 @@ class RandomProgramsTest(EndToEndTestCase):
             totals["not modelled"] += 1
             return
         names = [n for n in VARIANTS if program.is_dynamic or "sizes" not in n]
+        if any(sight.values == [OF_ANOTHER_VERSION] for sight in expected.sights):
+            # Trees save the graph's copy of an input. Autograd does not find that the program wrote the input since.
+            names.remove("copied")
         for name in {names[seed % len(names)], names[(seed // 3 + 4) % len(names)]}:
             found = self.check(program, expected, VARIANTS[name])
             totals.update(found.choices)
