@@ -214,6 +214,7 @@ def test_rounds_that_take_long_are_fewer():
     device = Device()
     loops = {name: device.loop(name, 0.1, 0) for name in "abcdef"}
     assert {len(timing.samples_us) for timing in _time(device, loops).values()} == {8}
+    assert {len(timing.samples_us) for timing in _time(device, loops, max_rounds_s=15).values()} == {6}
     # A few are made in any case.
     loops = {name: device.loop(name, 1.0, 0) for name in "abcdef"}
     assert {len(timing.samples_us) for timing in _time(device, loops).values()} == {FEWEST_ROUNDS}

@@ -137,6 +137,7 @@ def time_interleaved(
     clock: Callable[[], float] = time.perf_counter,
     agree: Callable[[float], float] = float,
     draw: Callable[[int], None] | None = None,
+    max_rounds_s: float = MAX_ROUNDS_S,
     is_clear: Callable[[dict[str, Timing]], bool] = lambda timings: True,
 ) -> dict[str, Timing]:
     """
@@ -146,7 +147,7 @@ def time_interleaved(
     on the one before. Without ``marks``, the device is idle when the first call begins, and waits for the host. There are
     ``rounds`` rounds. They are repeated while the timings are not ``is_clear``, up to MAX_TIMES
     times, if that ends within MAX_AGAIN_S seconds. Of calls longer than LONG_CALL_S there are fewer in a round. A loop that
-    takes much longer than the fastest is timed in fewer rounds. If the rounds would take more than MAX_ROUNDS_S seconds, there
+    takes much longer than the fastest is timed in fewer rounds. If the rounds would take more than ``max_rounds_s``, there
     are fewer, FEWEST_ROUNDS at least. ``draw`` gets a seed before the calls that are timed: with the same random numbers, all
     loops of a round do the same work. Rounds take DRAWS seeds in turns, and each loop ran with each seed before the rounds.
     With ``fixed_calls`` a round makes so many, and there are ``rounds`` rounds, once.
@@ -197,7 +198,7 @@ def time_interleaved(
 
     if not fixed_calls:
         all_s = max(sum(map(round_s_of, loops)), 1e-9)
-        rounds = min(rounds, max(FEWEST_ROUNDS, int(MAX_ROUNDS_S / all_s)))
+        rounds = min(rounds, max(FEWEST_ROUNDS, int(max_rounds_s / all_s)))
 
     begin = clock()
     for i in range(TIMES_DRAWN * DRAWS if draw is not None else 0):

@@ -38,7 +38,7 @@ from .frames import Frames
 from .launches import counting_copies, profiled
 from .program import build, clone, Events, HandWritten, in_double_precision, Program, seed, Variant, VARIANTS
 from .report import as_choice
-from .timing import ENOUGH, fields, LoopFailed, MAX_NOISE, ratio, time_interleaved
+from .timing import ENOUGH, fields, LoopFailed, MAX_NOISE, MAX_ROUNDS_S, ratio, time_interleaved
 
 
 if TYPE_CHECKING:
@@ -684,6 +684,7 @@ class CaseRun:
                         fixed_calls=self.case.ring if self.suite.dynamic else None,
                         marks=Events.of(self.device),
                         draw=seed if self.suite.breaks_graphs else None,
+                        max_rounds_s=min(MAX_ROUNDS_S, ENOUGH * self.suite.max_case_s - self.quiet_s),
                         is_clear=self._is_clear,
                     )
                     self.eager_loop_us += [before, eager_loop_us(self.device)]
