@@ -205,7 +205,7 @@ def test_loops_of_a_round_draw_the_same():
     assert len(found["a"].samples_us) == rounds
     timed = {name: [seed for (seed,), calls in filter(itemgetter(0), made) if calls == 6] for name, made in work.items()}
     assert timed["a"] == timed["b"] and [*timed["a"]][-rounds:] == [*range(DRAWS), 0, 1]
-    # Each path was taken before the rounds, and no calls before those that are timed take another one.
+    # Each loop ran with each seed before the rounds. Calls in front of the timed ones have a seed, too.
     assert len(timed["a"]) == rounds + TIMES_DRAWN * DRAWS
     assert all(drawn for drawn, calls in work["a"][2:])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-import sys
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from torch._inductor import cudagraph_trees as trees
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.test_case import run_tests
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
-from torch.testing._internal.pygraph_common import run_programs
+from torch.testing._internal.pygraph_common import run_programs, wants_programs
 from torch.testing._internal.pygraph_functions import RecordTestCase
 
 
@@ -152,7 +151,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

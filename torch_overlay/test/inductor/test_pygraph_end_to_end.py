@@ -1,7 +1,7 @@
 # Owner(s): ["module: inductor"]
 """
-Programs under torch.compile on the modelled device, from Dynamo to the replay. They see what they see without PyGraph, bit
-for bit: values, strides, aliases, gradients, and outputs that they kept.
+Programs that torch.compile compiles for the modelled device. Each runs with PyGraph and without it, from Dynamo to the replay.
+A test compares the two runs bit for bit: values, strides, aliases, gradients, and outputs that the program kept.
 
     python test_pygraph_end_to_end.py --programs 200 [--seed 0]
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import random
-import sys
 import warnings
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -31,6 +30,7 @@ from torch.testing._internal.pygraph_common import (
     needs_compiled,
     needs_structs,
     run_programs,
+    wants_programs,
 )
 from torch.testing._internal.pygraph_end_to_end import (
     difference,
@@ -808,7 +808,7 @@ class FaultTest(EndToEndTestCase):
         self.assertNoticed(program)
 
     def test_other_values(self) -> None:
-        """Bits, strides, aliases and the number of what was seen are compared."""
+        """The comparison finds other bits, strides and aliases, and a run that saw less."""
 
         def seen(*values: Any) -> Run:
             run = Run(STOCK)
@@ -853,7 +853,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

@@ -16,7 +16,6 @@ import functools
 import gc
 import itertools
 import random
-import sys
 import tempfile
 import types
 import unittest
@@ -62,7 +61,7 @@ from torch.testing._internal.modelled_sizes import (
     symbols,
 )
 from torch.testing._internal.modelled_triton import NotModelled, Triton
-from torch.testing._internal.pygraph_common import ByPython, run_programs
+from torch.testing._internal.pygraph_common import ByPython, run_programs, wants_programs
 from torch.testing._internal.pygraph_simulation import NoisySimulation
 
 
@@ -1567,7 +1566,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

@@ -19,7 +19,7 @@ from typing import Any, TYPE_CHECKING
 import torch
 import torch._dynamo
 from torch._inductor.test_case import run_tests
-from torch.testing._internal.pygraph_common import run_programs
+from torch.testing._internal.pygraph_common import run_programs, wants_programs
 from torch.testing._internal.pygraph_mend import BOX, log, MendTestCase
 
 
@@ -159,7 +159,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

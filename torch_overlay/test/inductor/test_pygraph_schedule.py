@@ -54,7 +54,7 @@ from torch.testing._internal.common_utils import instantiate_parametrized_tests,
 from torch.testing._internal.fake_cuda import fake_cuda
 from torch.testing._internal.modelled_nodes import KernelNode, PreludeNode
 from torch.testing._internal.modelled_operators import on_host
-from torch.testing._internal.pygraph_common import run_programs
+from torch.testing._internal.pygraph_common import run_programs, wants_programs
 from torch.testing._internal.pygraph_functions import hiding, new_generation, RecordTestCase
 
 
@@ -1089,7 +1089,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

@@ -12,7 +12,6 @@ import collections
 import dataclasses
 import random
 import re
-import sys
 import unittest
 from typing import TYPE_CHECKING
 from unittest import mock
@@ -34,7 +33,7 @@ from torch.testing._internal.modelled_sizes import (
     SizedDriver,
     SizedProgram,
 )
-from torch.testing._internal.pygraph_common import run_programs
+from torch.testing._internal.pygraph_common import run_programs, wants_programs
 
 
 if TYPE_CHECKING:
@@ -202,7 +201,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if any(argument.startswith("--programs") for argument in sys.argv):
+    if wants_programs():
         main()
     else:
         run_tests()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import sys
 import unittest
 from typing import Any, TYPE_CHECKING
 from unittest import mock
@@ -78,6 +79,11 @@ class DynamoTestCase(TestCase):
 
     def final_code(self, fn: Callable[..., Any]) -> Any:
         return _debug_get_cache_entry_list(fn.__code__)[0].code
+
+
+def wants_programs() -> bool:
+    """Return whether the command line asks for random programs in place of the tests."""
+    return any(argument.startswith("--programs") for argument in sys.argv)
 
 
 def run_programs(test: TestCase, run: Callable[[int, collections.Counter[str]], None]) -> None:

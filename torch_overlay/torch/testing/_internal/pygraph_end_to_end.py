@@ -193,10 +193,10 @@ def _facts(x: Any) -> Any:
 @dataclasses.dataclass
 class Sight:
     """
-    What a program saw at one point.
+    Values that a program passed to :meth:`Run.see` in one call, and facts about them.
 
     Attributes:
-        values: on the host
+        values: copies on the host
         facts: of each value
         aliases: pairs of values that share memory
     """
@@ -209,7 +209,7 @@ class Sight:
 
 class Run:
     """
-    What a program compiles and makes tensors with, and what it saw.
+    Compiles functions and makes tensors for a program, and stores what the program saw.
 
     Attributes:
         sights: in order

@@ -79,12 +79,12 @@ MAX_MEMO_BYTES = 64 << 20
 
 
 class _Tensor:
-    """In the place of a tensor."""
+    """Stands for a tensor in ``Arguments.values``."""
 
 
 class Arguments(NamedTuple):
     """
-    What a call passes, without the tensors.
+    The arguments of an operator's call, without the tensors.
 
     Attributes:
         values: of positional arguments, then of keyword ones
@@ -96,13 +96,14 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Arguments, list[torch.Tensor]]:
-        """Return them, and the tensors in their order."""
+        """Return the arguments, and the tensors in their order."""
         given = [*args, *kwargs.values()]
         tensors = [value for value in given if isinstance(value, torch.Tensor)]
         values = (_Tensor if isinstance(v, torch.Tensor) else tuple(v) if isinstance(v, list) else v for v in given)
         return cls(tuple(values), tuple(kwargs)), tensors
 
     def call(self, op: Any, tensors: Iterable[torch.Tensor]) -> Any:
+        """Call an operator with these arguments and tensors."""
         rest = iter(tensors)
         values = [next(rest) if value is _Tensor else value for value in self.values]
         first = len(values) - len(self.names)

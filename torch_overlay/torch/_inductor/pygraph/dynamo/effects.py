@@ -14,7 +14,7 @@ graph break is such a point, too. Eager mode cannot be told from this if
 - a filter or a handler of the program's own finds what it would find: no object was changed before the call. What a handler
   changes, the frame may have read before
 - the frame does not change how tensors are printed
-- Python's generator of random numbers is where the program finds it after an error: bytecode draws all numbers first
+- behind a call that may raise, the frame draws no number from Python's generator: bytecode draws them in front of the graph
 
 At other calls the graph breaks.
 """
@@ -121,11 +121,11 @@ class Rebuilt(VariableTracker):
 @dataclasses.dataclass
 class Written:
     """
-    What the graph writes behind a call.
+    Memory that nodes of the graph behind a queued call write.
 
     Attributes:
-        inputs: whether it writes inputs
-        unversioned: memory that it writes by a tensor with a version of its own, as ``x.data`` is
+        inputs: whether they write inputs
+        unversioned: memory that has an alias with a version of its own, as ``x.data`` is
     """
 
     inputs: bool
@@ -455,8 +455,8 @@ def is_traced_alone(tx: InstructionTranslatorBase) -> bool:
 
 def has_generator(tx: InstructionTranslatorBase) -> bool:
     """
-    Return whether Dynamo runs a generator otherwise than eager mode: to its end where bytecode has to make it, behind
-    the graph; and not its handlers, as ``finally``, where a loop leaves it. Stock skips the frame at a graph break.
+    Return whether Dynamo may run a generator otherwise than eager mode. Where bytecode has to make a generator, Dynamo runs
+    it to its end. Where a loop leaves a generator, Dynamo does not run its ``finally``. At a graph break, stock skips the frame.
     """
     frames = frames_of(tx)
     return tx.output.current_tracer.is_reconstructing_generator or any(handles_in_generator(f) for f in frames)
@@ -553,7 +553,7 @@ def versions_of(graph: torch.fx.Graph) -> int:
 
 
 def written_behind(effect: Effect, graph: torch.fx.Graph) -> Written:
-    """Return what the graph writes behind a call."""
+    """Return which memory nodes of the graph behind a queued call write."""
     of_data = OrderedSet(storage_of(node) for node in graph.nodes if name_of(node) == "_get_data_attr")
     if not of_data:
         return Written(versions_of(graph) != effect.versions, OrderedSet())

@@ -198,7 +198,7 @@ def writes_statistics(node: torch.fx.Node) -> bool:
 def storage_of(node: torch.fx.Node) -> int | None:
     """Return what tells which tensors of a graph share memory."""
     example = node.meta.get("example_value")
-    # That of a node in torch.func.grad wraps the tensor.
+    # torch.func.grad and jvp wrap tensors.
     while isinstance(example, torch.Tensor) and is_functorch_wrapped_tensor(example):
         example = get_unwrapped(example)
     is_strided = isinstance(example, torch.Tensor) and example.layout == torch.strided

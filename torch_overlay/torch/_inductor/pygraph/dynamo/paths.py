@@ -167,7 +167,7 @@ def trace(tx: InstructionTranslatorBase, fork: Fork, start: int, stack: list[Var
     if state_of(tx) != before or any(after[node] != version for node, version in versions.items()):
         raise RefusedError("a path changes what existed before")
     if count_calls(output.graph.nodes) != num_calls + count_calls(path.nodes):
-        # Dynamo puts a hook next to its tensor, and a new input in front.
+        # Dynamo puts the nodes of a hook next to its tensor, in front of the path. New inputs are there too, but are no calls.
         raise RefusedError("a path registers a hook")
     return path
 

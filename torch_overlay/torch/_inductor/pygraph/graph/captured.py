@@ -196,6 +196,7 @@ class Shared:
 
     @functools.cached_property
     def get_attribute(self) -> Callable[[int, int, Any], int]:
+        """Takes a node, an attribute's number, and a buffer of ATTRIBUTE_BYTES for its value. Returns the driver's status."""
         return driver_function("cuGraphKernelNodeGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
     def function(self, function: Any) -> Function:
