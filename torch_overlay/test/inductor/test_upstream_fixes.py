@@ -25,6 +25,7 @@ from torch._inductor.utils import run_and_get_code
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.testing import FileCheck
 from torch.testing._internal.common_utils import instantiate_parametrized_tests, parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -636,7 +637,39 @@ class CUDAGraphTreesTest(FixesTestCase):
         self.assertEqual(printed.split(), ["3", "3"])
 
 
+class DeviceTest(FixesTestCase):
+    def test_current_device(self) -> None:
+        """Once CUDA is initialized, nobody asks which accelerators are available."""
+        unavailable = AssertionError("asked for an accelerator")
+        with (
+            mock.patch("torch.cuda.is_available", side_effect=unavailable),
+            mock.patch("torch.cuda.is_initialized", return_value=True),
+            mock.patch("torch.cuda.current_device", return_value=1),
+        ):
+            self.assertEqual(torch.cuda._utils._get_device_index(None, optional=True), 1)
+            self.assertEqual(torch.cuda._utils._get_device_index("cuda:3", optional=True), 3)
+
+
 class DistributedTest(FixesTestCase):
+    def test_specs_of_scalars(self) -> None:
+        """The steps of an optimizer's parameters have one spec."""
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        self.addCleanup(dist.destroy_process_group)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+
+        def step() -> None:
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+        step()
+        init = DTensorSpec.__init__
+        with mock.patch.object(DTensorSpec, "__init__", autospec=True, side_effect=init) as described:
+            step()
+        self.assertEqual(described.call_count, 1)
+        self.assertEqual({float(state["step"]) for state in optimizer.state.values()}, {2.0})
+
     def test_ranges_of_fsdp(self) -> None:
         """The hooks of fully_shard enter ranges of the profiler only while it runs."""
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
