@@ -171,6 +171,18 @@ def by_set(x):
     return y + len({y, z}) + len({y: 1, z: 2})
 
 
+def by_key_in_a_tuple(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    return y + {(y, 1): 1}.get((z, 1), 5) + len({(y, 2), (z, 2)})
+
+
+def by_keys_of_a_sequence(x):
+    y = x * 2
+    z = y if x.sum() > 0 else y + 1
+    return y + len(dict.fromkeys((y, z)))
+
+
 def by_attribute(x):
     y = x * 2
     y.tag = 3
@@ -200,7 +212,7 @@ def by_attribute_of_view(x):
 
 
 TOLD = (by_operator, by_id, by_key, by_item, by_set, by_attribute, by_attribute_behind)
-TOLD += (by_attribute_from_outside, by_attribute_of_view)
+TOLD += (by_attribute_from_outside, by_attribute_of_view, by_key_in_a_tuple, by_keys_of_a_sequence)
 
 HANDLED = (index_in_try, bool_in_try, called_in_try, suppressed, assertion_in_try)
 HANDLED += (slice_of_a_bool, on_meta)

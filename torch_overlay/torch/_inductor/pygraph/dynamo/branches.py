@@ -44,6 +44,7 @@ from torch.utils._ordered_set import OrderedSet
 
 if TYPE_CHECKING:
     import types
+    from collections.abc import Sequence
 
     from torch._dynamo.bytecode_transformation import Instruction
     from torch._dynamo.codegen import PyCodegen
@@ -435,7 +436,7 @@ def reads_identity(tx: InstructionTranslatorBase, inst: Instruction, joins: list
         one, other = (value.realize() for value in stack[-2:])
         return one is not other and one.is_tensor() and other.is_tensor()
     if inst.opname in KEYS:
-        return any(value.is_tensor() for value in KEYS[inst.opname](stack, inst))
+        return holds_tensor(KEYS[inst.opname](stack, inst))
     if inst.opname in ("LOAD_ATTR", "LOAD_METHOD"):
         return stack[-1].is_tensor() and is_own(tx, inst.argval, joins)
     return inst.opname in ("STORE_ATTR", "DELETE_ATTR") and stack[-1].is_tensor()
@@ -444,16 +445,21 @@ def reads_identity(tx: InstructionTranslatorBase, inst: Instruction, joins: list
 def asks_identity(tx: InstructionTranslatorBase, call: Call, joins: list[Join]) -> bool:
     """Return whether a call tells a tensor from an equal one."""
     fn = call.fn
-    if isinstance(fn, GetAttrVariable) and isinstance(fn.obj, variables.ConstDictVariable):
-        return any(value.is_tensor() for value in call.args[:1])
+    if isinstance(fn, GetAttrVariable) and (isinstance(fn.obj, variables.ConstDictVariable) or fn.name == "fromkeys"):
+        return holds_tensor(call.args[:1])
     if not isinstance(fn, variables.BuiltinVariable) or fn.fn not in IDENTIFYING:
         return False
     if fn.fn in (getattr, hasattr, setattr):
         names = [value.as_python_constant() for value in call.args[1:2] if value.is_python_constant()]
         is_stored = fn.fn is setattr or not names
         return any(value.is_tensor() for value in call.args[:1]) and (is_stored or is_own(tx, *names, joins))
+    return holds_tensor(call.values)
+
+
+def holds_tensor(values: Sequence[VariableTracker]) -> bool:
+    """Return whether a value is a tensor, or has one, as a tuple that is a key."""
     found: list[VariableTracker] = []
-    VariableTracker.visit(found.append, call.values)
+    VariableTracker.visit(found.append, values)
     return any(value.is_tensor() for value in found)
 
 
