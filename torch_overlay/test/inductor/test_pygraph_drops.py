@@ -267,18 +267,20 @@ class DropTest(BranchTestCase):
         """Inductor draws other numbers than eager mode. Layers have a gradient if, and only if, they ran."""
         self.backend.stop()
         torch._inductor.config.fallback_random = False
-        model = Model(Stack([Layer(0.5) for _ in range(4)]))
+        self.compare_layers_with_gradients(Model(Stack([Layer(0.5) for _ in range(4)])))
+        self.backend.start()
+
+    def compare_layers_with_gradients(self, model):
         compiled = torch.compile(model, options={"pygraph": True})
         for i in range(20):
             torch.manual_seed(i)
-            ran = [bool(torch.rand([]) >= 0.4) for _ in range(4)]
+            ran = [bool(torch.rand([]) >= 0.4) for _ in model.stack.layers]
             torch.manual_seed(i)
             model.zero_grad()
             compiled(torch.ones(3, SIZE)).sum().backward()
             for layer, has_run in zip(model.stack.layers, ran):
                 self.assertEqual({p.grad is not None for p in layer.parameters()}, {has_run})
         self.assertEqual(number_of_graphs(), 1)
-        self.backend.start()
 
     def test_dropout_of_eager_mode(self):
         """A dropped layer would draw from the generator."""
@@ -296,6 +298,19 @@ class DropTest(BranchTestCase):
         with torch._inductor.config.patch(fallback_random=False):
             self.compare(Model(Stack([Attending() for _ in range(3)])), graphs=None)
         self.assertGreater(number_of_graphs(), 2)
+
+    def test_dropout_beside_attention(self):
+        """Where Inductor draws seeds, attention draws no numbers of eager mode, and may draw in a dropped layer."""
+        self.backend.stop()
+        torch._inductor.config.fallback_random = False
+
+        class Attending(Layer):
+            def forward(self, x):
+                y = super().forward(x)[None]
+                return x + torch.nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5)[0]
+
+        self.compare_layers_with_gradients(Model(Stack([Attending(0.5) for _ in range(3)])))
+        self.backend.start()
 
     def test_infinite_derivative(self):
         """Zeros that a dropped layer gets for a gradient become NaN in it."""

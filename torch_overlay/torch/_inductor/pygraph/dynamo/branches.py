@@ -416,7 +416,9 @@ def holds_truth(value: VariableTracker) -> bool:
     """Return whether a sequence has bools of tensors. Dynamo compares its constants alone with one that it searches."""
     if isinstance(value, LazyVariableTracker) and not value.is_realized():
         return False
-    items = getattr(value.realize(), "items", ())
+    value = value.realize()
+    # The items of a text are texts.
+    items = () if isinstance(value, variables.ConstantVariable) else getattr(value, "items", ())
     return isinstance(items, (list, tuple)) and any(isinstance(v, Truth) or holds_truth(v) for v in items)
 
 

@@ -10,7 +10,7 @@ and by the program's own operators. The outcomes are inputs of the graph (drawn.
 - A parameter from which only paths that are not taken lead to results enters the graph detached. It gets no gradient,
   as in eager mode, and not zeros.
 - Inductor draws the seeds of dropout in front of the graph, and no number is that of eager mode. Attention draws as eager
-  mode does, so a path may not call it with dropout.
+  mode does. So a path may call it with dropout only if the graph draws such seeds, too.
 
 The device runs dropped layers, too. Where that takes longer than a graph for each layer takes the host, the loop's body
 becomes a function (loops.py).
@@ -28,9 +28,9 @@ from torch._dynamo import variables
 from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._inductor.pygraph.dynamo.conds import check_node, is_movable
 from torch._inductor.pygraph.dynamo.drawn import DrawnInFront, Gate, move_in_front
-from torch._inductor.pygraph.dynamo.hosts import ancestors_of, context, Hosts, is_in_order, is_known
+from torch._inductor.pygraph.dynamo.hosts import ancestors_of, context, devices_of, Hosts, is_in_order, is_known
 from torch._inductor.pygraph.dynamo.joins import is_alike, Join, Joiner, node_of, storage
-from torch._inductor.pygraph.dynamo.operators import draws, is_draw, is_total, may_write, name_of, plain_name
+from torch._inductor.pygraph.dynamo.operators import argument, draws, is_draw, is_total, may_write, name_of, plain_name
 from torch._inductor.pygraph.dynamo.stores import RefusedError
 from torch.utils._ordered_set import OrderedSet
 from torch.utils._pytree import tree_iter
@@ -129,6 +129,7 @@ class Drops(Hosts):
         try:
             if not is_in_order(tx.output.graph, known):
                 raise RefusedError("the graph draws from the same generator")
+            check_attention(tx.output.graph, self.gates)
             self.results = move_in_front(tx.output, self.gates, known, self.in_front)
         except RefusedError as e:
             self.refuse_selection(tx, str(e))
@@ -230,9 +231,24 @@ def check_selected(node: torch.fx.Node) -> None:
     is_size = bool(values) and all(isinstance(v, torch.SymInt) for v in values)
     if not is_total(node) and not (is_size and plain_name(node) != "floordiv"):
         raise RefusedError(f"{name_of(node)} in a path")
-    draws_as_eager = torch._inductor.config.fallback_random or name_of(node) in (ATTENTION, MULTI_HEAD)
-    if draws_as_eager and draws(node):
+    if torch._inductor.config.fallback_random and draws(node):
         raise RefusedError(f"{name_of(node)} draws in a path")
+
+
+def check_attention(graph: torch.fx.Graph, gates: Iterable[Gate]) -> None:
+    """Raises RefusedError: attention in a path draws, and without it the graph would draw the numbers of eager mode."""
+    in_paths = OrderedSet(n for gate in gates for path in gate.paths.values() for n in path)
+    for node in graph.nodes:
+        if node in in_paths and name_of(node) in (ATTENTION, MULTI_HEAD) and draws(node):
+            devices = devices_of(node.all_input_nodes)
+            if not any(has_seed(n) and devices_of(n.all_input_nodes) == devices for n in graph.nodes):
+                raise RefusedError(f"{name_of(node)} draws in a path")
+
+
+def has_seed(node: torch.fx.Node) -> bool:
+    """Return whether Inductor draws a seed for a node."""
+    chance = argument(node, 1, "p", 0.5)
+    return name_of(node) == "dropout" and draws(node) and type(chance) is float and chance > 0 and bool(node.users)
 
 
 # What a path costs
