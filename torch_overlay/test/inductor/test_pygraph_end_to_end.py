@@ -579,6 +579,18 @@ def trained_at_many_sizes(run: Run) -> None:
             step(parameters)
 
 
+@case("bound", recordings=2)
+def trained_without_rows(run: Run) -> None:
+    """A batch is empty. The gradients of weights are products that sum over nothing."""
+    module, parameters = mlp()
+    f = run.compile(module, dynamic=False)
+    for _ in range(8):
+        output = f(run.randn(0, 16))
+        output.sum().backward()
+        run.see(output, *grads(parameters))
+        step(parameters)
+
+
 # Random programs
 
 

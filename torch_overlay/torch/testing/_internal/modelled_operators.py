@@ -227,6 +227,12 @@ class _Operators:
             return made[-1]
 
         results = self._returned(call(*likes, device="meta"), likes, tensors, new)
+        written: list[Any] = []
+        _replace(results, written.append)
+        written = [t for t in written if isinstance(t, torch.Tensor)]
+        if written and not any(t.numel() for t in written):
+            # A library launches nothing. A product that sums over nothing fills its result.
+            return results
 
         def compute(*hosted: torch.Tensor) -> None:
             outputs, given = hosted[: len(made)], hosted[len(made) :]
