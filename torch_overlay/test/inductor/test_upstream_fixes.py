@@ -194,6 +194,21 @@ def f(x):
         values = (1, 2, 3)
         self.assertEqual(torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2), values), fn(torch.ones(2), values))
 
+    def test_equality_of_sequences(self) -> None:
+        class Number:
+            def __eq__(self, other):
+                return 0
+
+            def __ne__(self, other):
+                return 1
+
+        def fn(x, a, b):
+            return x + 1, [a] == [b], (a,) != (b,)
+
+        found = torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2), Number(), Number())
+        self.assertIs(found[1], False)
+        self.assertIs(found[2], True)
+
     def test_raise_of_argument(self) -> None:
         def plain(x, error):
             x.add_(1)
