@@ -68,6 +68,9 @@ def test_hash_is_of_names_and_contents_of_the_sources(checkout):
     cache = checkout / "torch_overlay/torch/__pycache__"
     cache.mkdir()
     (cache / "a.pyc").write_bytes(b"\0")
+    (checkout / "patches/upstream").mkdir(parents=True, exist_ok=True)
+    (checkout / "patches/upstream/change.patch").write_text("other\n")
+    (checkout / "patches/README.md").write_text("other\n")
     assert source_hash(checkout) == before
 
     (checkout / "torch_overlay/torch/a.py").rename(checkout / "torch_overlay/torch/c.py")
