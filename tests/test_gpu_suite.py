@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import importlib.machinery
@@ -2019,15 +2020,21 @@ def test_file_in_each_environment(tmp_path, monkeypatch):
     assert [test.rpartition("::")[2] for test in found["differs"]] == ["test_single"]
 
 
-def test_a_command_is_stopped_in_time_with_what_it_started():
+def test_a_command_is_stopped_in_time_with_what_it_started(tmp_path):
     start = time.monotonic()
-    command = [
-        sys.executable,
-        "-c",
-        "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(60)'])",
-    ]
-    assert "no result" in str(_gpu_suite()._call(command, {}, 1.0))
+    script = """
+import pathlib, subprocess, sys
+sleep = [sys.executable, "-c", "import time; time.sleep(60)"]
+others = [subprocess.Popen(sleep, start_new_session=alone) for alone in (False, True)]
+pathlib.Path(sys.argv[1]).write_text(" ".join(str(other.pid) for other in others))
+others[0].wait()
+"""
+    assert "no result" in str(_gpu_suite()._call([sys.executable, "-c", script, str(tmp_path / "pids")], {}, 2.0))
     assert time.monotonic() - start < 20
+    for pid in (tmp_path / "pids").read_text().split():
+        with contextlib.suppress(FileNotFoundError):
+            # Its parent may not have waited for it.
+            assert Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
 
 
 def test_atomics_in_generated_code_are_seen(tmp_path, monkeypatch):
