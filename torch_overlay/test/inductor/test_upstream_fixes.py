@@ -6,6 +6,7 @@ the modules of PyGraph. No test sets config.pygraph.
 
 from __future__ import annotations
 
+import random
 import re
 import subprocess
 import sys
@@ -208,6 +209,31 @@ def f(x):
         found = torch.compile(fn, backend="eager", fullgraph=True)(torch.ones(2), Number(), Number())
         self.assertIs(found[1], False)
         self.assertIs(found[2], True)
+
+    def test_input_that_is_also_global(self) -> None:
+        holder = types.SimpleNamespace(weight=torch.ones(2))
+        scope = {"holder": holder, "weight": holder.weight}
+        exec("def of_object(x, y): return x + holder.weight, y", scope)
+        exec("def of_module(x, y): return x + weight, y * 2", scope)
+        for name in ("of_object", "of_module"):
+            compiled = torch.compile(scope[name], backend="eager", fullgraph=True)
+            for y in (holder.weight, -torch.ones(2)):
+                self.assertEqual(compiled(torch.zeros(2), y), scope[name](torch.zeros(2), y))
+
+    def test_random_number_and_symbolic_integer(self) -> None:
+        def add(x, n):
+            return x.t(), n + random.randint(0, 2)
+
+        def multiply(x, n):
+            n *= random.random()
+            return x.t(), n
+
+        for fn in (add, multiply):
+            compiled = torch.compile(fn, backend="eager", dynamic=True)
+            for n in (3, 4):
+                found, expected = ((random.seed(n), f(torch.ones(2, 3), n))[1] for f in (compiled, fn))
+                self.assertEqual(found, expected)
+                self.assertIs(type(found[1]), type(expected[1]))
 
     def test_raise_of_argument(self) -> None:
         def plain(x, error):
