@@ -13,6 +13,7 @@ from hypothesis import given, note, Phase, settings, strategies
 
 import torch
 import torch._dynamo
+from torch._dynamo.exc import UnspecializeRestartAnalysis
 from torch._dynamo.utils import counters
 from torch._inductor.pygraph import report, reset_report
 from torch._inductor.pygraph.dynamo import drawn, drops
@@ -267,10 +268,10 @@ class DropTest(BranchTestCase):
         """Inductor draws other numbers than eager mode. Layers have a gradient if, and only if, they ran."""
         self.backend.stop()
         torch._inductor.config.fallback_random = False
-        self.compare_layers_with_gradients(Model(Stack([Layer(0.5) for _ in range(4)])))
+        self.check_layers_with_gradients(Model(Stack([Layer(0.5) for _ in range(4)])))
         self.backend.start()
 
-    def compare_layers_with_gradients(self, model):
+    def check_layers_with_gradients(self, model):
         compiled = torch.compile(model, options={"pygraph": True})
         for i in range(20):
             torch.manual_seed(i)
@@ -281,6 +282,29 @@ class DropTest(BranchTestCase):
             for layer, has_run in zip(model.stack.layers, ran):
                 self.assertEqual({p.grad is not None for p in layer.parameters()}, {has_run})
         self.assertEqual(number_of_graphs(), 1)
+
+    def test_refusal_holds_for_inlined_frames(self):
+        """The graph breaks in the stack. Dynamo does not try again to select layers in each frame around it."""
+
+        class Leaving(Stack):
+            def forward(self, x):
+                for layer in self.layers:
+                    if torch.rand([]) < self.drop:
+                        left = None
+                    else:
+                        x = layer(x)
+                        left = x.sum()
+                return x if left is None else x + left
+
+        reasons = []
+
+        def restart(*, restart_reason):
+            reasons.append(restart_reason)
+            return UnspecializeRestartAnalysis(restart_reason=restart_reason)
+
+        with mock.patch.object(drops, "UnspecializeRestartAnalysis", restart):
+            self.compare(Model(Leaving([Layer() for _ in range(8)])), graphs=None)
+        self.assertEqual(reasons, ["a random number drops layers", "the paths leave different NoneTypes"])
 
     def test_dropout_of_eager_mode(self):
         """A dropped layer would draw from the generator."""
@@ -309,7 +333,7 @@ class DropTest(BranchTestCase):
                 y = super().forward(x)[None]
                 return x + torch.nn.functional.scaled_dot_product_attention(y, y, y, dropout_p=0.5)[0]
 
-        self.compare_layers_with_gradients(Model(Stack([Attending(0.5) for _ in range(3)])))
+        self.check_layers_with_gradients(Model(Stack([Attending(0.5) for _ in range(3)])))
         self.backend.start()
 
     def test_infinite_derivative(self):

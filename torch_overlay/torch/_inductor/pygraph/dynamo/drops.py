@@ -96,8 +96,11 @@ class Drops(Hosts):
             raise UnspecializeRestartAnalysis(restart_reason="a random number drops layers")
 
     def refuse_selection(self, tx: InstructionTranslatorBase, why: str) -> NoReturn:
-        root = tx.output.root_tx
-        context(root.f_code)[SELECTS] = why
+        # The graph may break in a frame that is inlined. Dynamo compiles each of these alone then.
+        frame: InstructionTranslatorBase | None = tx
+        while frame is not None:
+            context(frame.f_code)[SELECTS] = why
+            frame = frame.parent
         raise UnspecializeRestartAnalysis(restart_reason=why)
 
     def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:
@@ -236,13 +239,13 @@ def check_selected(node: torch.fx.Node) -> None:
 
 
 def check_attention(graph: torch.fx.Graph, gates: Iterable[Gate]) -> None:
-    """Raises RefusedError: attention in a path draws, and without it the graph would draw the numbers of eager mode."""
+    """Raises RefusedError: attention in a path draws, and no other draw of the graph has a seed of Inductor's."""
     in_paths = OrderedSet(n for gate in gates for path in gate.paths.values() for n in path)
+    with_seed = [devices_of(n.all_input_nodes) for n in graph.nodes if has_seed(n)]
     for node in graph.nodes:
-        if node in in_paths and name_of(node) in (ATTENTION, MULTI_HEAD) and draws(node):
-            devices = devices_of(node.all_input_nodes)
-            if not any(has_seed(n) and devices_of(n.all_input_nodes) == devices for n in graph.nodes):
-                raise RefusedError(f"{name_of(node)} draws in a path")
+        is_attention = name_of(node) in (ATTENTION, MULTI_HEAD) and draws(node)
+        if node in in_paths and is_attention and devices_of(node.all_input_nodes) not in with_seed:
+            raise RefusedError(f"{name_of(node)} draws in a path")
 
 
 def has_seed(node: torch.fx.Node) -> bool:
