@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import importlib.machinery
@@ -2032,9 +2031,30 @@ others[0].wait()
     assert "no result" in str(_gpu_suite()._call([sys.executable, "-c", script, str(tmp_path / "pids")], {}, 2.0))
     assert time.monotonic() - start < 20
     for pid in (tmp_path / "pids").read_text().split():
-        with contextlib.suppress(FileNotFoundError):
-            # Its parent may not have waited for it.
-            assert Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        assert _has_ended(pid)
+
+
+def _has_ended(pid):
+    try:
+        # Its parent may not have waited for it.
+        return Path("/proc", pid, "stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_a_command_ends_what_it_started_in_other_sessions(tmp_path):
+    script = """
+import pathlib, signal, subprocess, sys
+signal.signal(signal.SIGTERM, lambda *_: (rank.kill(), sys.exit()))
+rank = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+pathlib.Path(sys.argv[1]).write_text(str(rank.pid))
+rank.wait()
+"""
+    pid = tmp_path / "pid"
+    with processes.process_group([sys.executable, "-c", script, str(pid)], subprocess.DEVNULL):
+        while not (pid.exists() and pid.read_text()):
+            time.sleep(0.05)
+    assert _has_ended(pid.read_text())
 
 
 def test_atomics_in_generated_code_are_seen(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (250.0, 12.0), 1.0
 # Suites whose cases are small
 SMALL = {"pi", "cgct", "scg", "bindings"}
 # Seconds of a case of another program, beside which nothing runs
-MODULE_S = 20.0
+MODULE_S, TP_S = 20.0, 90.0
 # The part of the cores' time in which cases compile while nothing is timed: late in a command no long case begins. An
 # estimate, from simulated commands of one part.
 BUSY = 0.4
@@ -169,7 +169,7 @@ def seconds(units: list[Unit], record: Row, sources: str = "") -> float:
     total = 0.0
     for unit in units:
         if unit.is_module:
-            total += MODULE_S
+            total += TP_S if unit.kind == "tp" else MODULE_S
         elif unit.name:
             needed = work(unit, cases.get((unit.kind, unit.name), {}))
             # What is compiled beside a case stops while that one is timed.

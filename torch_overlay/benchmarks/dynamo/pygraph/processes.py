@@ -23,15 +23,23 @@ if TYPE_CHECKING:
 DRAIN_S = 0.2
 # Between looks at the clock of a process that may be stopped.
 WATCH_S = 0.1
+# Between SIGTERM and SIGKILL.
+END_S = 10.0
 
 
 @contextlib.contextmanager
 def process_group(command: list[str], output: Any) -> Iterator[subprocess.Popen]:
-    """Start a command in a group of its own, and kill the group at the end."""
+    """
+    Start a command in a group of its own, and end it and the group. A command that starts processes in other groups, as
+    torchrun does, ends them if it gets SIGTERM.
+    """
     process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
     try:
         yield process
     finally:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
