@@ -235,6 +235,30 @@ def f(x):
                 self.assertEqual(found, expected)
                 self.assertIs(type(found[1]), type(expected[1]))
 
+    def test_setter_of_a_property(self) -> None:
+        class Scaled:
+            def __init__(self, value):
+                self.value = value
+
+            @property
+            def twice(self):
+                return self.value * 2
+
+            @twice.setter
+            def twice(self, value):
+                self.value = value / 2
+
+        def fn(scaled, x):
+            scaled.twice = x + 1
+            before = scaled.value
+            scaled.value = x
+            return before, scaled.twice
+
+        found, expected = Scaled(torch.zeros(2)), Scaled(torch.zeros(2))
+        x = torch.ones(2)
+        self.assertEqual(torch.compile(fn, backend="eager", fullgraph=True)(found, x), fn(expected, x))
+        self.assertEqual(vars(found), vars(expected))
+
     def test_raise_of_argument(self) -> None:
         def plain(x, error):
             x.add_(1)
