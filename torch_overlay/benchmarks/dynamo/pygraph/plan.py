@@ -41,7 +41,7 @@ PROGRAMS_START_S = 40.0
 SMALL_S, WORKLOAD_S, GIB_S = (25.0, 4.0), (250.0, 12.0), 1.0
 # Suites whose cases are small
 SMALL = {"pi", "cgct", "scg", "bindings"}
-# Seconds of a case of another program, beside which nothing runs
+# Seconds of a case of another program, beside which nothing runs, and of one of tp. Estimates
 MODULE_S, TP_S = 20.0, 90.0
 # The part of the cores' time in which cases compile while nothing is timed: late in a command no long case begins. An
 # estimate, from simulated commands of one part.

@@ -26,7 +26,7 @@ from torch._dynamo.bytecode_transformation import create_instruction
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.misc import GetAttrVariable
-from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, is_broken, refuse, restart
+from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, frames_of, is_broken, refuse, restart
 from torch._inductor.pygraph.dynamo.conds import CondJoiner
 from torch._inductor.pygraph.dynamo.drops import DropJoiner, Drops
 from torch._inductor.pygraph.dynamo.effects import has_generator, is_handled, last_node, may_raise, nodes_after
@@ -378,13 +378,11 @@ def raising_operator(tx: InstructionTranslatorBase) -> str | None:
 
 def is_in_loop(tx: InstructionTranslatorBase) -> bool:
     """Return whether a frame is in a loop, each turn of which would have two outcomes."""
-    frame: InstructionTranslatorBase | None = tx
-    while frame is not None:
-        code = frame.f_code
-        if CONDITION in code.co_varnames or loops_around(flow_of(code), frame.indexof[frame.current_instruction]):
-            return True
-        frame = frame.parent
-    return False
+    return any(
+        CONDITION in frame.f_code.co_varnames
+        or loops_around(flow_of(frame.f_code), frame.indexof[frame.current_instruction])
+        for frame in frames_of(tx)
+    )
 
 
 def reads_truth(tx: InstructionTranslatorBase, inst: Instruction) -> bool:

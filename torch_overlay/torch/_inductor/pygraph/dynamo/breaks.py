@@ -26,7 +26,7 @@ from torch._inductor.pygraph.types.report import BreakReport
 if TYPE_CHECKING:
     import traceback
     import types
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
     from torch._dynamo.variables.base import VariableTracker
@@ -118,6 +118,14 @@ def gist(said: str) -> str:
     kind, *lines = said.splitlines() or [""]
     explained = [line.strip() for line in lines if line.strip().startswith(EXPLANATION)]
     return f"{kind}: {explained[0].removeprefix(EXPLANATION)}" if explained else kind
+
+
+def frames_of(tx: InstructionTranslatorBase) -> Iterator[InstructionTranslatorBase]:
+    """Return a frame and those that it is inlined in, up to the one that Dynamo compiles."""
+    frame: InstructionTranslatorBase | None = tx
+    while frame is not None:
+        yield frame
+        frame = frame.parent
 
 
 def refuse(tx: InstructionTranslatorBase, code: Code, **details: object) -> None:

@@ -26,6 +26,7 @@ import torch
 import torch.fx
 from torch._dynamo import variables
 from torch._dynamo.exc import UnspecializeRestartAnalysis
+from torch._inductor.pygraph.dynamo.breaks import frames_of
 from torch._inductor.pygraph.dynamo.conds import check_node, is_movable
 from torch._inductor.pygraph.dynamo.drawn import DrawnInFront, Gate, move_in_front
 from torch._inductor.pygraph.dynamo.hosts import ancestors_of, context, devices_of, Hosts, is_in_order, is_known
@@ -97,10 +98,8 @@ class Drops(Hosts):
 
     def refuse_selection(self, tx: InstructionTranslatorBase, why: str) -> NoReturn:
         # The graph may break in a frame that is inlined. Dynamo compiles each of these alone then.
-        frame: InstructionTranslatorBase | None = tx
-        while frame is not None:
+        for frame in frames_of(tx):
             context(frame.f_code)[SELECTS] = why
-            frame = frame.parent
         raise UnspecializeRestartAnalysis(restart_reason=why)
 
     def drawn_in_front(self, tx: InstructionTranslatorBase) -> list[torch.fx.Node]:

@@ -42,7 +42,7 @@ from torch._dynamo.variables.functions import LocalGeneratorObjectVariable
 from torch._dynamo.variables.lazy import LazyVariableTracker
 from torch._dynamo.variables.lists import SizeVariable
 from torch._dynamo.variables.misc import GetAttrVariable, LoggingLoggerVariable, StringFormatVariable
-from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, refuse
+from torch._inductor.pygraph.dynamo.breaks import Breaks, broken, frames_of, refuse
 from torch._inductor.pygraph.dynamo.flow import flow_of
 from torch._inductor.pygraph.dynamo.operators import (
     indices_of,
@@ -498,13 +498,6 @@ def handles_errors(frame: InstructionTranslatorBase) -> bool:
     if entry is None or any(block.target is entry.target for block in blocks):
         return False
     return not flow_of(frame.f_code).is_comprehension(frame.indexof[frame.current_instruction])
-
-
-def frames_of(tx: InstructionTranslatorBase) -> Iterator[InstructionTranslatorBase]:
-    frame: InstructionTranslatorBase | None = tx
-    while frame is not None:
-        yield frame
-        frame = frame.parent
 
 
 def has_text(tx: InstructionTranslatorBase, value: VariableTracker, *, is_formatted: bool = False) -> bool:
